@@ -51,7 +51,7 @@ def pull(
     import time
 
     from phasewise.cli.status_line import status_line
-    from phasewise.serving.loaders.fetching.registry import cache_root, fetch
+    from phasewise.serving.loaders.fetching.resolve import cache_root, fetch
 
     bar = DownloadBar()
 
@@ -74,7 +74,7 @@ def list_models(as_json: JsonOption = False) -> None:
     $ phasewise models list
     $ phasewise models list --json
     """
-    from phasewise.serving.loaders.fetching.registry import cache_root
+    from phasewise.serving.loaders.fetching.resolve import cache_root
     from phasewise.serving.loaders.inspection import known_models, packed_models, stored
 
     root = cache_root()
@@ -106,7 +106,7 @@ def remove(
     $ phasewise models rm model.gguf --packed
     """
     from phasewise.serving.loaders import inspection
-    from phasewise.serving.loaders.fetching.registry import cache_root
+    from phasewise.serving.loaders.fetching.resolve import cache_root
 
     _present(inspection.remove(model, cache_root(), packed_only=packed), as_json, dry_run=False)
 
@@ -128,7 +128,7 @@ def prune(
     $ phasewise models prune --packed
     """
     from phasewise.serving.loaders import inspection
-    from phasewise.serving.loaders.fetching.registry import cache_root
+    from phasewise.serving.loaders.fetching.resolve import cache_root
 
     _present(inspection.prune(cache_root(), all_packed=packed, dry_run=dry_run), as_json, dry_run)
 
@@ -159,7 +159,7 @@ def inspect(
     of zeros on it is stored sparse where nothing was measured.
     """
     from phasewise.serving.loaders import head_place, inspection, open_head_source, open_source
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     located = locate(model, cache_root(), note)
     with open_source(located) as source:

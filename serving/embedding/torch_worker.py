@@ -21,7 +21,7 @@ from phasewise.serving.embedding.encoder.pooling import pooled
 from phasewise.serving.embedding.protocol import Floats
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.encoders import JINA_BERT, JINA_V3, THEIR_GTE
-from phasewise.serving.loaders.fetching.registry import cache_root, locate
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.models.encoding import Embedding
 
@@ -123,7 +123,7 @@ class _Gives:
 def _what_it_gives(path: Path, device: str) -> _Gives:
     """ModelError for what is no embedding model, and for one that transformers does not have."""
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.registry import Located
+    from phasewise.serving.loaders.fetching.resolve import Located
 
     with open_source(Located(path.name, path)) as source:
         if source.embedding is None:

@@ -2,8 +2,7 @@
 adapter_model.safetensors), and a GGUF file that llama.cpp's `convert_lora_to_gguf.py` has written; every pair
 is checked against the model's shapes.
 
-Every setting that changes what the numbers mean, and is not listed here, is refused by its name.
-"""
+Every setting that changes what the numbers mean, and is not listed here, is refused by its name."""
 
 from __future__ import annotations
 
@@ -174,8 +173,7 @@ class _Scaling:
 def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
     """The pairs of a directory, by our names of weights; `stack` closes their file.
 
-    ModelError in one line for whatever cannot run.
-    """
+    ModelError in one line for whatever cannot run."""
     directory = ModelDirectory(path)
     fields = directory.json(CONFIG)
     if fields is None:
@@ -237,9 +235,8 @@ def _our_pairs(
     *,
     is_interleaved: bool,
 ) -> dict[str, Pair]:
-    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name
-    there. scale_of: by a module and its rank.
-    """
+    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name there.
+    scale_of: by a module and its rank."""
     shapes, pairs = shapes_of_all(config, has_bias=False), dict[str, Pair]()
     for module, both in by_module.items():
         if len(both) != 2:

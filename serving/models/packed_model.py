@@ -1,26 +1,22 @@
 """A model as the engine sees it: its shape, its packed weights, its tokenizer text.
 
-Every loader ends in a `PackedModel`; nothing after it knows GGUF or safetensors. A `ModelConfig` that
-exists has been checked, so the engine may multiply its numbers without fear.
-"""
+Every loader ends in a `PackedModel`; nothing after it knows GGUF or safetensors. A `ModelConfig` that exists
+has been checked, so the engine may multiply its numbers without fear."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phasewise._files import open_regular
 from phasewise._words import counted
-from phasewise.cython_kernels._native import drop_mapped
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
 from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Adapter, Linears
+from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
 from phasewise.serving.models.parts.attention import (
     Attending,
@@ -31,8 +27,9 @@ from phasewise.serving.models.parts.attention import (
     QueryGrowth,
     first_head,
 )
+from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
-from phasewise.serving.models.parts.mixture import STACKS, Experts, Mixture, first_expert
+from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
 from phasewise.serving.models.parts.site import (
     NO_FACTORS,
     LayerPart,
@@ -57,6 +54,24 @@ from phasewise.serving.models.parts.states import (
 from phasewise.serving.models.parts.streams import InputsOfLayer, LayerInputs, Streams, StreamsOfLayer
 from phasewise.serving.models.rope import RopeSpec
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+
+FORMATS = ("native", "f32", "bf16", "int8", "int4")
+
+# Far beyond any published model, small enough that no product below leaves 63 bits.
+LARGEST = {
+    "n_layers": 1 << 10,
+    "hidden": 1 << 17,
+    "ffn": 1 << 20,
+    "n_heads": 1 << 10,
+    "n_kv_heads": 1 << 10,
+    "head_dim": 1 << 10,
+    "vocab_size": 1 << 22,
+    "context_length": MOST_POSITIONS,
+}
+MOST_KINDS = 4
+
+LAYER_TABLE = "layer_table"
+"""The name of the matrix whose rows are looked up alone."""
 
 
 @dataclass(frozen=True)
@@ -127,58 +142,6 @@ BOTH_HALVES = SingleHalves()
 
 
 @dataclass(frozen=True)
-class MappedFile:
-    """The packed file that a model's arrays are views of. Another process can map the same one."""
-
-    path: Path
-    address: int
-    """The address of the first byte in this process."""
-    n_bytes: int
-    identity: tuple[int, int]
-    """Device and inode: the path may get another file."""
-
-    def release(self) -> None:
-        """Give its pages back to the system, which reads them again where they are wanted."""
-        drop_mapped(self.address, self.n_bytes)
-        fd = self.open_again()
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-    def open_again(self) -> int | None:
-        """A descriptor of the same file; None if another one has its name by now."""
-        try:
-            fd = open_regular(self.path)
-        except OSError:
-            return None
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) == self.identity:
-            return fd
-        os.close(fd)
-        return None
-
-
-FORMATS = ("native", "f32", "bf16", "int8", "int4")
-
-# Far beyond any published model, small enough that no product below leaves 63 bits.
-LARGEST = {
-    "n_layers": 1 << 10,
-    "hidden": 1 << 17,
-    "ffn": 1 << 20,
-    "n_heads": 1 << 10,
-    "n_kv_heads": 1 << 10,
-    "head_dim": 1 << 10,
-    "vocab_size": 1 << 22,
-    "context_length": MOST_POSITIONS,
-}
-MOST_KINDS = 4
-
-LAYER_TABLE = "layer_table"
-"""The name of the matrix whose rows are looked up alone."""
-
-
-@dataclass(frozen=True)
 class LayerKind:
     """The settings in which layers of one model differ."""
 
@@ -195,8 +158,7 @@ class ModelConfig:
     """The shape of a model. Construction refuses shapes that no model can have. Without `encoder` a decoder:
 
     A layer is h += r A(norm(h)), h += r F(norm(h)): attention A, feed-forward F, r the residual scale. Where
-    `pre_norms` is false their inputs are h itself; with `post_norms` their outputs are normalised.
-    """
+    `pre_norms` is false their inputs are h itself; with `post_norms` their outputs are normalised."""
 
     architecture: str
     n_layers: int
@@ -226,8 +188,7 @@ class ModelConfig:
     """True if the projection after attention has a bias."""
     sinks: bool = False
     """True if each head has a score of its own beside those of positions, which takes weight and gives no
-    value.
-    """
+    value."""
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -367,6 +328,16 @@ class ModelConfig:
     def layers(self) -> tuple[Layer, ...]:
         """The parts of every layer."""
         return layers_of(self)
+
+    @property
+    def has_layer_norms(self) -> bool:
+        """True if norms of the stream are LayerNorms, as those of all encoders are."""
+        return self.layer_norms or self.encoder is not None
+
+    @property
+    def norms_sums(self) -> bool:
+        """True if norms are of the stream once a half of a layer is added to it."""
+        return self.encoder is not None and not self.encoder.pre_norms
 
     @property
     def stream_eps(self) -> float:
@@ -551,10 +522,8 @@ class PackedModel:
 
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}." and the products of its
     parts, fused ("qkv") or, where their packed kinds differ, each part alone ("q"); what is outside layers is
-    in `loaders.layout`.
-    vectors, float32: per layer those of its parts, joined where they say so.
-    content_hash names the source's content and the format, so equal models hash alike on every machine.
-    """
+    in `loaders.layout`. vectors, float32: per layer those of its parts, joined where they say so.
+    content_hash names the source's content and the format, so equal models hash alike on every machine."""
 
     config: ModelConfig
     format: str
@@ -587,9 +556,8 @@ class PackedModel:
             raise ModelError(f"{self.name} has no weight {name!r}") from None
 
     def products(self) -> dict[str, PackedWeight]:
-        """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere
-        the weight.
-        """
+        """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere the
+        weight."""
         return {
             name: self.one_expert(name) or self.one_head(name) or weight
             for name, weight in self.weights.items()

@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.cython_kernels import packing, sparse
 from phasewise.serving.loaders import load_model, open_source
-from phasewise.serving.loaders.fetching.registry import Located
+from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.prune import masks

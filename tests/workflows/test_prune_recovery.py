@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels import packing
 from phasewise.serving.loaders import open_source
-from phasewise.serving.loaders.fetching.registry import Located
+from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.prune import masks
 from phasewise.workflows.prune.directory import bf16_bits

@@ -64,7 +64,7 @@ def check_draft(name: str | None, report: Report = silent) -> None:
     if name in (*NOT_NAMED, LOOKUP, HEAD, OFF):
         return
     assert name is not None
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     locate(name, cache_root(None), report)
 

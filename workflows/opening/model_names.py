@@ -15,7 +15,7 @@ def completions(begun: str) -> list[str]:
 
 def names(begun: str) -> list[str]:
     """Known names and names of models in the cache that begin with `begun`."""
-    from phasewise.serving.loaders.fetching.registry import cache_root, known_names
+    from phasewise.serving.loaders.fetching.resolve import cache_root, known_names
 
     return sorted(name for name in known_names(cache_root()) if name.startswith(begun))
 

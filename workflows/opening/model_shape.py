@@ -39,7 +39,7 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
     if lone is not None:
         return _shape_of_config(*lone, weight_format)
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.serving.loaders.layout import plan_weights
     from phasewise.serving.models.forward import EXACT_KINDS
 

@@ -106,7 +106,7 @@ def open_model(
     ranks: how many divide them; both None for the stored plan, or the default one. db: URL or file of the
     tuning database; None for the user's own. Raises ModelError, PlanError, KernelDbError.
     """
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import model_key, plans_for
 
@@ -239,7 +239,7 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
     if kv_format in may_have and not weights.lora:
         return
     from phasewise.serving.loaders import config_of_model
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     config = config_of_model(ref, weights.weight_format, report=report)
     if kv_format not in may_have:

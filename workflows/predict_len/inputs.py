@@ -113,7 +113,8 @@ def read_logs(paths: Sequence[Path], model: str | None, report: Report = silent)
 
 def tokens_here(name: str, report: Report = silent) -> ModelTokens | None:
     """The tokens of a model that is in the cache. A log's name opens no file and fetches nothing."""
-    from phasewise.serving.loaders.fetching.registry import KNOWN, cache_root, is_here
+    from phasewise.serving.loaders.fetching.registry import KNOWN, is_here
+    from phasewise.serving.loaders.fetching.resolve import cache_root
     from phasewise.serving.loaders.inspection import stored_models
 
     root = cache_root()

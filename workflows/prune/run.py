@@ -88,7 +88,7 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
     `progress` gets a line for each tensor and for each window of a text.
     """
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     located = locate(settings.model, cache_root(), report)
     recovery = None
@@ -131,7 +131,7 @@ def _recover(
 ) -> tuple[Pruned, Recovery]:
     """Fit the weights that the directory's file kept, and put them in its place."""
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.registry import Located
+    from phasewise.serving.loaders.fetching.resolve import Located
 
     tally, recovered = RecoveryTally(), directory / f"recovered-{TENSORS_FILE}"
     with open_source(Located(source.name, directory)) as left:
@@ -301,7 +301,7 @@ def _perplexity_of_values_left(
 ) -> float | None:
     """Perplexity of the directory that is not whole yet; nothing of it stays in the cache."""
     from phasewise.serving.loaders import inspection
-    from phasewise.serving.loaders.fetching.registry import cache_root
+    from phasewise.serving.loaders.fetching.resolve import cache_root
 
     if settings.evaluation is None:
         return None

@@ -15,7 +15,7 @@ from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.serving.loaders import open_source
-from phasewise.serving.loaders.fetching.registry import Located, cache_root, locate
+from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.source import Rows, check_finite

@@ -176,7 +176,7 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
 
 def _own_plans(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> dict[Phase, ServicePlan]:
     """Those it was told, or those of its host's database, on cores that it claims."""
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.tuner.plans import model_key, plans_for
 
     if spec.plans is not None:

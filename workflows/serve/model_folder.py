@@ -125,7 +125,7 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
     from phasewise.serving.errors import ServingError
     from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.registry import Located
+    from phasewise.serving.loaders.fetching.resolve import Located
 
     try:
         with open_source(Located(path.name, path)) as source:

@@ -324,7 +324,7 @@ def watch_of_server(
     most: threads that a rank has room for. in_one_rank: the engine stays one rank.
     """
     from phasewise.serving.engine.core_watch import CoreWatch
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology.process_limits import read_limits
     from phasewise.tuner.plans import model_key
     from phasewise.workflows.opening.open_model import suited_default

@@ -175,7 +175,7 @@ def _check_models(refs: Sequence[str], settings: ServeSettings, report: Report) 
     """UsageError where a model that stays makes vectors, two are one, or they have a name in common: a
     request could mean either.
     """
-    from phasewise.serving.loaders.fetching.registry import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.workflows.serve.embedding import makes_vectors
 
     for ref in refs[1:]:

@@ -217,7 +217,7 @@ def set_plan(
     from phasewise.kerneldb.location import locate
     from phasewise.kerneldb.records import Origin, PlanRecord
     from phasewise.kerneldb.store import open_store
-    from phasewise.serving.loaders.fetching.registry import cache_root, known_name
+    from phasewise.serving.loaders.fetching.resolve import cache_root, known_name
     from phasewise.topology import read_machine
     from phasewise.tuner import plans
     from phasewise.workflows.report import silent

@@ -1,6 +1,5 @@
 """Mixtures as DeepSeek has them and others took over: groups of experts, a bias that chooses alone, shared
-experts, and first layers without any.
-"""
+experts, and first layers without any."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from phasewise.serving.loaders.families.family import (
 )
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
 from phasewise.serving.models.parts.attention import LatentAttention
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX
 from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
-from phasewise.serving.models.parts.mixture import LOGISTIC, SOFTMAX
 from phasewise.serving.models.rope import YarnScaling
 
 GATING = {1: SOFTMAX, 2: LOGISTIC}

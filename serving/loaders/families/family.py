@@ -16,8 +16,8 @@ from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import ColumnCut, Names, OfLayer, OtherForm, TensorCut
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
-from phasewise.serving.models.parts.mixture import Experts
 from phasewise.serving.models.rope import RopeSpec
 
 Get = Callable[..., Any]

@@ -37,8 +37,8 @@ from phasewise.serving.loaders.families.gemma import (
 )
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import HeadShape
+from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForwardForm
-from phasewise.serving.models.parts.mixture import Experts
 from phasewise.serving.models.parts.streams import LayerInputs
 from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
 

@@ -24,8 +24,8 @@ from phasewise.serving.loaders.families.family import (
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.parts.mixture import LOGISTIC
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 EOS = [151329, 151336, 151338]

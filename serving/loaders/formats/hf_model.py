@@ -45,11 +45,7 @@ from phasewise.serving.loaders.formats.model_directory import (
 from phasewise.serving.loaders.layout import BIASES, shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
 from phasewise.serving.loaders.quantised.tensors import made_tensors
-from phasewise.serving.loaders.source import (
-    MAX_TOKENIZER_BYTES,
-    ModelSource,
-    SourceTensor,
-)
+from phasewise.serving.loaders.source import MAX_TOKENIZER_BYTES, ModelSource, SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.sampling.sampling_defaults import stated_by_hf
@@ -184,8 +180,7 @@ def tensors_of(
     scores: bool = False,
 ) -> dict[str, SourceTensor]:
     """Every tensor of the language model by our name, as views. fields: those of config.json. scores: the
-    head of a classifier is one of the tensors.
-    """
+    head of a classifier is one of the tensors."""
     stated = text_fields(fields, family)
     biases = not family.hf_biases or field(stated, family.hf_biases, bool, False)
     n_more = field(stated, "num_nextn_predict_layers", int, 0)
@@ -258,8 +253,7 @@ def without_prefix(theirs: str, family: Family) -> str:
 
 def layer_place(theirs: str) -> tuple[str, str, str]:
     """ "layers.3." (empty outside layers), the name within the layer, and the expert's number that "{e}"
-    replaces.
-    """
+    replaces."""
     match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
     if match is None:
         return "", theirs, ""

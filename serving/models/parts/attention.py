@@ -1,6 +1,5 @@
 """Attention over keys and values of the positions before, or of a whole text; and latent attention: one
-vector of each token that all heads share, in place of keys and values.
-"""
+vector of each token that all heads share, in place of keys and values."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class HeadShape:
 class Attending(Mixer):
     """A mixer that reads what a layer keeps of every token: keys and values, or one vector.
 
-    kind: the number of its window and its RoPE among those of the model.
-    """
+    kind: the number of its window and its RoPE among those of the model."""
 
     hidden: int
     n_heads: int
@@ -90,8 +88,7 @@ class Attending(Mixer):
     def copies(self, teams: Teams) -> tuple[int, ...]:
         """Copies that ranks keep of each KV head. All of them read the same latent vectors.
 
-        teams: `Division.teams`; (): one rank.
-        """
+        teams: `Division.teams`; (): one rank."""
         return head_copies(self.n_heads, self.heads.n_kv_heads, () if self.is_latent else teams)
 
     def slot_bytes(self, kv_format: str, teams: Teams = ()) -> int:
@@ -212,10 +209,9 @@ class Attention(Attending):
 
 
 def slopes_of(n_heads: int) -> np.ndarray:
-    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of
-    2^(-8 / n) for n heads, n a power of two; of other numbers those of the next lower power, then every
-    other one of the next higher power's.
-    """
+    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of 2^(-8 /
+    n) for n heads, n a power of two; of other numbers those of the next lower power, then every other one of
+    the next higher power's."""
     lower = 1 << (n_heads.bit_length() - 1)
     powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
     powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
@@ -234,8 +230,7 @@ class LatentAttention:
 
     What a token keeps is the first `kv_rank` numbers of a product of the stream, normalised, and `rope_dim`
     numbers more, turned. A head's query meets the first ones after a product with its own weight `k_b`, the
-    others as it is; what it reads of the first ones goes through its weight `v_b`.
-    """
+    others as it is; what it reads of the first ones goes through its weight `v_b`."""
 
     kv_rank: int
     rope_dim: int
@@ -294,8 +289,7 @@ class LatentMixer(Attending):
     """The latent attention of one layer. scale, cap: as of `Attention`.
 
     The absorbed form in every phase (decision 0112): queries go through a product by head to where the
-    vectors are, and what is read of these through another one to values.
-    """
+    vectors are, and what is read of these through another one to values."""
 
     latent: LatentAttention
     scale: float | None = None

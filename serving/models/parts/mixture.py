@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,49 +11,10 @@ from phasewise._words import counted
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Product, ReadRows, Site
-
-SOFTMAX, LOGISTIC = "softmax", "logistic"
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of the feed-forward layer; `ffn` of the config is one expert's width.
-
-    A router gives every expert a logit; the `chosen` with the largest scores compute a row. Their weights are
-    their scores, or where `normalised` the scores over their sum, times `scale`.
-    """
-
-    count: int
-    chosen: int
-    normalised: bool
-    biases: bool = False
-    """True if the router and the experts' products have biases."""
-    shared_ffn: int = 0
-    """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
-    shared_gate: bool = field(default=False, metadata=LATER)
-    """True if what that layer gives is multiplied by the logistic of a product of the stream."""
-    scores: str = field(default=SOFTMAX, metadata=LATER)
-    """The scores of logits: their softmax, or the logistic of each."""
-    choice_bias: bool = field(default=False, metadata=LATER)
-    """True if experts have numbers that are added to their scores where they are chosen, and there alone."""
-    groups: int = field(default=1, metadata=LATER)
-    chosen_groups: int = field(default=1, metadata=LATER)
-    """Experts are of as many groups, one after the other; those of the best groups alone can be chosen."""
-    group_best: int = field(default=1, metadata=LATER)
-    """A group is as good as the sum of so many of its best scores."""
-    scale: float = field(default=1.0, metadata=LATER)
-    dense_layers: tuple[int, ...] = field(default=(), metadata=LATER)
-    """Layers without experts, ascending."""
-    dense_ffn: int = field(default=0, metadata=LATER)
-    """The width of their feed-forward layers."""
-    own_norms: bool = field(default=False, metadata=LATER)
-    """True if router and experts read norms of their own, if what experts and the shared layer give is
-    normalised before it is added, each and then their sum, and if the weights of experts have factors."""
-
 
 STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
@@ -168,8 +129,7 @@ class Mixture(LayerPart):
     ) -> None:
         """The norm of two norms' sum is added to the stream, all of it times `scale`.
 
-        shared: what the feed-forward layer gave, in place of which the sum comes.
-        """
+        shared: what the feed-forward layer gave, in place of which the sum comes."""
         hidden, program = self.expert.hidden, site.program
         program.combine(self.experts, hidden, *given, *summed, rows=rows, add=False)
         program.adjust(hidden, *shared, *shared, norm=site.vector("shared_post_norm"), rows=rows)

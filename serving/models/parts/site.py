@@ -75,8 +75,7 @@ class ProductFactors:
     """One factor for the outputs of each product of a layer; 1 changes nothing.
 
     No weight is multiplied by them: products of the stream read a norm that is, convolutions have taps that
-    are, and what is read of a state is multiplied on its way back.
-    """
+    are, and what is read of a state is multiplied on its way back."""
 
     qkv: float = 1.0
     state_gate: float = 1.0
@@ -239,5 +238,4 @@ class Mixer(LayerPart):
     def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
         """Adds the operations; the place of the rows that `back` reads.
 
-        kept_as: the layer whose place keys and values have. rows: those that are wanted behind it.
-        """
+        kept_as: the layer whose place keys and values have. rows: those that are wanted behind it."""

@@ -27,9 +27,8 @@ class StateLayers:
     delta rule over queries, keys and values that went through a convolution with silu; what is read is
     normalised by heads and multiplied by silu of a gate. "kda": the same, with a decay for each number of a
     key and the logistic of the gate; both gates are products of few numbers, products of the stream
-    themselves. "mamba2": values, keys and queries (x, B, C) in the
-    same way; a change is a time step's share of the value, and what is read is gated before its norm.
-    """
+    themselves. "mamba2": values, keys and queries (x, B, C) in the same way; a change is a time step's share
+    of the value, and what is read is gated before its norm."""
 
     kind: str
     layers: tuple[int, ...]

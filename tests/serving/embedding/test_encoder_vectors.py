@@ -1,6 +1,5 @@
 """From a directory to vectors and scores, beside what sentence-transformers makes of the same files in
-float32.
-"""
+float32."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from phasewise.cython_kernels import isa
 from phasewise.serving.embedding.encoder.embedder import NEAREST, SHORT_TOKENS, Embedder
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.fetching.registry import KNOWN, cache_root, is_here, known_path
+from phasewise.serving.loaders.fetching.registry import KNOWN, is_here, known_path
+from phasewise.serving.loaders.fetching.resolve import cache_root
 from phasewise.serving.models.packed_model import PackedModel
 from tests.support.models.encoder_gguf_files import GGUF_OF, write_encoder_gguf
 from tests.support.models.encoder_models import CASES, PAIRS, TASKS, TEXTS, write_encoder

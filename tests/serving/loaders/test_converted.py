@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from phasewise.serving.loaders import load_model, open_source
-from phasewise.serving.loaders.fetching.registry import Located
+from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.formats.gguf_file import open_gguf
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf

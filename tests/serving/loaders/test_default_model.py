@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType, quants
 
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.fetching.registry import KNOWN, cache_root, known_path
+from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
+from phasewise.serving.loaders.fetching.resolve import cache_root
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, open_gguf
 from phasewise.serving.models.packed_model import PackedModel
 

@@ -14,7 +14,7 @@ import pytest
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.fetching import hub
-from phasewise.serving.loaders.fetching.registry import fetch, locate
+from phasewise.serving.loaders.fetching.resolve import fetch, locate
 from tests.support.models.stand_in_hub import COMMIT, StandInHub, serving
 from tests.support.models.tiny_models import write_tiny_gguf, write_tiny_hf
 
@@ -38,9 +38,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandI
             "big/tiny-BF16-00002-of-00002.gguf": b"2",
             "README.md": b"hello",
         }
-        hub_server.repositories["org/parts-GGUF"] = {
-            "big/tiny-BF16-00001-of-00002.gguf": b"1",
-        }
+        hub_server.repositories["org/parts-GGUF"] = {"big/tiny-BF16-00001-of-00002.gguf": b"1"}
         yield hub_server
 
 

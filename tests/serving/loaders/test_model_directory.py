@@ -12,7 +12,7 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model, open_source
-from phasewise.serving.loaders.fetching.registry import Located
+from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.workflows.opening.model_shape import shape_of_reference
 from phasewise.workflows.prune.directory import COPIED

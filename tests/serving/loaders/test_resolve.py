@@ -14,7 +14,7 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.fetching import registry
+from phasewise.serving.loaders.fetching import registry, resolve
 from phasewise.serving.loaders.fetching.registry import (
     KNOWN,
     KnownModel,
@@ -163,10 +163,10 @@ def test_a_file_and_a_directory_are_called_after_themselves(tmp_path: Path) -> N
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("PHASEWISE_CACHE", raising=False)
-    assert registry.cache_root() == tmp_path / "phasewise"
+    assert resolve.cache_root() == tmp_path / "phasewise"
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "mine"))
-    assert registry.cache_root() == tmp_path / "mine"
-    assert registry.cache_root(Path("given")) == Path("given")
+    assert resolve.cache_root() == tmp_path / "mine"
+    assert resolve.cache_root(Path("given")) == Path("given")
 
 
 def test_an_unknown_format_lists_the_known(tmp_path: Path) -> None:

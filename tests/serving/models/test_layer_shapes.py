@@ -136,8 +136,7 @@ def test_a_token_takes_bytes_in_layers_that_keep_keys_and_values_alone(
 def test_every_format_of_keys_and_values_is_near_exact_ones(name: str, tmp_path: Path) -> None:
     """By the median of five prompts. Scores of Gemma 4 are not divided by the root of the head's size, so
     that rounding of keys counts more: int8 is held to the error of bf16 on the same prompts. In a mixture
-    int8 may choose other experts, whose numbers are others.
-    """
+    int8 may choose other experts, whose numbers are others."""
     model = loaded(name, tmp_path)
     prompts = [np.random.default_rng(seed).integers(3, 250, 90).tolist() for seed in range(5)]
 
@@ -295,14 +294,11 @@ def test_streams_of_another_stack_are_refused(tmp_path: Path) -> None:
 
     assert (stack.shape, streams and streams.laurel_rank) == ((64, 64), 16)
     assert (rows == weights["model.altup_projections.1.weight"]).all()
-    flat = replace(stack, shape=(3 * 64, 64))
+    flat, whole = replace(stack, shape=(3 * 64, 64)), CutFor("", {}, "a tensor")
     for tensor in (flat, replace(stack, shape=(2, 64, 64))):
         with pytest.raises(ModelError, match="3 matrices expected"):
-            list(our_tensors("altup_proj.weight", GEMMA3N.global_names, tensor, CutFor("", {}, "a tensor")))
+            list(our_tensors("altup_proj.weight", GEMMA3N.global_names, tensor, whole, "gemma3n"))
     quantised = replace(stack, type_name="Q8_0", form=BLOCK_TYPES["Q8_0"].form)
+    cut_for = CutFor("layers.0.", {}, "a tensor")
     with pytest.raises(ModelError, match="is Q8_0: plain numbers can run"):
-        list(
-            our_tensors(
-                "altup_router.weight", GEMMA3N.gguf_names, quantised, CutFor("layers.0.", {}, "a tensor")
-            )
-        )
+        list(our_tensors("altup_router.weight", GEMMA3N.gguf_names, quantised, cut_for, "gemma3n"))

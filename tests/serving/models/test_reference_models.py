@@ -1,8 +1,7 @@
 """The whole path from a file to logits, beside what transformers computes from the same weights in float32.
 
 The fixtures hold transformers' tokens and logits (tests/data/make_reference.py makes them), so nothing of it
-is needed here.
-"""
+is needed here."""
 
 from __future__ import annotations
 
@@ -57,7 +56,8 @@ def test_every_architecture_computes_what_transformers_does(name: str, chunk: in
 @pytest.fixture(scope="module")
 def default_model() -> PackedModel:
     """The default model in float32, from the cache that `phasewise models pull` fills."""
-    from phasewise.serving.loaders.fetching.registry import KNOWN, cache_root, known_path
+    from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
+    from phasewise.serving.loaders.fetching.resolve import cache_root
 
     path = known_path(KNOWN[DEFAULT_MODEL], cache_root())
     if not path.is_file():

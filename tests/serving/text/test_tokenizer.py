@@ -38,7 +38,8 @@ def tokenizer(name: str) -> Tokenizer:
 def default_model() -> tuple[Path, Tokenizer]:
     """The default model's file and its tokenizer; skips where the file is not."""
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.registry import KNOWN, cache_root, known_path, locate
+    from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     root = cache_root()
     path = known_path(KNOWN[DEFAULT_MODEL], root)
