@@ -6,12 +6,11 @@ and a clamped gate, attention with sinks, windows in every other layer."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from phasewise._words import number
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
-from phasewise.serving.loaders.families.deepseek import routed_gguf, routed_hf
+from phasewise.serving.loaders.families.deepseek import LOGISTIC_GATING, routed_gguf, routed_hf
 from phasewise.serving.loaders.families.family import (
     FED,
     LAYER_HEAD,
@@ -29,7 +28,6 @@ from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 EOS = [151329, 151336, 151338]
-LOGISTIC_GATING = 2  # GGUF's number, and what files mean that have none
 
 
 def _glm4(get: Get, config: ModelConfig) -> ModelConfig:
@@ -52,13 +50,8 @@ def _moe(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    def read(key: str, kind: Any = None, default: Any = None) -> Any:
-        if key == "expert_gating_func":
-            return get(key, int, 0) or LOGISTIC_GATING
-        return get(key, kind, default)
-
     n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
-    return routed_gguf(read, replace(_of_text(get, config), n_layers=n_layers))
+    return routed_gguf(get, replace(_of_text(get, config), n_layers=n_layers), gating=LOGISTIC_GATING)
 
 
 GLM4 = Family(
@@ -132,10 +125,7 @@ def _minimax(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _minimax_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    def read(key: str, kind: Any = None, default: Any = None) -> Any:
-        return True if key == "expert_weights_norm" else get(key, kind, default)
-
-    return replace(routed_gguf(read, config), qk_norm=True, whole_qk_norm=True)
+    return replace(routed_gguf(get, config, normalised=True), qk_norm=True, whole_qk_norm=True)
 
 
 MINIMAX_M2 = Family(
