@@ -21,15 +21,9 @@ from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec
 
 HF_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "swiglu": "silu",
-    "relu": "relu",
-}
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "swiglu": "silu", "relu": "relu",
+}  # fmt: skip
 FIRST_POSITION_OF_ROBERTA = 2
 _NOMIC_THETA = 1000.0
 
@@ -75,28 +69,21 @@ _LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
 _BERT_LAYER_NAMES: Names = {
     f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
     for theirs, ours in {
-        "attention.self.query": "q",
-        "attention.self.key": "k",
-        "attention.self.value": "v",
-        "attention.output.dense": "o",
-        "intermediate.dense": "up",
-        "output.dense": "down",
+        "attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v",
+        "attention.output.dense": "o", "intermediate.dense": "up", "output.dense": "down",
     }.items()
     for part in ("weight", "bias")
 } | {
     f"{theirs}.LayerNorm.{part}": ours + ("_bias" if part in ("bias", "beta") else "")
     for theirs, ours in {"attention.output": "attn_norm", "output": "ffn_norm"}.items()
     for part in ("weight", "bias", "gamma", "beta")  # the latter in files of 2018
-}
+}  # fmt: skip
 EMBEDDING_NAMES = {
-    "embeddings.word_embeddings.weight": "embed",
-    "embeddings.position_embeddings.weight": "positions",
-    "embeddings.token_type_embeddings.weight": "segments",
-    "embeddings.LayerNorm.weight": "embed_norm",
-    "embeddings.LayerNorm.bias": "embed_norm_bias",
-    "embeddings.LayerNorm.gamma": "embed_norm",
+    "embeddings.word_embeddings.weight": "embed", "embeddings.position_embeddings.weight": "positions",
+    "embeddings.token_type_embeddings.weight": "segments", "embeddings.LayerNorm.weight": "embed_norm",
+    "embeddings.LayerNorm.bias": "embed_norm_bias", "embeddings.LayerNorm.gamma": "embed_norm",
     "embeddings.LayerNorm.beta": "embed_norm_bias",
-}
+}  # fmt: skip
 _BERT_HEAD = {
     "pooler.dense.weight": "score_dense",
     "pooler.dense.bias": "score_dense_bias",
@@ -142,32 +129,20 @@ PREFIXES = ("bert.", "roberta.", "nomic_bert.", "new.", "gte.", "model.")
 GGUF_NAMES: Names = {
     f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
     for theirs, ours in {
-        "attn_q": "q",
-        "attn_k": "k",
-        "attn_v": "v",
-        "attn_output": "o",
-        "attn_output_norm": "attn_norm",
-        "ffn_up": "up",
-        "ffn_gate": "gate",
-        "ffn_down": "down",
-        "layer_output_norm": "ffn_norm",
+        "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o", "attn_output_norm": "attn_norm",
+        "ffn_up": "up", "ffn_gate": "gate", "ffn_down": "down", "layer_output_norm": "ffn_norm",
     }.items()
     for part in ("weight", "bias")
 } | {
     "attn_qkv.weight": TensorCut(("q", "k", "v")),
     "attn_qkv.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
-}
+}  # fmt: skip
 GGUF_GLOBAL_NAMES = {
-    "token_embd.weight": "embed",
-    "position_embd.weight": "positions",
-    "token_types.weight": "segments",
-    "token_embd_norm.weight": "embed_norm",
-    "token_embd_norm.bias": "embed_norm_bias",
-    "cls.weight": "score_dense",
-    "cls.bias": "score_dense_bias",
-    "cls.output.weight": "score_out",
+    "token_embd.weight": "embed", "position_embd.weight": "positions", "token_types.weight": "segments",
+    "token_embd_norm.weight": "embed_norm", "token_embd_norm.bias": "embed_norm_bias",
+    "cls.weight": "score_dense", "cls.bias": "score_dense_bias", "cls.output.weight": "score_out",
     "cls.output.bias": "score_out_bias",
-}
+}  # fmt: skip
 
 
 def stated_theta(fields: Mapping[str, Any], default: float) -> float:

@@ -250,16 +250,12 @@ HF_LATENT: Names = {
     "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
 }
 GGUF_LATENT: Names = {
-    "attn_q.weight": TurnedTail("q", by_head=True),
-    "attn_q_a.weight": "q_a",
-    "attn_q_a_norm.weight": "q_a_norm",
-    "attn_q_b.weight": TurnedTail("q_b", by_head=True),
-    "attn_kv_a_mqa.weight": TurnedTail("kv_a", by_head=False),
-    "attn_kv_a_norm.weight": "kv_a_norm",
-    "attn_kv_b.weight": HeadParts("k_b", "v_b"),
-    "attn_k_b.weight": HeadStack("k_b"),
+    "attn_q.weight": TurnedTail("q", by_head=True), "attn_q_a.weight": "q_a",
+    "attn_q_a_norm.weight": "q_a_norm", "attn_q_b.weight": TurnedTail("q_b", by_head=True),
+    "attn_kv_a_mqa.weight": TurnedTail("kv_a", by_head=False), "attn_kv_a_norm.weight": "kv_a_norm",
+    "attn_kv_b.weight": HeadParts("k_b", "v_b"), "attn_k_b.weight": HeadStack("k_b"),
     "attn_v_b.weight": HeadStack("v_b"),
-}
+}  # fmt: skip
 
 DEEPSEEK2 = Family(
     "deepseek2",
@@ -280,22 +276,15 @@ DEEPSEEK3 = Family(
     from_hf=_v3,
     hf_names=HF_LATENT,
     hf_defaults={
-        "max_position_embeddings": 4096,
-        "q_lora_rank": 1536,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "moe_intermediate_size": 2048,
+        "max_position_embeddings": 4096, "q_lora_rank": 1536, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+        "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048,
         "qk_rope_head_dim": 64,
     },
     more_layers=True,
     hf_head=LAYER_HEAD,
     latent=True,
-)
+)  # fmt: skip
 GLM4_MOE_LITE = Family(
     "glm4moelite",
     hf=("glm4_moe_lite",),
@@ -303,20 +292,12 @@ GLM4_MOE_LITE = Family(
     from_hf=_v3,
     hf_names=HF_LATENT,
     hf_defaults={
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 202752,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.8,
-        "moe_intermediate_size": 1536,
-        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+        "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8, "moe_intermediate_size": 1536, "qk_rope_head_dim": 64,
         "first_k_dense_replace": 1,
     },
     more_layers=True,
     hf_head=LAYER_HEAD,
     latent=True,
-)
+)  # fmt: skip

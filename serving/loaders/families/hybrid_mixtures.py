@@ -100,23 +100,17 @@ def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 _HF: Names = {
-    "self_attn.q_proj.weight": OfLayer(("state_q", "q")),
-    "self_attn.k_proj.weight": "state_k",
+    "self_attn.q_proj.weight": OfLayer(("state_q", "q")), "self_attn.k_proj.weight": "state_k",
     "self_attn.v_proj.weight": "state_v",
     **{f"self_attn.{part}_conv1d.weight": OtherForm(f"{part}_taps") for part in "qkv"},
     **{f"self_attn.{part}_proj.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b", "b")},
-    "self_attn.A_log": OtherForm("rates", negated_exponential=True),
-    "self_attn.dt_bias": "time_offsets",
-    "self_attn.o_norm.weight": "state_scale",
-    "self_attn.q_a_proj.weight": "q_a",
-    "self_attn.q_a_layernorm.weight": "q_a_norm",
-    "self_attn.q_b_proj.weight": "q_b",
-    "self_attn.kv_a_proj_with_mqa.weight": "kv_a",
-    "self_attn.kv_a_layernorm.weight": "kv_a_norm",
-    "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
-    **fed("block_sparse_moe.shared_experts"),
+    "self_attn.A_log": OtherForm("rates", negated_exponential=True), "self_attn.dt_bias": "time_offsets",
+    "self_attn.o_norm.weight": "state_scale", "self_attn.q_a_proj.weight": "q_a",
+    "self_attn.q_a_layernorm.weight": "q_a_norm", "self_attn.q_b_proj.weight": "q_b",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv_a", "self_attn.kv_a_layernorm.weight": "kv_a_norm",
+    "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"), **fed("block_sparse_moe.shared_experts"),
     **fed("block_sparse_moe"),
-}
+}  # fmt: skip
 """No row changes its place: nothing turns it. The last: dense layers as saved by transformers."""
 
 KIMI_LINEAR = Family(
@@ -127,30 +121,19 @@ KIMI_LINEAR = Family(
     from_gguf=_kimi_gguf,
     hf_names=_HF,
     gguf_names={
-        **GGUF_LATENT,
-        "attn_q.weight": OfLayer(("state_q", "q")),
-        "attn_k.weight": "state_k",
-        "attn_v.weight": "state_v",
-        "attn_q_b.weight": "q_b",
-        "attn_kv_a_mqa.weight": "kv_a",
+        **GGUF_LATENT, "attn_q.weight": OfLayer(("state_q", "q")), "attn_k.weight": "state_k",
+        "attn_v.weight": "state_v", "attn_q_b.weight": "q_b", "attn_kv_a_mqa.weight": "kv_a",
         **{f"ssm_conv1d_{part}.weight": OtherForm(f"{part}_taps") for part in "qkv"},
         **{f"ssm_{part}.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
         "ssm_beta.weight": "state_b",
     },
     hf_defaults={
-        "rms_norm_eps": 1e-5,
-        "qk_rope_head_dim": 64,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 27,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 1024,
-        "routed_scaling_factor": 2.446,
+        "rms_norm_eps": 1e-5, "qk_rope_head_dim": 64, "first_k_dense_replace": 1, "num_attention_heads": 32,
+        "num_hidden_layers": 27, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446,
     },
     latent=True,
-)
+)  # fmt: skip
 
 
 STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"

@@ -64,34 +64,23 @@ GLM4 = Family(
     },
     gguf_names={"ffn_up.weight": TensorCut(("gate", "up"))},
     hf_defaults={
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1.5625e-7,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 131072,
-        "attention_bias": True,
+        "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5, "max_position_embeddings": 131072, "attention_bias": True,
         "eos_token_id": EOS,
     },
     partial_rope=True,
     hf_interleaved_heads=True,
     gguf_interleaved_heads=True,
-)
+)  # fmt: skip
 GLM4_MOE = Family(
     "glm4moe",
     hf=("glm4_moe",),
     from_hf=_moe,
     from_gguf=_moe_gguf,
     hf_defaults={
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 131072,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 1408,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5, "max_position_embeddings": 131072, "n_routed_experts": 128,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408,
         "first_k_dense_replace": 1,
     },
     partial_rope=True,
@@ -99,15 +88,12 @@ GLM4_MOE = Family(
     hf_head=LAYER_HEAD,
     gguf_head=True,
     gguf_optional_qk_norm=True,
-)
+)  # fmt: skip
 
 
 STATED = {
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "scoring_func": "sigmoid",
-    "use_routing_bias": True,
-}
+    "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
+}  # fmt: skip
 """Settings of published files for whose other values there is no arithmetic."""
 
 
@@ -135,17 +121,11 @@ MINIMAX_M2 = Family(
     from_gguf=_minimax_gguf,
     partial_rope=True,
     hf_defaults={
-        "head_dim": 128,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "rope_theta": 5e6,
-        "max_position_embeddings": 196608,
-        "bos_token_id": 200034,
-        "eos_token_id": 200020,
+        "head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 256,
+        "num_experts_per_tok": 8, "rope_theta": 5e6, "max_position_embeddings": 196608,
+        "bos_token_id": 200034, "eos_token_id": 200020,
     },
-)
+)  # fmt: skip
 
 
 PERIOD = 2
@@ -191,14 +171,8 @@ GPT_OSS = Family(
     from_hf=_gpt_oss,
     from_gguf=_gpt_oss_gguf,
     hf_defaults={
-        "attention_bias": True,
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 150000.0,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
+        "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "rope_theta": 150000.0, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
         "rms_norm_eps": 1e-5,
     },
     hf_names={
@@ -221,4 +195,4 @@ GPT_OSS = Family(
         "ffn_gate_inp.bias": "router_bias",
         **{f"ffn_{part}_exps.bias": TensorCut((f"{part}_bias",), of_experts=True) for part in FED},
     },
-)
+)  # fmt: skip
