@@ -126,9 +126,7 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
 
     wait_at_least(60.0)
     embedding = opened(
-        directory,
-        [Instance("exec:0", CORE, Depth(1000, 1 << 20))],
-        {"exec:0": command(QUICK, tmp_path)},
+        directory, [Instance("exec:0", CORE, Depth(1000, 1 << 20))], {"exec:0": command(QUICK, tmp_path)}
     )
 
     async def use(client: EmbeddingClient) -> None:
