@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,12 @@ class Promises:
         3, "probes of each rate at which the search would end; the majority decides", min=1, max=9
     )
 
+    def __post_init__(self) -> None:
+        if not self.find_rate:
+            refuse_unused("without --find-rate", changed(self, "probe_s", "most_probes", "votes"))
+        if self.goodput is None:
+            refuse_unused("without --slo", changed(self, "slo_scale"))
+
 
 @dataclass(frozen=True)
 class EmbedLoad:
@@ -154,3 +160,11 @@ class EmbedLoad:
     encoding: str = option("float", "form of the vectors: float or base64")
     api_key: str | None = option(None, "key that requests carry", envvar="PHASEWISE_API_KEY", repr=False)
     seed: int = option(0, "seed of lengths, words and arrivals", min=0)
+
+    def __post_init__(self) -> None:
+        if self.find:
+            refuse_unused("with --find", changed(self, "requests", "concurrency", "rate", "inputs"))
+        if self.rate is not None:
+            refuse_unused("with --rate", changed(self, "concurrency"))
+        if self.file is not None:
+            refuse_unused("with --file", changed(self, "lengths"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import changed, refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, TraceArgument, WideOption
@@ -81,6 +82,7 @@ def provision(
     With --embeddings the machines for a day of embedding queries are counted, with their CPUs and without.
     """
     if wish.embeddings is not None:
+        refuse_unused("with --embeddings", changed(inputs))
         _provision_embeddings(trace, wish, as_json=as_json)
         return
     from phasewise.workflows.capacity.provision import provision_cluster

@@ -9,8 +9,8 @@ from phasewise.cluster.routing import OVERFLOW_S, OWN_TOKEN_COUNTS
 from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
-from phasewise.workflows.serve.pools import SPLIT_ABOVE_TOKENS
-from phasewise.workflows.unused_options import WAYS
+from phasewise.workflows.serve.settings import SPLIT_ABOVE_TOKENS
+from phasewise.workflows.serve.ways import OnCores
 from tests.support import ROOT
 from tests.support.scripts import script
 
@@ -39,18 +39,12 @@ def test_its_numbers_are_those_of_the_program() -> None:
     assert stated(r"has not arrived (\w+) seconds after its prompt was computed") == settings.hand_over_s
 
 
-def refused(where: str) -> set[str]:
-    (way,) = (way for way in WAYS["serve"] if way.where == where)
-    return set(way.refuses)
-
-
 def test_options_that_it_says_are_refused_are() -> None:
     """All of them, and no others."""
     (with_pools,) = re.findall(r"(`--threads`[^:]*) are for one engine: with pools they are refused", PAGE)
 
-    assert set(re.findall(r"`(--[a-z-]+)`", with_pools)) == refused("with pools")
-    assert "Without pools `split_above` is left out, and where all pools are mixed" in PAGE
-    assert refused("without pools") == refused("where all pools are mixed") == {"--split-above"}
+    named = {flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--[a-z-]+)`", with_pools)}
+    assert named == {*OnCores.unused} - {"spread"}
 
 
 def test_the_metrics_that_it_names_are_there() -> None:

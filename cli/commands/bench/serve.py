@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import Form
@@ -63,6 +64,8 @@ def serve(
     from phasewise.loadtest.assemble import load_test_of
     from phasewise.loadtest.session import run_load_test
 
+    if output == "md":
+        refuse_unused("without -o csv or json", ["save_detailed"] if save_detailed else [])
     check_target(plot)
     test = load_test_of(url, model, times, lengths, asking, promises, keeps_text=save_detailed, plot=plot)
     report = run_load_test(test, note, load_progress)

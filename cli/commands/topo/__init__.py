@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, owns_stdout, print_json, say, write_target
@@ -63,6 +63,10 @@ class TopoView:
         names = [name for name, is_chosen in chosen.items() if is_chosen]
         if len(names) > 1:
             raise UsageError(f"{' and '.join(names)} show different things: give one")
+        if self.trees:
+            refuse_unused("with --trees", changed(self, "svg_path"), "--tree draws one of them")
+        else:
+            refuse_unused("without --trees", changed(self, "limit", "power_of_two"))
 
 
 @spread
@@ -80,6 +84,10 @@ def topo(
 
     Other views: --trees, --tree, --plan, --plan-file.
     """
+    if not view.plan:
+        refuse_unused("without --plan", [] if model is None else ["model"], "add --plan to draw its plans")
+    if model is None:
+        refuse_unused("without --plan MODEL", changed(view, "weight_format", "db"))
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
     if view.trees:
