@@ -12,7 +12,6 @@ from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
 from phasewise.workflows.serve.settings import SPLIT_ABOVE_TOKENS
 from phasewise.workflows.serve.ways import OnCores
 from tests.support import ROOT
-from tests.support.scripts import script
 
 PAGE = " ".join((ROOT / "docs" / "guide" / "pools.md").read_text().split())
 WORDS = {"two": 2, "twice": 2, "four": 4, "ten": 10, "quarter": 0.25, "minute": 60}
@@ -45,14 +44,3 @@ def test_options_that_it_says_are_refused_are() -> None:
 
     named = {flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--[a-z-]+)`", with_pools)}
     assert named == {*OnCores.unused} - {"spread"}
-
-
-def test_the_metrics_that_it_names_are_there() -> None:
-    exposed = {
-        f"{family.name}_total" if family.type == "counter" else family.name
-        for family in script("docs/make_http_reference.py").registry().collect()
-    }
-    named = set(re.findall(r"phasewise_[a-z_]+", PAGE))
-
-    assert named
-    assert named <= exposed

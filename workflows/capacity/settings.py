@@ -120,19 +120,9 @@ class ProvisionWish:
         "how requests are routed and scheduled",
         kind=Literal["splitwise", "round-robin", "prefix-aware"],
     )
-    embeddings: Path | None = option(
-        None,
-        "TOML file with [machine], [accelerator] and [cpu] that embed: TRACE is a day of queries then, "
-        "diurnal:MEAN,PEAK in queries/s or a file with a rate for each hour, and --slo the promised time "
-        "of an answer",
-        metavar="FILE",
-    )
 
     def __post_init__(self) -> None:
-        if self.embeddings is not None:
-            others = set(changed(self)) - {"embeddings", "slo"}
-            refuse_unused("with --embeddings", sorted(others))
-        elif self.rate is None:
+        if self.rate is None:
             refuse_unused("without --rate", changed(self, "minimise"))
         else:
             refuse_unused("with --rate", changed(self, "rate_step"))

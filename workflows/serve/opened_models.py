@@ -99,14 +99,12 @@ class Opener:
         from phasewise.workflows.opening.drafts import find_drafts
 
         running = self.settings.running
-        drafts = find_drafts(
-            running.draft,
-            opened,
-            self.settings.db,
-            self.report,
-            running.draft_tokens,
-            by_itself=not self._shares_kv,
-        )
+        drafts = None
+        if self.way == ALONE:
+            with_head, tokens = not self.settings.prefixes.is_asked, running.draft_tokens
+            drafts = find_drafts(
+                running.draft, opened, self.settings.db, self.report, tokens, with_head=with_head
+            )
         return SizedModel(ref, opened, drafts, self._size(opened, kv_bytes, drafts))
 
     @property

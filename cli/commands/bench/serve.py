@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import Form
@@ -34,16 +33,12 @@ def serve(
         str, typer.Option("--model", metavar="NAME", help="model to ask for [default: the first listed]")
     ] = "",
     output: Annotated[Form, _printed("-o", "--output", help="form of the results")] = "md",
-    save_detailed: Annotated[
-        bool, _printed("--save-detailed", help="also print every request, in csv and json")
-    ] = False,
     plot: Annotated[
         Path | None,
         _printed(
             "--plot",
             metavar="FILE.svg",
-            help="draw the distributions of latencies and, with --slo, SLO attainment over the rate and over "
-            "the SLO scale; -: stdout",
+            help="draw the distributions of latencies and, with --slo, attainment over the rate; -: stdout",
         ),
     ] = None,
 ) -> None:
@@ -64,13 +59,11 @@ def serve(
     from phasewise.loadtest.assemble import load_test_of
     from phasewise.loadtest.session import run_load_test
 
-    if output == "md":
-        refuse_unused("without -o csv or json", ["save_detailed"] if save_detailed else [])
     check_target(plot)
-    test = load_test_of(url, model, times, lengths, asking, promises, keeps_text=save_detailed, plot=plot)
+    test = load_test_of(url, model, times, lengths, asking, promises, plot=plot)
     report = run_load_test(test, note, load_progress)
     if not owns_stdout(plot):
-        say(FORMATS[output](report, is_detailed=save_detailed), end="")
+        say(FORMATS[output](report), end="")
     if plot is not None:
         picture = draw_report(report)
         if picture is None:
