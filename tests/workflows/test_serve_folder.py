@@ -184,7 +184,8 @@ def test_one_server_does_it_all(
         assert "receipt" in (receipted.choices[0].model_extra or {})
         for pid in instances_of(server.process.pid):
             os.kill(pid, signal.SIGKILL)
-        assert len(api.embeddings.create(model="bert", input=["one", "two"]).data) == 2
+        patient = api.with_options(max_retries=20)  # 429 where a busy host cannot keep the promised time
+        assert len(patient.embeddings.create(model="bert", input=["one", "two"]).data) == 2
         with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
             api.embeddings.create(model="a", input="one")
         with pytest.raises(openai.NotFoundError, match="use /v1/embeddings"):
