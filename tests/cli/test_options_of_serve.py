@@ -150,7 +150,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--predictor": one("--predictor", "auto"),
         "--max-batch-tokens": one("--max-batch-tokens", 300),
         "--tpot": one("--tpot", 50),
-        "--draft": one("--draft", "lookup"),
+        "--draft": one("--draft", "off"),
         "--draft-tokens": one("--draft-tokens", 3, beside=["--draft", "lookup"]),
         "--also": one("--also", places.other),
         "--models": one("--models", places.models),
