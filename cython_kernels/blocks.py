@@ -233,16 +233,18 @@ def pack_values(rows: BlockRows) -> Array:
         part = packed[:, :, begin:end].view(array.dtype).reshape(panels, blocks, each, PANEL)
         part[:whole] = array[: whole * PANEL].reshape(whole, PANEL, blocks, each).transpose(0, 2, 3, 1)
         if n % PANEL:
-            part[whole, :, :, : n % PANEL] = (
-                array[whole * PANEL :].reshape(-1, blocks, each).transpose(1, 2, 0)
-            )
+            last = array[whole * PANEL :].reshape(-1, blocks, each)
+            part[whole, :, :, : n % PANEL] = last.transpose(1, 2, 0)
 
     put(merged(rows.codes, form.low_bits))
     if form.high_bits:
         put(merged(rows.codes >> form.low_bits, form.high_bits))
     if rows.sub_scales is not None:
-        has_halves = rows.sub_mins is not None and form.scaling == "super_halves"
-        put(rows.sub_scales | rows.sub_mins << 4 if has_halves else rows.sub_scales)
+        subs = rows.sub_scales
+        if form.scaling == "super_halves":
+            assert rows.sub_mins is not None
+            subs = subs | rows.sub_mins << 4
+        put(subs)
     if rows.sub_mins is not None and form.scaling == "super_mins":
         put(rows.sub_mins)
     for scales in (rows.scales, rows.mins):
@@ -252,7 +254,7 @@ def pack_values(rows: BlockRows) -> Array:
 
 
 def merged(codes: Array, bits: int) -> Array:
-    """Codes uint8 [n, k], cut to 1, 2 or 4 bits, four to a word of 8 / bits quads, the first quad lowest: uint32
+    """Codes uint8 [n, k] cut to 1, 2 or 4 bits, 8 / bits quads in each word, the first quad lowest: uint32
     [n, k * bits / 32]."""
     words = np.ascontiguousarray(codes) & np.uint8((1 << bits) - 1)
     while bits < 8:

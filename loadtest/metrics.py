@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 
 from phasewise.loadtest.arrivals import LatencySlo
-from phasewise.loadtest.outcome import Energy, RequestOutcome
+from phasewise.loadtest.outcome import RequestOutcome
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOAL = 0.9
 """Share of the requests that must keep a promise, e.g. P90 of TTFT (Sandwich, section 8)."""
-
-SCALES = tuple(2.0 ** (step / 4) for step in range(-12, 13))
-"""Factors of the SLO for attainment over scale, an eighth to eight."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,6 @@ class Measured:
     outcomes: Sequence[RequestOutcome]
     duration_s: float
     client_cpu_s: float
-    energy: Energy | None = None
-    """The energy of the machine that serves; None where it was not measured."""
 
     @property
     def complete(self) -> list[RequestOutcome]:
@@ -40,21 +35,6 @@ class Measured:
     def client_cpu_share(self) -> float:
         """The client's CPU time over the duration, as a share of one core."""
         return self.client_cpu_s / self.duration_s if self.duration_s > 0 else 0.0
-
-    @property
-    def joules_per_token(self) -> dict[str, float] | None:
-        """Joules of a token: of computed prompts by prefill steps, of answers by decode steps, and of all by
-        all that was spent. None: not measured.
-        """
-        if self.energy is None:
-            return None
-        n_prompt = sum(outcome.prompt_tokens - (outcome.cached_tokens or 0) for outcome in self.complete)
-        n_answer = sum(outcome.output_tokens for outcome in self.complete)
-        return {
-            "prefill": self.energy.prefill / max(1, n_prompt),
-            "decode": self.energy.decode / max(1, n_answer),
-            "all": sum(self.energy) / max(1, n_prompt + n_answer),
-        }
 
     @property
     def request_rate(self) -> float:
@@ -124,11 +104,6 @@ def kept_promises(outcome: RequestOutcome, slo: LatencySlo) -> dict[str, bool]:
 def attainment(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> float:
     """Share of all requests, failed ones too, that kept every promise."""
     return sum(keeps(outcome, slo) for outcome in outcomes) / len(outcomes) if outcomes else 0.0
-
-
-def attainment_by_scale(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> dict[float, float]:
-    """Attainment for the SLO multiplied by each of SCALES (Sandwich, Fig. 9)."""
-    return {scale: attainment(outcomes, slo.scaled(scale)) for scale in SCALES}
 
 
 def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = GOAL) -> bool:

@@ -62,8 +62,6 @@ class LoadTest:
 
     Its attainment then counts only what was sent, and is no point of a curve.
     """
-    may_use_ids: bool = True
-    keeps_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,11 +115,11 @@ def run_load_test(
 
 async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
     stop = asyncio.Event()
-    async with open_client(test.target, keeps_text=test.keeps_text) as client:
+    async with open_client(test.target) as client:
         client, context = await _with_model(client)
         requests = _fitting(test.requests, context, report)
         test = replace(test, target=client.target, requests=requests)
-        may_use_ids = test.may_use_ids and not test.target.is_chat
+        may_use_ids = not test.target.is_chat
         prompts = await calibrated(client.count_prompt, test.prompts_seed, may_use_ids=may_use_ids)
         report(f"{client.target.model} at {client.target.url}: {prompts.describe()}")
         session = _Session(client, test, prompts, stop, report, progress)
@@ -184,12 +182,8 @@ class _Session:
         """One load at the pace of the test."""
         test = self.test
         load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
-        before = await self.client.energy()
         with self.progress(len(test.requests)) as observe:
             measured = await run_load(self.client, load, self.stop, observe)
-        after = await self.client.energy()
-        if before is not None and after is not None:
-            measured = replace(measured, energy=after.since(before))
         return self._load_report(measured, test.pace)
 
     async def search(self, search: RateSearch) -> LoadReport:
