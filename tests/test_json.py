@@ -79,7 +79,6 @@ _OWN = frozenset(
     {
         "kerneldb/connect.py",
         "kerneldb/portable.py",
-        "kerneldb/reference_build.py",
         "kerneldb/shipped.py",
         "phasewise/_json.py",
         "phasewise/torch/distributed.py",

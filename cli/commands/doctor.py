@@ -129,13 +129,8 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
             for own in computing_processes(host)
         ],
         "products": None if host.tuned is None else host.tuned.products.by_state(),
-        "shipped": None if host.tuned is None else host.tuned.shipped.brought,
-        "shipped_judged": None if host.tuned is None else host.tuned.shipped.judged,
-        "shipped_in_use": None if host.tuned is None else host.tuned.shipped.in_use,
+        "shipped": None if host.tuned is None else host.tuned.shipped,
         "shipped_kinds": None if host.tuned is None else list(host.tuned.shipped_kinds),
-        "kernels": None
-        if host.build is None
-        else {"names": list(host.build.kernel_abis), "reference": host.build.is_reference},
     }
 
 
@@ -184,30 +179,19 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _facts(host: Host) -> Iterator[str]:
-    """The state of what was tuned, and of the kernels that it was tuned for; no finding follows from it."""
+    """The state of what was tuned, and the memory of processes; no finding follows from it."""
     if host.tuned is not None:
         yield f"Products of these cores: {host.tuned.products.describe()}."
-        if host.tuned.shipped.brought:
+        if host.tuned.shipped:
             yield (
-                f"The package brings {counted(host.tuned.shipped.brought, 'schedule')} for such cores: "
-                "lowest in trust, timed here before any is used. "
-                f"{host.tuned.shipped.judged} of their products were tuned here, and "
-                f"{host.tuned.shipped.in_use} of them are in use."
+                f"The package brings {counted(host.tuned.shipped, 'schedule')} for such cores: "
+                "lowest in trust, timed here before any is used."
             )
         elif host.tuned.shipped_kinds:
             kinds = "; ".join(host.tuned.shipped_kinds)
             yield f"The package brings schedules for {kinds}, but none for such cores."
-    if host.build is not None:
-        yield f"Kernels: {_REFERENCE[host.build.is_reference]}."
     for process in computing_processes(host):
         yield f"Memory of phasewise's process {process.pid}: {process.describe()}."
-
-
-_REFERENCE = {
-    True: "the reference build's, so that timings of released wheels are for them",
-    False: "not the reference build's, so that timings of released wheels are hints here, timed first",
-    None: "built in a checkout, which has no list of the reference build's to compare them with",
-}
 
 
 def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:

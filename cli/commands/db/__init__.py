@@ -106,7 +106,7 @@ def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> 
 def _contents(
     name: str, plans: list[PlanRecord], scores: list[PredictorScore], listed: ListedSchedules
 ) -> dict[str, Any]:
-    from phasewise.kerneldb.shipped import shipped_count, shipped_kinds
+    from phasewise.kerneldb.shipped import shipped_kinds, shipped_measurements
 
     machines = database_json.labels([*listed.machines, *(plan.origin.machine for plan in plans)])
     return {
@@ -118,7 +118,7 @@ def _contents(
             for section, schedule in listed.shown
         ],
         "machines": database_json.machine_fields(machines),
-        "shipped": shipped_count(),
+        "shipped": len(shipped_measurements()),
         "shipped_kinds": list(shipped_kinds()),
     }
 
@@ -155,8 +155,8 @@ def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
 
     A file is upgraded by any command that opens it, and copied to
     NAME.before-upgrade before. A server's database is upgraded by this command
-    alone: dump it first. Hosts with an older phasewise may still read it where
-    the upgrade only adds to it, and add nothing until they are upgraded.
+    alone: dump it first. Hosts with an older phasewise cannot read it from then
+    on: upgrade them before.
     """
     from phasewise.kerneldb.schema import HEAD
     from phasewise.kerneldb.store import open_store

@@ -233,8 +233,7 @@ def gc(
     $ phasewise db gc --dry-run
     $ phasewise db gc --keep 4
 
-    A build whose winners `tune-kernels` has yet to time again is kept, and a line says so. Of imported
-    rows, the newest winner of a product is kept as a hint.
+    A build whose winners `tune-kernels` has yet to time again is kept, and a line says so.
 
     Of a schedule that lost, one timing is kept, with the least, the quartiles and the largest of its
     samples. `tune-kernels` does this by itself, for all but 16, where more than 100,000 timings are of this
@@ -251,7 +250,6 @@ def gc(
             "deleted": dict(garbage.deleted),
             "summarised": garbage.summarised,
             "spared": dict(garbage.spared),
-            "hints": garbage.hints,
         }
         print_json({"dry_run": dry_run, **told})
         return
@@ -259,8 +257,5 @@ def gc(
     say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
     for build, winners in garbage.spared.items():
         say(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
-    if garbage.hints:
-        kept = "would keep" if dry_run else "kept"
-        say(f"{kept} {counted(garbage.hints, 'imported winner')} of other builds as hints")
     if keep is not None:
         say(f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}")
