@@ -152,32 +152,6 @@ def same_as_seen(engine: Engine, cores: Cores) -> bool:
     return engine.cores.plans["decode"].cores == cores.allowed
 
 
-def test_an_idle_engine_moves_too() -> None:
-    cores, ranks = Cores(0, 1), MovingRanks(in_place=True)
-    engine = make_engine(ranks)
-    engine.cores = cores.watch()
-    with running(engine) as (thread, _):
-        assert thread.threads() == {"prefill": 2, "decode": 2}
-        cores.allowed = (1,)
-        assert eventually(lambda: thread.recoveries().core_moves == 1)
-        assert thread.threads() == {"prefill": 1, "decode": 1}
-
-    assert ranks.moves == [(1,)]
-
-
-def test_what_changes_no_plan_moves_nothing() -> None:
-    """A quota of nine CPUs in place of eight, on two cores."""
-    cores, ranks = Cores(0, 1), MovingRanks(in_place=True)
-    quotas = iter(range(1, 1 << 30))
-    engine = make_engine(ranks)
-    engine.cores = CoreWatch(plans_on((0, 1)), lambda: next(quotas), cores.replan, every_s=0.001)
-    with running(engine) as (thread, _):
-        assert eventually(lambda: cores.n_plans > 3)
-        assert thread.recoveries().core_moves == 0
-
-    assert ranks.moves == []
-
-
 def test_plans_that_cannot_be_had_yet_are_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     cores, ranks = Cores(0, 1), MovingRanks(in_place=True)
     engine = make_engine(ranks)

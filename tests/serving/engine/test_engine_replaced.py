@@ -128,12 +128,6 @@ def test_restarts_are_counted_within_the_window() -> None:
     assert restarts.pause_s(500) == 0
 
 
-def test_no_pause_is_longer_than_the_longest() -> None:
-    restarts = Restarts(most=50)
-
-    assert max(restarts.pause_s(index / 10) or 0 for index in range(50)) == restarts.longest_pause_s
-
-
 # ---- on the thread ---------------------------------------------------------------------------------------
 
 
@@ -186,30 +180,6 @@ def test_a_rank_that_dies_while_nobody_asks_is_replaced_at_once() -> None:
 
     assert text_of(heard.of("r")) == "bcdef"
     assert (thread.recoveries().ranks_replaced, thread.recoveries().requests_rerun) == (1, 0)
-
-
-def test_a_rank_that_dies_in_the_first_step_is_not_noticed_by_the_client() -> None:
-    ranks = FakeRanks()
-    deaths = iter([True])
-    ranks.before_step = lambda: next(deaths, None) and ranks.lose()
-    with running(ranks) as (thread, heard):
-        answered(thread, heard, "r")
-
-    assert text_of(heard.of("r")) == "bcdef"
-    assert (thread.recoveries().ranks_replaced, thread.recoveries().requests_rerun) == (1, 1)
-
-
-def test_an_answer_that_had_begun_goes_on() -> None:
-    """Its client sees a pause."""
-    ranks = FakeRanks()
-    ranks.before_step = lambda: len(ranks.batches) == 2 and ranks.n_reopened == 0 and ranks.lose()
-    with running(ranks) as (thread, heard):
-        answered(thread, heard, "r")
-        answered(thread, heard, "s")
-
-    assert [text_of(heard.of(name)) for name in "rs"] == ["bcdef", "bcdef"]
-    assert ranks.n_reopened == 1
-    assert (thread.recoveries().requests_rerun, thread.recoveries().answers_continued) == (0, 1)
 
 
 def test_starting_anew_is_tried_again() -> None:

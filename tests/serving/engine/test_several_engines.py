@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 from phasewise.serving.engine.engine_host import Deliver, SharedCores
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
-from phasewise.serving.engine.several_engines import SeveralEngines, Turns
+from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import RanksError
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.pacing import Pacing
@@ -28,27 +27,6 @@ from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.fake_engine import FakeRanks, make_engine, next_letter
 from tests.support.servers.rude_clients import until
 from tests.support.servers.scripted_instances import FINGERPRINT
-
-
-def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
-    """Each of two is never idle, and each waits while the other has its turn: not one takes two at once."""
-    turns, order = Turns(), list[str]()
-    started = threading.Barrier(2)
-
-    def take(name: str) -> None:
-        started.wait(60)
-        for number in range(15):
-            with turns:
-                order.append(name)
-                until(lambda own=number: turns._waiting or own == 14, "the other does not ask")  # type: ignore[misc]
-
-    threads = [threading.Thread(target=take, args=(name,)) for name in ("one", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(order) == 30
-    assert all(a != b for a, b in itertools.pairwise(order))
 
 
 def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:

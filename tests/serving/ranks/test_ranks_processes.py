@@ -318,16 +318,6 @@ def test_more_memory_than_there_is_is_refused(three_heads: PackedModel) -> None:
         open_ranks(three_heads, plans(ONE, TWO), RankOptions(KvSettings(1 << 30), 10, 1, pinned=False))
 
 
-def test_a_phase_without_a_plan_is_named(three_heads: PackedModel) -> None:
-    ranks = open_ranks(
-        three_heads, {"decode": plans(ONE, TWO)["decode"]}, RankOptions(KvSettings(100), 10, 1, pinned=False)
-    )
-
-    with pytest.raises(RanksError, match="no plan for prefill"):
-        ranks.forward(Batch("prefill", (SequenceSlice([1], 0, 0, True),)))
-    ranks.close()
-
-
 # ---- NUMA nodes ------------------------------------------------------------------------------------------
 
 

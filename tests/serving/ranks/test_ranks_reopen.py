@@ -114,14 +114,6 @@ def test_the_packed_file_may_be_gone_by_then(in_file: PackedModel, tmp_path: Pat
         ranks.close()
 
 
-def test_ranks_that_live_may_be_opened_again_too(two: ProcessRanks) -> None:
-    wanted, before = tokens(two), two.pids
-    two.reopen()
-
-    assert (tokens(two) == wanted).all()
-    assert not any(map(alive, before.values()))
-
-
 def step_until_late(ranks: ProcessRanks, n_copied: int) -> None:
     """With a migration of `n_copied` slots before each step."""
     deadline = time.monotonic() + BOUND_S
@@ -368,14 +360,4 @@ def test_weights_that_lie_on_nodes_are_divided_anew(model: PackedModel, wanted: 
             ranks.move(plans(sizes, sizes, nodes), None)
         ranks.reopen()
         assert (token_by_token(ranks, BOTH) == wanted).all()
-    ranks.close()
-
-
-def test_more_ranks_than_heads_are_refused(model: PackedModel, wanted: np.ndarray) -> None:
-    ranks = opened(model, TWO, TWO)
-    nine = (1,) * 9
-    with pytest.raises(RanksError, match=r"9 ranks, but .* 8 query heads"):
-        ranks.move(plans(nine, nine), None)
-
-    assert (token_by_token(ranks, BOTH) == wanted).all()
     ranks.close()
