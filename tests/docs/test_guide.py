@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import pytest
 from tests.cli.command import parsed
 from tests.support.end_of_session import ending_session, members
 from tests.support.servers.ports import reserved_port
+from tests.support.servers.rude_clients import until
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
@@ -213,10 +213,7 @@ def test_what_a_page_has_started_ends_with_a_test_that_is_killed() -> None:
         assert test.stdout is not None
         session = int(test.stdout.readline())
 
-    deadline = time.monotonic() + 60
-    while members(session):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not members(session), "it goes on")
 
 
 @pytest.fixture(scope="module")
