@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, complete_name
@@ -158,6 +159,8 @@ def inspect(
     that are not zero, its bytes stored dense and sparse, and from which share
     of zeros on it is stored sparse where nothing was measured.
     """
+    if not density:
+        refuse_unused("without --density", [] if weight_format == "native" else ["weight_format"])
     from phasewise.serving.loaders import head_place, inspection, open_head_source, open_source
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
