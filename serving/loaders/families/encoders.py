@@ -22,10 +22,12 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
 from phasewise.serving.loaders.families.bert import (
     BERT,
+    BERT_HEAD,
     EMBEDDING_NAMES,
     NOMIC_BERT,
     ROBERTA,
     EncoderFamily,
+    biased,
     stated_theta,
 )
 from phasewise.serving.loaders.families.family import FULL, SLIDING, Get, layer_types
@@ -118,14 +120,9 @@ def _parametrised(theirs: str, ours: str | TensorCut, task: str) -> Names:
     }
 
 
-_GLOBAL_NAMES = {
-    name: ours
-    for theirs, own, task in (
-        ("embeddings.word_embeddings", "embed", "embed"),
-        ("embeddings.token_type_embeddings", "segments", "segments"),
-    )
-    for name, ours in _parametrised(theirs, own, task).items()
-    if isinstance(ours, str)
+_GLOBAL_NAMES: Names = {
+    **_parametrised("embeddings.word_embeddings", "embed", "embed"),
+    **_parametrised("embeddings.token_type_embeddings", "segments", "segments"),
 }
 
 JINA_V3 = EncoderFamily(
@@ -141,7 +138,7 @@ JINA_V3 = EncoderFamily(
         **_parametrised("mlp.fc2", "down", "down"), "mlp.fc2.bias": "down_bias", "norm1.weight": "attn_norm",
         "norm1.bias": "attn_norm_bias", "norm2.weight": "ffn_norm", "norm2.bias": "ffn_norm_bias",
     },
-    {**_GLOBAL_NAMES, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
+    {**_GLOBAL_NAMES, **biased({"emb_ln": "embed_norm"})},
     positions=False,
     position_kinds=("rotary",),
     activations=("gelu", "gelu_tanh"),
@@ -179,15 +176,11 @@ def _scaled(theta: float, dim: int, fields: dict[str, object]) -> RopeSpec:
 
 
 _GTE_NAMES: Names = {
-    f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
-    for theirs, ours in {
-        "attention.o_proj": "o", "self_attn.o_proj": "o", "self_attn.q_proj": "q", "self_attn.k_proj": "k",
-        "self_attn.v_proj": "v", "attention.q_proj": "q", "attention.k_proj": "k", "attention.v_proj": "v",
+    **biased({f"{stem}.{part}_proj": part for stem in ("attention", "self_attn") for part in "qkvo"}),
+    **biased({
         "mlp.down_proj": "down", "attn_ln": "attn_norm", "mlp_ln": "ffn_norm",
         "post_attention_layernorm": "attn_norm", "post_mlp_layernorm": "ffn_norm",
-    }.items()
-    for part in ("weight", "bias")
-} | {
+    }),
     "attention.qkv_proj.weight": TensorCut(("q", "k", "v")),
     "attention.qkv_proj.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
     "mlp.up_gate_proj.weight": TensorCut(("up", "gate")),
@@ -203,7 +196,7 @@ GTE = EncoderFamily(
     _GTE_NAMES,
     {
         **EMBEDDING_NAMES,
-        **{name: ours for name, ours in BERT.hf_global_names.items() if ours.startswith("score_")},
+        **BERT_HEAD,
     },
     has_gate=True,
     positions=False,

@@ -199,7 +199,6 @@ def _config(
         ),
         tied_embeddings="output.weight" not in infos,
         qk_norm=family.gguf_optional_qk_norm and "blk.0.attn_q_norm.weight" in infos,
-        sliding_window=None,
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
         add_bos=_adds_bos(metadata),
