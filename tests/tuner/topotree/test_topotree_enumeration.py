@@ -285,14 +285,6 @@ def test_of_two_kinds_of_cores_one_is_used() -> None:
     assert fundamental(more_slow).tree.pus == slow.cpus
 
 
-def test_one_pu_is_a_tree_of_one() -> None:
-    """Nothing to group, nothing to remove."""
-    machine = replace(machine_of((2, 2)), allowed_pus=(3,))
-    tree = fundamental(machine).tree
-
-    assert (tree.levels, tree.pus, tree.notation) == ((), (3,), "fundamental")
-
-
 def test_no_pu_is_refused() -> None:
     """A machine none of which may be used has no tree."""
     with pytest.raises(TopoTreeError, match="none of the machine's PUs"):

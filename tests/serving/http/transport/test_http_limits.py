@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -257,12 +256,6 @@ def test_json_without_its_name_is_taken_from_all_but_browsers(
     body = completion(max_tokens=1).partition(b"\r\n\r\n")[2]
 
     assert httpx.post(f"{server.url}/v1/completions", content=body, headers=headers).status_code == status
-
-
-def test_limits_may_be_replaced_one_at_a_time() -> None:
-    """The total is never less than one body: a server that takes 8 MiB must be able to."""
-    with fake_server(replace(HttpLimits(), max_body_bytes=8 * MIB, max_unfinished_bytes=MIB)) as server:
-        assert server.bodies.unfinished.max_bytes == 8 * MIB
 
 
 TIMES = 20
