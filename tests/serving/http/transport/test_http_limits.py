@@ -325,7 +325,8 @@ const fetched = () => fetch(url, body.length ? { method: 'POST', body } : {}).th
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
-@pytest.mark.parametrize("n_bytes", [0, 2, len(LARGE_BODY)], ids=["get", "small", "large"])
+@pytest.mark.many
+@pytest.mark.parametrize("n_bytes", [len(LARGE_BODY), 0, 2], ids=["large", "get", "small"])
 def test_node(url: str, n_bytes: int) -> None:
     done = subprocess.run(
         ["node", "-e", NODE, url, str(n_bytes)], capture_output=True, text=True, timeout=120, check=True
