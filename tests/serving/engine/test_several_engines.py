@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -41,13 +40,12 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     for name in engines:
         host.send(Submit(f"r-{name}", (97,), 4, GREEDY, model=name))
     host.send(Abort("r-unknown"))
-    deadline = time.monotonic() + 60
-    outs: list[Answer] = []
-    while sum(out.finish_reason is not None for out in outs) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        outs = [out for delivery in list(came) for out in delivery.outs if isinstance(out, Answer)]
-    texts = {name: "".join(out.text for out in outs if out.request_id == f"r-{name}") for name in engines}
+
+    def outs() -> list[Answer]:
+        return [out for delivery in list(came) for out in delivery.outs if isinstance(out, Answer)]
+
+    until(lambda: sum(out.finish_reason is not None for out in outs()) == 2, "they do not end")
+    texts = {name: "".join(out.text for out in outs() if out.request_id == f"r-{name}") for name in engines}
     assert texts == {"up": "bcde", "same": "aaaa"}
     assert (host.state, host.is_alive, host.lost) == ("running", True, None)
     slots = sum(engine.scheduler.pool.n_slots for engine in engines.values())

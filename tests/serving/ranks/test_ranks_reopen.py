@@ -29,7 +29,6 @@ from tests.serving.ranks.test_ranks_processes import (
     TWO,
     alive,
     descriptors,
-    eventually,
     opened,
     plans,
     shared_mappings,
@@ -38,6 +37,7 @@ from tests.serving.ranks.test_ranks_processes import (
 from tests.support.models.reference_forward import tiny_config, tiny_model
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
 from tests.support.process_trees import children_of
+from tests.support.servers.rude_clients import until
 from tests.support.tiers import first_is_smoke
 
 STEP = Batch("decode", (SequenceSlice([1], 0, 0, True),))
@@ -73,7 +73,7 @@ def kill(ranks: ProcessRanks, how: signal.Signals = signal.SIGKILL) -> None:
     """The ranks of other processes; what comes of it is known when this returns."""
     for pid in ranks.pids.values():
         os.kill(pid, how)
-    assert eventually(lambda: ranks.lost is not None)
+    until(lambda: ranks.lost is not None, "nobody notices")
 
 
 def tokens(ranks: ProcessRanks) -> np.ndarray:
@@ -192,7 +192,7 @@ def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:
     two.reopen()
     kill(two)
 
-    assert eventually(lambda: len(told) == 2)
+    until(lambda: len(told) == 2, "it is not told")
     assert all(reason and "SIGKILL" in reason for reason in told)
 
 
