@@ -2,15 +2,14 @@
 
 The first start reads the source and packs it; every later one compares the source's names, sizes and times
 with what the packed file was made from, and maps it. Readers of foreign formats are imported on the first
-path only.
-"""
+path only."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from phasewise._words import reason_of
@@ -36,12 +35,10 @@ def load_model(
 ) -> PackedModel:
     """The model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
 
-    ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name.
-    cache_dir: where packed files and fetched models live; None for the user's cache directory.
-    report: told in one line whatever takes long.
-    checksum: a packed file whose arrays are not as they were written is made anew.
-    storage: which weights are stored sparse; None: `auto`. Raises ModelError.
-    """
+    ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name. cache_dir:
+    where packed files and fetched models live; None for the user's cache directory. report: told in one line
+    whatever takes long. checksum: a packed file whose arrays are not as they were written is made anew.
+    storage: which weights are stored sparse; None: `auto`. Raises ModelError."""
     if format not in FORMATS:
         raise ModelError(f"weight format {format!r:.80} is not one of {', '.join(FORMATS)}")
     report, storage = report or _silent, storage or StorageChoice()
@@ -66,8 +63,7 @@ def load_head(
     model: PackedModel, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> PackedModel | None:
     """The head that drafts for `model`, of its files, with the embeddings that it shares with it; None where
-    there is none, or not of a kind that is read. format: as for `load_model`. Raises ModelError.
-    """
+    there is none, or not of a kind that is read. format: as for `load_model`. Raises ModelError."""
     from phasewise.serving.models.draft_head import with_own_head
 
     located = head_place(model.config.architecture, model.name, model.source)
@@ -96,22 +92,12 @@ def head_place(architecture: str, name: str, source: Path | str) -> Located | No
     return Located(name, path) if has_heads else None
 
 
-@contextmanager
-def open_head_source(located: Located | None) -> Iterator[ModelSource | None]:
+def open_head_source(located: Located | None) -> AbstractContextManager[ModelSource | None]:
     """The head in the files at `head_place`; None where there is none."""
-    if located is None:
-        yield None
-        return
     from phasewise.serving.loaders.formats.heads import open_head
-    from phasewise.serving.loaders.layout import check_tensors
 
-    source = open_head(located.path, located.name)
-    if source is None:
-        yield None
-        return
-    with source:
-        check_tensors(source)
-        yield source
+    source = None if located is None else open_head(located.path, located.name)
+    return nullcontext() if source is None else _checked(source)
 
 
 def is_made_for_embedding(
@@ -126,8 +112,7 @@ def config_of_model(
 ) -> ModelConfig:
     """The config of the model that `ref` names. Packs nothing: a packed file tells it, or the source.
 
-    ref, cache_dir, report: as for `load_model`. Raises ModelError.
-    """
+    ref, cache_dir, report: as for `load_model`. Raises ModelError."""
     return _facts_of(ref, format, cache_dir, report)[0]
 
 
@@ -147,9 +132,12 @@ def _facts_of(
 
 def open_source(located: Located) -> ModelSource:
     """The model in its own file format, checked against its config. Close it, or use it in `with`."""
+    return _checked(_open(located))
+
+
+def _checked(source: ModelSource) -> ModelSource:
     from phasewise.serving.loaders.layout import check_tensors
 
-    source = _open(located)
     try:
         check_tensors(source)
     except BaseException:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._files import open_input
 from phasewise._json import read_json
+from phasewise._options import changed, refuse_unused
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.simulated.arrivals import Draw, poisson
 from phasewise.cluster.simulated.metrics import Slo, Summary, parse_slo, summarise
@@ -225,6 +226,10 @@ def simulate_cluster(
 
     Raises ClusterError, TraceError and KernelDbError for input that cannot be read.
     """
+    if wish.rate is None:
+        refuse_unused("without --rate", changed(inputs, "duration_s", "seed"))
+    elif wish.prefix_reuse:
+        refuse_unused("with --rate", ["prefix_reuse"], "drawn requests have no prompts in common")
     slo = None if wish.slo is None else parse_slo(wish.slo)
     spec, catalogue = _cluster(pools, step_sources(inputs, report), inputs.model)
     spec = replace(spec, policy=wish.policy or spec.policy, prefix_reuse=wish.prefix_reuse)

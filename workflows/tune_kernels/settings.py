@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from phasewise._options import option, parse_budget
+from phasewise._options import changed, option, parse_budget, refuse_unused
 from phasewise.workflows.options import DB, DEFINE, INCLUDE, THREADS
 
 if TYPE_CHECKING:
@@ -60,6 +60,16 @@ class TuneKernelsSettings:
         True, "use stored timings; --no-resume measures everything anew", "--resume/--no-resume"
     )
     db: str | None = DB(None)
+
+    def __post_init__(self) -> None:
+        of_c = changed(self, "include", "define")
+        if self.kernel is None:
+            refuse_unused("without --kernel", [*changed(self, "isa", "against"), *of_c])
+        else:
+            of_models = changed(self, "phase", "weight_format", "max_m", "threads")
+            refuse_unused("with --kernel", of_models)
+        if self.against is None:
+            refuse_unused("without --against", of_c)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

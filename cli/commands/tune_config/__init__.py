@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from phasewise._options import changed, refuse_unused
 from phasewise._words import number
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
 """The program whose flags a plan can be printed as."""
+
+
+_SEARCHING = ("lengths", "trace", "concurrency", "cores", "ranks", "storage", "objective", "slo", "budget_s")
+"""Settings that a search alone follows."""
 
 
 @spread
@@ -69,6 +74,12 @@ def tune_config(
 
     wish = replace(settings, model=model)
     wish.check()
+    if emit is not None and wish.resume and wish.evaluator != "modelled":
+        refuse_unused(
+            "with --emit, without --no-resume",
+            changed(wish, *_SEARCHING),
+            "the plans in use are printed; add --no-resume to search first, or leave that out",
+        )
     if emit is not None and wish.resume and _emit_stored(wish, emit, as_json):
         return
     check_weights(wish)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._options import changed, refuse_unused
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
@@ -59,6 +60,8 @@ def tune_kernels(
     comes into use.
     """
     deadline_s = time.monotonic() + settings.budget_s
+    if settings.kernel is not None:
+        refuse_unused("with --kernel", [*([] if model is None else ["model"]), *changed(remote)])
     from phasewise.topology import read_machine
 
     machine = read_machine()

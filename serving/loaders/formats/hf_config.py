@@ -82,8 +82,6 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
         norm_eps=get("rms_norm_eps", float, 1e-6),
         rope=rope,
         tied_embeddings=get("tie_word_embeddings", bool, False),
-        qk_norm=False,
-        sliding_window=None,
         bos_token_id=_first(_token_ids(fields, "bos_token_id")),
         eos_token_ids=tuple(
             dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))
@@ -158,8 +156,7 @@ def _context_length(get: Callable[..., Any], scaling: Scaling | None) -> Any:
 def _rope_fields(fields: Fields) -> Fields:
     """`rope_parameters` of newer files, `rope_scaling` of older ones; empty where there is neither.
 
-    Where they are given by kinds of layers, those of layers that see all.
-    """
+    Where they are given by kinds of layers, those of layers that see all."""
     newer, older = field(fields, "rope_parameters", dict), field(fields, "rope_scaling", dict)
     if newer and older and newer != older:
         raise ModelError(

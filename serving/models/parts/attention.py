@@ -1,22 +1,21 @@
 """Attention over keys and values of the positions before, or of a whole text; and latent attention: one
-vector of each token that all heads share, in place of keys and values.
-"""
+vector of each token that all heads share, in place of keys and values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels.division import columns
+from phasewise.cython_kernels.division import Teams, columns, head_copies
 from phasewise.cython_kernels.exact import logarithm, power
+from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Mixer, MixingRows, ReadRows, Site
+from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ReadRows, Site
 
 MOST_GROWTH_STEPS = 1 << 16
 
@@ -55,30 +54,65 @@ class HeadShape:
     keys_are_values: bool = False
     """True if one product gives keys and values, which differ in their norms, and keys in their positions."""
 
-    def check(self, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-        """ModelError for heads that a model with so many query heads, and so many of these, cannot have."""
+    def check(self, n_kv_heads: int, head_dim: int) -> None:
+        """ModelError for heads that a model with as many of these at most cannot have."""
         for value, most in ((self.n_kv_heads, n_kv_heads), (self.head_dim, head_dim)):
             if type(value) is not int or not 1 <= value <= most:
                 raise ModelError(
                     f"a layer has {value!r:.80} KV heads or numbers of a head: 1 to {most} expected"
                 )
-        if n_heads % self.n_kv_heads:
-            raise ModelError(f"{n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
 
 
 @dataclass(frozen=True)
-class Attention(Mixer):
-    """The attention of one layer. kind: the number of its window and its RoPE among those of the model."""
+class Attending(Mixer):
+    """A mixer that reads what a layer keeps of every token: keys and values, or one vector.
+
+    kind: the number of its window and its RoPE among those of the model."""
 
     hidden: int
     n_heads: int
     heads: HeadShape
-    kind: int = 0
+    """Heads of what is kept."""
+    kind: int
+    window: int | None
+    scale: float | None
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    cap: float | None
+    """c: scores are c tanh(score / c)."""
+
+    is_latent: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.heads.n_kv_heads:
+            raise ModelError(
+                f"{self.n_heads} attention heads do not divide into {self.heads.n_kv_heads} KV heads"
+            )
+        for what, value in (("scale", self.scale), ("cap", self.cap)):
+            if value is not None and not 1e-6 <= value <= 1e6:
+                raise ModelError(f"the attention {what} is {value!r:.80}: a number from 1e-6 to 1e6 expected")
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a position that a head's query and its result take."""
+        return 2 * self.heads.head_dim
+
+    def copies(self, teams: Teams) -> tuple[int, ...]:
+        """Copies that ranks keep of each KV head. All of them read the same latent vectors.
+
+        teams: `Division.teams`; (): one rank."""
+        return head_copies(self.n_heads, self.heads.n_kv_heads, () if self.is_latent else teams)
+
+    def slot_bytes(self, kv_format: str, teams: Teams = ()) -> int:
+        """Bytes of what is kept of a token, with copies for ranks."""
+        return sum(self.copies(teams)) * kv_slot_bytes(kv_format, self.heads.head_dim, self.is_latent)
+
+
+@dataclass(frozen=True)
+class Attention(Attending):
+    """The attention of one layer over keys and values."""
+
     reads_others: bool = False
     """True if keys and values are those of a layer before it."""
-    scale: float | None = None
-    """The factor of scores; None: 1 / sqrt(head_dim)."""
-    cap: float | None = None
     qk_norm: bool = False
     whole_qk_norm: bool = False
     """True if norms are over all of a row's queries, and of its keys, rather than over each head."""
@@ -93,6 +127,11 @@ class Attention(Mixer):
     """Positions for which queries grow."""
     distances: bool = False
     """True if scores fall with the distance of their positions (ALiBi)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.growth is not None:
+            self.growth.check(self.context_length)
 
     @property
     def q_rows(self) -> int:
@@ -183,10 +222,9 @@ class Attention(Mixer):
 
 
 def slopes_of(n_heads: int) -> np.ndarray:
-    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of
-    2^(-8 / n) for n heads, n a power of two; of other numbers those of the next lower power, then every
-    other one of the next higher power's.
-    """
+    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of 2^(-8 /
+    n) for n heads, n a power of two; of other numbers those of the next lower power, then every other one of
+    the next higher power's."""
     lower = 1 << (n_heads.bit_length() - 1)
     powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
     powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
@@ -205,8 +243,7 @@ class LatentAttention:
 
     What a token keeps is the first `kv_rank` numbers of a product of the stream, normalised, and `rope_dim`
     numbers more, turned. A head's query meets the first ones after a product with its own weight `k_b`, the
-    others as it is; what it reads of the first ones goes through its weight `v_b`.
-    """
+    others as it is; what it reads of the first ones goes through its weight `v_b`."""
 
     kv_rank: int
     rope_dim: int
@@ -219,7 +256,7 @@ class LatentAttention:
     stream."""
     norm_eps: float = 1e-6
 
-    def check(self, n_kv_heads: int, head_dim: int) -> None:
+    def check(self, heads: HeadShape) -> None:
         """ModelError unless the kernels can run it."""
         sizes = {
             "kv_rank": (PANEL, MOST_NUMBERS),
@@ -242,10 +279,9 @@ class LatentAttention:
             )
         if self.vector > MOST_NUMBERS:
             raise ModelError(f"latent vectors of {self.vector} numbers; at most {MOST_NUMBERS} can run")
-        if n_kv_heads != 1 or head_dim != self.vector:
-            raise ModelError(
-                f"{n_kv_heads} KV heads of {head_dim} numbers with latent vectors of {self.vector}"
-            )
+        if (heads.n_kv_heads, heads.head_dim) != (1, self.vector):
+            kept = f"{heads.n_kv_heads} KV heads of {heads.head_dim} numbers"
+            raise ModelError(f"{kept} with latent vectors of {self.vector}")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon of latent vectors is {self.norm_eps!r:.80}")
 
@@ -261,19 +297,24 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class LatentMixer(Mixer):
-    """The latent attention of one layer. kind, scale, cap: as of `Attention`.
+class LatentMixer(Attending):
+    """The latent attention of one layer.
 
     The absorbed form in every phase (decision 0112): queries go through a product by head to where the
-    vectors are, and what is read of these through another one to values.
-    """
+    vectors are, and what is read of these through another one to values."""
 
     latent: LatentAttention
-    hidden: int
-    n_heads: int
-    kind: int = 0
-    scale: float | None = None
-    cap: float | None = None
+
+    is_latent = True
+    takes_no_adapters = "whose attention is over latent vectors"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.latent.check(self.heads)
+
+    @property
+    def numbers(self) -> int:
+        return self.latent.vector + self.latent.kv_rank
 
     @property
     def _queries(self) -> int:
