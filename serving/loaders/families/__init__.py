@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
-from phasewise.serving.loaders.families.dense import ERNIE4_5, EXAONE4, SEED_OSS
+from phasewise.serving.loaders.families.dense import ERNIE4_5, EXAONE4, HUNYUAN, HUNYUAN_MOE, SEED_OSS
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family
 from phasewise.serving.loaders.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -52,7 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
-    DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
+    HUNYUAN, HUNYUAN_MOE, DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
 )  # fmt: skip
 
 
