@@ -60,12 +60,28 @@ def _names(stated: tuple[str, ...] | None, family: Family) -> tuple[str, ...]:
     return (family.name,) if stated is None else stated
 
 
+REFUSED = {
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks and experts whose inputs have weights"),
+    "phimoe": "a router (SparseMixer) that llama.cpp and transformers compute differently",
+    "apertus": "an activation (xIELU) with numbers of each layer",
+    **dict.fromkeys(
+        ("deepseek_v32", "deepseek32", "deepseek_v4", "deepseek4", "glm_moe_dsa", "glm-dsa"),
+        "attention over positions that an indexer chooses",
+    ),
+    "gemma-embedding": "a decoder's layers whose attention looks both ways",
+}
+"""Architectures that are asked for, in words of either format, and what there is no arithmetic for."""
+
 BY_HF = {name: family for family in FAMILIES for name in _names(family.hf, family)}
 BY_GGUF = {name: family for family in FAMILIES for name in _names(family.gguf, family)}
 
 
 def family_of_hf(model_type: str) -> Family:
     """By config.json's `model_type`; ModelError for one that cannot run."""
+    if model_type in REFUSED:
+        raise ModelError(
+            f"config.json describes a {model_type} model, which has {REFUSED[model_type]}: it cannot run"
+        )
     if model_type not in BY_HF:
         runnable = ", ".join([*BY_HF, *ENCODERS_BY_HF])
         raise ModelError(f"config.json describes a {model_type!r:.60} model; {runnable} can run")
@@ -79,6 +95,10 @@ def family_named(name: str) -> Family | None:
 
 def family_of_gguf(architecture: str, what: str) -> Family:
     """By `general.architecture` of the file `what`; ModelError for one that cannot run."""
+    if architecture in REFUSED:
+        raise ModelError(
+            f"{what} holds a {architecture} model, which has {REFUSED[architecture]}: it cannot run"
+        )
     if architecture not in BY_GGUF:
         runnable = ", ".join([*BY_GGUF, *ENCODERS_BY_GGUF])
         raise ModelError(f"{what} holds a {architecture!r:.60} model; {runnable} can run")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phasewise._words import number
 from phasewise.cython_kernels.exact import power
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names
@@ -99,9 +98,9 @@ def _hunyuan(get: Get, config: ModelConfig) -> ModelConfig:
     theta, kind = stated.get("rope_theta"), stated.get("rope_type", stated.get("type"))
     theta = config.rope.theta if theta is None else number_of(theta)
     if kind == "dynamic":
-        alpha = number_of(stated.get("alpha"))
-        if not 1e-6 <= alpha <= 1e9:
-            raise ModelError(f"config.json has a RoPE whose alpha is {number(alpha)}: 1e-6 to 1e9 expected")
+        alpha = stated.get("alpha")
+        if type(alpha) not in (int, float) or not 1e-6 <= alpha <= 1e9:
+            raise ModelError(f"config.json has a RoPE whose alpha is {alpha!r:.60}: 1e-6 to 1e9 expected")
         theta *= power(alpha, config.head_dim, config.head_dim - 2) if config.head_dim > 2 else 1.0
     elif kind not in (None, "default"):
         raise ModelError(f"config.json asks for RoPE scaling {kind!r:.60}; dynamic by alpha can run")
