@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from phasewise._json import read_json
-from phasewise.loadtest.outcome import Energy, FailureKind, RequestOutcome, energy_in
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_CHARS = 200
@@ -272,15 +272,6 @@ class LoadClient:
         if status != 200 or not isinstance(cards, list):
             raise LoadTestError(f"{where} lists no models (status {status}): name one with --model")
         return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
-
-    async def energy(self) -> Energy | None:
-        """The energy of the server's machine so far, as phasewise's /metrics say; None where they do not."""
-        where = f"{self.target.base}/metrics"
-        try:
-            async with self._session.get(where, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response:
-                return energy_in((await response.content.read(MAX_BODY_BYTES)).decode("utf-8", "replace"))
-        except (TimeoutError, OSError, ValueError, aiohttp.ClientError):
-            return None
 
     async def count_prompt(self, prompt: Prompt) -> int | None:
         """The server's count of the tokens of `prompt`; None where it refuses or gives no count."""

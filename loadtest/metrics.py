@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from phasewise.loadtest.arrivals import LatencySlo
-from phasewise.loadtest.outcome import Energy, RequestOutcome
+from phasewise.loadtest.outcome import RequestOutcome
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -29,8 +29,6 @@ class Measured:
     outcomes: Sequence[RequestOutcome]
     duration_s: float
     client_cpu_s: float
-    energy: Energy | None = None
-    """The energy of the machine that serves; None where it was not measured."""
 
     @property
     def complete(self) -> list[RequestOutcome]:
@@ -40,21 +38,6 @@ class Measured:
     def client_cpu_share(self) -> float:
         """The client's CPU time over the duration, as a share of one core."""
         return self.client_cpu_s / self.duration_s if self.duration_s > 0 else 0.0
-
-    @property
-    def joules_per_token(self) -> dict[str, float] | None:
-        """Joules of a token: of computed prompts by prefill steps, of answers by decode steps, and of all by
-        all that was spent. None: not measured.
-        """
-        if self.energy is None:
-            return None
-        n_prompt = sum(outcome.prompt_tokens - (outcome.cached_tokens or 0) for outcome in self.complete)
-        n_answer = sum(outcome.output_tokens for outcome in self.complete)
-        return {
-            "prefill": self.energy.prefill / max(1, n_prompt),
-            "decode": self.energy.decode / max(1, n_answer),
-            "all": sum(self.energy) / max(1, n_prompt + n_answer),
-        }
 
     @property
     def request_rate(self) -> float:

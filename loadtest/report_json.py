@@ -53,8 +53,6 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
         "prompts": report.prompts,
         "failures": failures(measured.outcomes),
         "cache_hit_rate": hit_rate(measured.outcomes),
-        "energy_joules": None if measured.energy is None else measured.energy._asdict(),
-        "joules_per_token": measured.joules_per_token,
         "client_cpu_share": measured.client_cpu_share,
         "was_interrupted": report.was_stopped,
     }

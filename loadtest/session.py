@@ -184,12 +184,8 @@ class _Session:
         """One load at the pace of the test."""
         test = self.test
         load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
-        before = await self.client.energy()
         with self.progress(len(test.requests)) as observe:
             measured = await run_load(self.client, load, self.stop, observe)
-        after = await self.client.energy()
-        if before is not None and after is not None:
-            measured = replace(measured, energy=after.since(before))
         return self._load_report(measured, test.pace)
 
     async def search(self, search: RateSearch) -> LoadReport:

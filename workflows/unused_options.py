@@ -81,7 +81,6 @@ _GENERATING = (
         "--tool-format",
         "--no-page",
         "--receipts",
-        "--receipt-key",
         "--length-log",
         "--explain",
     ),
@@ -152,12 +151,6 @@ _SERVE = (
     ),
     _WITHOUT_DRAFTS,
     Way("without --prefix-cache", ("--prefix-cache-bytes",), unless=("--prefix-cache",)),
-    Way(
-        "without --receipts",
-        ("--receipt-key",),
-        unless=("--receipts",),
-        instead="it signs receipts: add --receipts, or leave it out",
-    ),
     Way(
         "without --remote",
         _BELIEVING,

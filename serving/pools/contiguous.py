@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
-from phasewise.serving.pools.arena import Arena, Block, aligned
+from phasewise.serving.pools.arena import STALE, Arena, Block, Bucket, Shelves, aligned
 from phasewise.serving.pools.contract import (
     BucketStats,
     Demand,
@@ -25,8 +25,6 @@ from phasewise.serving.pools.contract import (
     PoolStats,
     check_demand,
 )
-from phasewise.serving.pools.freed import STALE
-from phasewise.serving.pools.shelves import Bucket, Shelves
 from phasewise.serving.pools.squeeze import Shift, enlarged, opened
 
 
@@ -223,8 +221,7 @@ class ContiguousPool:
 
     def _enlarge(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
         """Enlarge a block in place if the slots behind it are free, else move it; to the wanted length, else
-        the shortest.
-        """
+        the shortest."""
         size = self._sizes.next(held.demand, n_positions)
         moves = self._longer(owner, held, self._possible(size, n_positions))
         if moves is None:
@@ -358,10 +355,8 @@ class ContiguousPool:
 
 def peak(requests: Iterable[tuple[int, int]]) -> int:
     """Most slots held at any one time by requests of (slots to come, slots held) that grow at one pace, and
-    give back all at their end.
-
-    Just before a request ends, those with more to come have each grown by what it has grown.
-    """
+    give back all at their end. Just before a request ends, those with more to come have each grown by what it
+    has grown."""
     most = held = 0
     for count, (to_come, slots) in enumerate(sorted(requests, reverse=True), 1):
         held += slots

@@ -23,10 +23,8 @@ class Shift(NamedTuple):
 
 
 def opened(blocks: Sequence[Block], n_slots: int, needed: int) -> tuple[list[Shift], int] | None:
-    """Shifts, in order, after which `needed` slots are free in one run, and where that begins.
-
-    blocks: all that are held, ascending, among `n_slots`. None where too little is free.
-    """
+    """Shifts, in order, after which `needed` slots are free in one run, and where that begins. blocks: all
+    that are held, ascending, among `n_slots`. None where too little is free."""
     ends = [0, *(block.end for block in blocks)]
     gaps = [base - end for end, base in zip(ends, [*(block.base for block in blocks), n_slots], strict=True)]
     held = _sums(blocks)
@@ -50,10 +48,8 @@ def opened(blocks: Sequence[Block], n_slots: int, needed: int) -> tuple[list[Shi
 
 
 def enlarged(blocks: Sequence[Block], n_slots: int, growing: int, needed: int) -> list[Shift] | None:
-    """Shifts, in order, after which `needed` slots are free behind the block of index `growing`.
-
-    It may be shifted itself. None where too little is free.
-    """
+    """Shifts, in order, after which `needed` slots are free behind the block of index `growing`. It may be
+    shifted itself. None where too little is free."""
     start = blocks[growing]
     walls = [*(block.base for block in blocks[growing + 1 :]), n_slots]
     after, before = _sums(blocks[growing + 1 :]), _sums(blocks[:growing])

@@ -41,9 +41,7 @@ class RankLayout:
     @classmethod
     def here(cls, plans: Mapping[Phase, ServicePlan], *, pinned: bool = True) -> RankLayout:
         """On this machine, its cores measured where they are of several kinds. pinned: threads stay on them.
-
-        RanksError where the machine cannot be read.
-        """
+        RanksError where the machine cannot be read."""
         try:
             weights = _by_rank(plans, weights_here) if pinned else ()
             return cls(plans, read_memory_nodes(), weights)

@@ -60,9 +60,7 @@ class _Outcome:
 
 class WorkerProcesses:
     """A process for each of `instructions`. `on_death` is called, on another thread, when one is lost.
-
-    start_s: one that is not ready by then never will be.
-    """
+    start_s: one that is not ready by then never will be."""
 
     def __init__(
         self, instructions: Sequence[Instructions], on_death: Callable[[], None], start_s: float = START_S
@@ -102,10 +100,8 @@ class WorkerProcesses:
         return {worker.rank: worker.report.policy_errno for worker in self._workers if worker.report}
 
     def reason(self, wait_s: float) -> str | None:
-        """`lost`, once the thread has learnt of a death that others have felt already.
-
-        If no process dies within `wait_s`, those that remain hang: all others leave a failed group.
-        """
+        """`lost`, once the thread has learnt of a death that others have felt already. If no process dies
+        within `wait_s`, those that remain hang: all others leave a failed group."""
         deadline = time.monotonic() + wait_s
         while (self._outcome.lost is None or self._outcome.followed) and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -88,10 +88,8 @@ Brought = tuple[int, list[KvCopy]]
 
 class SequenceStates:
     """Keys, values and states that sequences of one scheduler take over from each other, and go on from.
-
     reuses: False: nothing is taken over, and `prefixes` stays empty. Models whose layers keep no states have
-    no places for them.
-    """
+    no places for them."""
 
     def __init__(self, pool: KvPool, prefixes: PrefixIndex, *, reuses: bool) -> None:
         self._places = pool.states
@@ -158,8 +156,7 @@ class SequenceStates:
 
     def room_for_drafts(self, sequence: LiveSequence) -> int:
         """As many as its block has slots for, as the tokens that it may still get after one more, and as its
-        share of spare places for states.
-        """
+        share of spare places for states."""
         request, placement = sequence.request, sequence.placement
         if placement is None or request.prefill_only:
             return 0
@@ -169,9 +166,8 @@ class SequenceStates:
     def with_drafts(
         self, batch: Batch, sequences: Sequence[LiveSequence], drafts: Sequence[Sequence[int]]
     ) -> Batch:
-        """A decode batch, each slice with its drafts behind its token, and copies of the state before each
-        of them, which may be wrong. SchedulerError: more than have room.
-        """
+        """A decode batch, each slice with its drafts behind its token, and copies of the state before each of
+        them, which may be wrong. SchedulerError: more than have room."""
         slices = []
         for sequence, piece, draft in zip(sequences, batch.slices, drafts, strict=True):
             if len(draft) > self.room_for_drafts(sequence):
@@ -233,8 +229,7 @@ class SequenceStates:
 
     def leave(self, sequence: LiveSequence, *, is_computed: bool) -> None:
         """Keep what a sequence has computed as it gives its block back, for others to take over. is_computed:
-        no step of it is under way, so that its state is that after these tokens.
-        """
+        no step of it is under way, so that its state is that after these tokens."""
         if sequence.is_restored:
             self.give_up(sequence)
         elif sequence.has_started and self._reuses:

@@ -40,8 +40,7 @@ class _Kept:
     place: int
     is_needed: bool
     """True if the next prompt of the conversation may differ from here: its newest prompt begins a turn here,
-    or ends.
-    """
+    or ends."""
 
 
 class KeptState:
@@ -90,8 +89,7 @@ class StateIndex:
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> KnownState:
         """The latest kept state for a sequence of these tokens and this chain; its last token is always
-        computed.
-        """
+        computed."""
         coming = self._coming(token_ids, runs, space)
         for _, kept in reversed(list(self._passed(token_ids, runs, space, len(token_ids) - 1))):
             placement = self._prefixes.placed(kept.source, kept.n_tokens)
@@ -113,8 +111,7 @@ class StateIndex:
 
     def plan(self, owner: str, turns: Iterable[int]) -> None:
         """Decide where states of `owner` are kept; assistant turns of its prompt begin at `turns`. Call after
-        `PrefixIndex.start`.
-        """
+        `PrefixIndex.start`."""
         source = self._prefixes.source(owner)
         assert source is not None, owner
         last = len(source.token_ids) - 1

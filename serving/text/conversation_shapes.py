@@ -54,8 +54,7 @@ def plain_tools(value: Any) -> Any:
 
 def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messages:
     """The conversation of a template that knows no tools: tools, calls and results written out as text, in
-    messages of system, user and assistant. The words are those that Hermes models were trained on.
-    """
+    messages of system, user and assistant. The words are those that Hermes models were trained on."""
     out: Messages = []
     for message in _calls_as_text([dict(message) for message in messages]):
         result = f"<tool_response>\n{message['content']}\n</tool_response>"

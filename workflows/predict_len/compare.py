@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phasewise.serving.pools.bounds import learnt
+from phasewise.serving.pools.buckets import learnt
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.evaluate import (

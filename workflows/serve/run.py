@@ -26,7 +26,6 @@ from phasewise.workflows.serve.settings import Prefixes, ServeSettings
 if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.monitoring.access_log import Level, Logging
-    from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.transport.listening import TlsContext
     from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow, ModelTable, TextRow
     from phasewise.serving.service import ServiceSettings
@@ -115,8 +114,7 @@ def _that_generates(
         if explain is not None:
             for served in opened:
                 _explain(served, settings, report, explain)
-        page = None if service.page is None else _machine_facts(opened[0], settings)
-        service = replace(service, page=page, products=_products(opened, table.models, settings))
+        service = replace(service, products=_products(opened, table.models, settings))
         _tell(opened, service, report)
     for line in _prefix_lines(settings.prefixes):
         report(line)
@@ -258,7 +256,6 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
 def _service_settings(
     settings: ServeSettings, limits: HttpLimits, tls: TlsContext | None, report: Report
 ) -> ServiceSettings:
-    from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.requests.lengths import LengthLog
     from phasewise.serving.service import ServiceSettings
 
@@ -269,7 +266,7 @@ def _service_settings(
         length_log=None if settings.length_log is None else LengthLog(settings.length_log, report),
         cors_origins=tuple(settings.answering.cors_origin or ()),
         logging=_logging(settings),
-        page=None if settings.answering.no_page else MachineFacts(),
+        page=not settings.answering.no_page,
         read_keys=reader_of_keys(settings.accepting, report),
         batch_dir=batches.batch_dir or user_folder("state") / "batches",
         batch_bytes=batches.batch_bytes,
@@ -277,17 +274,10 @@ def _service_settings(
 
 
 def _answers(settings: ServeSettings) -> AnswerPolicy:
-    """ReceiptError where --receipt-key names no key."""
     from phasewise.serving.model_table import AnswerPolicy
 
-    answering, sign_receipt = settings.answering, None
-    if answering.receipts and answering.receipt_key is not None:
-        from phasewise.workflows.receipt_keys import signing_key
-
-        sign_receipt = signing_key(answering.receipt_key)
-    return AnswerPolicy(
-        settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts, sign_receipt
-    )
+    answering = settings.answering
+    return AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
 
 
 def _products(
@@ -318,23 +308,6 @@ def _logging(settings: ServeSettings) -> Logging:
 
     logged = settings.logged
     return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
-
-
-def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
-    """Facts of this host; nothing where the model computes on others."""
-    from phasewise.serving.http.monitoring.live import MachineFacts
-    from phasewise.topology import read_machine
-    from phasewise.workflows.serve.pools import joined_plans
-    from phasewise.workflows.topo.plan_json import picture_of_plans, schedule_rows
-
-    if settings.pools.cluster is not None:
-        return MachineFacts()
-    plans = joined_plans(first.instances) if first.instances else first.open_model.plans
-    uses: list[ScheduleUse] = []
-    for instance, opened in first.opened_as():
-        computed = (use for use in first.uses(opened) if instance is None or instance.computes(use.phase))
-        uses += [use for use in computed if instance is None or use not in uses]
-    return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
 
 
 def _level(name: str) -> Level:

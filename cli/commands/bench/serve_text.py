@@ -78,19 +78,11 @@ def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
         ("answer tokens/s", f"{fields['output_throughput']:.1f}"),
         ("all tokens/s", f"{fields['total_token_throughput']:.1f}"),
         *_cached(report),
-        ("J/token: prefill, decode, all", _joules(report)),
         ("this client's CPU", f"{percent(fields['client_cpu_share'], 1)} of a core"),
     ]
     if report.slo is not None:
         rows += _goodput(report, fields)
     return _table(rows, [on_one_line(report.target.model), "measured"])
-
-
-def _joules(report: LoadReport) -> str:
-    joules = report.measured.joules_per_token
-    if joules is None:
-        return "not measured"
-    return ", ".join(number(joules[name], 3) for name in ("prefill", "decode", "all"))
 
 
 def _cached(report: LoadReport) -> list[tuple[str, str]]:

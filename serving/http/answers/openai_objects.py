@@ -9,14 +9,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Progress, Submit
+from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
-from phasewise.serving.http.answers.scoring import NOT_SCORED, Echo, Scoring, text_offsets
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import INPUT
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken
-from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text, parsed
+from phasewise.serving.tools.parts import (
+    Begun,
+    Call,
+    Part,
+    Piece,
+    PlainReader,
+    Reader,
+    Reasoning,
+    Text,
+    parsed,
+)
 
 
 class CustomCall(Call):
@@ -125,10 +135,6 @@ class EventWriter(ABC):
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """The answer's parts from pieces, each with the index of its request."""
 
-    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
-        """The same, quickly, where each has text and nothing else to say; None: ask `of`."""
-        return None
-
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """In place of the rest."""
@@ -152,13 +158,10 @@ class Reply:
     """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
 
     requests: Sequence[Submit]
-    facts: Sequence[RequestFacts]
     n_choices_per_prompt: int
     rendering: Rendering
     streamed: bool
     include_usage: bool
-    continuous_usage: bool = False
-    """The usage so far in every event."""
     tells_progress: bool = False
     """Events tell how much of each prompt is computed."""
     form: Form | None = None
@@ -213,10 +216,8 @@ class _ReadChoice:
         self._n_calls = 0
 
     def delta(self, text: str, *, is_last: bool) -> Json:
-        """The new part: `content`, `reasoning_content` and `tool_calls`, each where there is any.
-
-        A call comes with its name and id at once, and its arguments with it or in pieces of the same index.
-        """
+        """The new part: `content`, `reasoning_content` and `tool_calls`, each where there is any. A call
+        comes with its name and id at once, and its arguments with it or in pieces of the same index."""
         parts = self._reader.feed(text)
         if is_last:
             parts += self._reader.finish()
@@ -254,6 +255,67 @@ class _ReadChoice:
         if not calls:
             calls.append({"index": self._n_calls - 1, "function": {"arguments": ""}})
         calls[-1]["function"]["arguments"] += piece
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that an answer's text begins with. n_top: likeliest tokens of each place; None: no numbers."""
+
+    text: str
+    n_top: int | None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True if it comes with log-probabilities, which are known once it is computed."""
+        return self.n_top is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The numbers of its prompts that a response tells. n_top: likeliest tokens of each place in
+    `prompt_logprobs`; None: there is no such field. echoes: of each choice; none: nothing is echoed."""
+
+    n_top: int | None = None
+    echoes: tuple[Echo, ...] = ()
+
+    def echo(self, index: int) -> Echo | None:
+        """That of a choice."""
+        return self.echoes[index] if self.echoes else None
+
+
+NOT_SCORED = Scoring()
+"""Nothing."""
+
+
+def echoes_of(body: CompletionRequest, requests: Sequence[Submit], model: ServedModel) -> tuple[Echo, ...]:
+    """For each choice its prompt: a text as it was sent, tokens as the text that they spell."""
+    if not body.echo:
+        return ()
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    n_choices = body.n or 1
+    if not isinstance(texts[0], str):
+        firsts = requests[::n_choices]
+        texts = [
+            b"".join(map(model.piece, request.prompt_token_ids)).decode("utf-8", "replace")
+            for request in firsts
+        ]
+    return tuple(Echo(str(text), body.logprobs) for text in texts for _ in range(n_choices))
+
+
+def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
+    """The character of `text` at which each token begins. A token that the text does not spell, such as one
+    that every prompt begins with, takes no place. The tokens of a sentence may begin with a space that it has
+    not."""
+    spelled, byte_index, n_characters, offsets = text.encode(), 0, 0, []
+    for piece in pieces:
+        is_inside = byte_index < len(spelled) and spelled[byte_index] & 0xC0 == 0x80
+        offsets.append(n_characters - is_inside)
+        if byte_index == 0 and piece[:1] == b" " and not spelled.startswith(piece):
+            piece = piece[1:]
+        if spelled.startswith(piece, byte_index):
+            byte_index += len(piece)
+            n_characters += sum(byte & 0xC0 != 0x80 for byte in piece)
+    return offsets
 
 
 class Rendering(ABC):
@@ -469,3 +531,47 @@ class ChatRendering(Rendering):
 
 def _chat_choice(index: int, key: str, content: Json, logprobs: Json | None, reason: str | None) -> Json:
     return {"index": index, key: content, "logprobs": logprobs, "finish_reason": reason}
+
+
+@dataclass(frozen=True)
+class KnownBefore:
+    """The parts of an answer that are known before it is made."""
+
+    model_id: str
+    n_prompt: int
+    reading: AnswerReading | None
+
+    def open(self) -> Reader:
+        return self.reading.open() if self.reading else PlainReader()
+
+    def parts(self, choice: Choice) -> list[Part]:
+        """Those of a whole answer."""
+        reader = self.open()
+        return [*reader.feed(choice.text), *reader.finish()]
+
+
+class PartEvents(EventWriter):
+    """The events of one answer, written from its parts as its text is read."""
+
+    def __init__(self, facts: KnownBefore) -> None:
+        self._reader = facts.open()
+        self._choice = Choice()
+
+    def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
+        """(0, piece); these forms have no word for the progress of a prompt."""
+        out: list[str] = []
+        for _, piece in pieces:
+            if isinstance(piece, Progress):
+                continue
+            self._choice.add(piece)
+            self._choice.text = ""  # it has been said
+            self._choice.tokens.clear()
+            parts = self._reader.feed(piece.text)
+            if piece.finish_reason is not None:
+                parts += self._reader.finish()
+            out += self._written(piece, parts)
+        return "".join(out).encode()
+
+    @abstractmethod
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterable[str]:
+        """The events of a piece that has these parts."""

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serving.engine.messages import Answer, Failure, Progress
+from phasewise.serving.engine.messages import Answer, Progress
 from phasewise.serving.errors import RankLost, ServingError
-from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Out, Pieces
+from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Pieces
 from phasewise.serving.http.answers.openai_objects import (
     EVENT_STREAM,
     Choice,
@@ -25,14 +25,6 @@ from phasewise.serving.http.answers.openai_objects import (
 )
 from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
 from phasewise.serving.http.transport.connection import Connection, connection_of
-
-COMMENTS_HEADER = "X-Stream-Comments"
-"""`off`: a request's stream has no signs of life, and its head waits for the first token."""
-
-
-def minds_signs(request: Request) -> bool:
-    """True if the stream shall have none."""
-    return request.headers.get(COMMENTS_HEADER) == "off"
 
 
 class SignsOfLife:
@@ -52,14 +44,13 @@ class SignsOfLife:
         self._timer.cancel()
 
     def _look(self) -> None:
-        if not self.has_spoken and self._connection.sends_chunks:
+        if not self.has_spoken and self._connection.takes_chunk:
             self._connection.write_chunk(self._sign)
         self.has_spoken = False
         self._timer = self._loop.call_later(self._every_s, self._look)
 
 
 DONE = b"data: [DONE]\n\n"
-_A_TEXT = "\0"
 
 
 class Events(EventWriter):
@@ -70,15 +61,6 @@ class Events(EventWriter):
         self._head = encode(reply.rendering.head(streamed=True))[:-1]
         self._said = [Used(0, 0, None)] * len(reply.requests)
         """Counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
-        self._frames: dict[str, tuple[str, str]] = {}
-        """By request, what stands around its text in an event that carries text alone, as most of them do."""
-        for index, request in enumerate(reply.requests):
-            if (
-                reply.rendering.is_plain
-                and request.sampling.top_logprobs is None
-                and not reply.continuous_usage
-            ):
-                self._frames[request.request_id] = self._frame(index)
 
     def opening(self) -> bytes:
         """Before the first piece."""
@@ -93,21 +75,6 @@ class Events(EventWriter):
                 for index, piece in pieces
             ]
         ).encode()
-
-    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
-        """The same, quickly, where each has text and nothing else to say; None: ask `of`.
-
-        Nothing is counted: the last piece of a choice tells its tokens.
-        """
-        said: list[str] = []
-        for out in outs:
-            frame = self._frames.get(out.request_id)
-            if frame is None or not isinstance(out, Answer):
-                return None
-            if out.finish_reason is not None or not out.text:
-                return None
-            said += frame[0], encode(out.text), frame[1]
-        return "".join(said).encode() or None
 
     def failed(self, error: ApiError) -> bytes:
         """In place of the rest."""
@@ -141,21 +108,13 @@ class Events(EventWriter):
         if delta is not None:
             delta = self._reply.with_receipt(index, delta, piece) if piece.evidence is not None else delta
         self._said[index] = Used(piece.n_generated, piece.n_cached, piece.drafts)
-        return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)
+        return "" if delta is None else self._event(delta)
 
-    def _event(self, choice: Json, *, counted: bool = False) -> str:
-        so_far = f',"usage":{encode(self._usage())}' if counted else ""
-        return f'data: {self._head},"choices":[{encode(choice)}]{so_far}}}\n\n'
+    def _event(self, choice: Json) -> str:
+        return f'data: {self._head},"choices":[{encode(choice)}]}}\n\n'
 
     def _usage(self) -> Json:
         return self._reply.usage(self._said)
-
-    def _frame(self, index: int) -> tuple[str, str]:
-        delta = self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0))
-        assert delta is not None
-        whole = self._event(delta)
-        before, _, after = whole.rpartition(encode(_A_TEXT))
-        return before, after
 
 
 _TOKENS_WORTH_A_THREAD = 256
@@ -182,14 +141,13 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
     connection = connection_of(request.scope)
     stream = client.open(
         reply.requests,
-        reply.facts,
         connection or _UnseenReader(),
         tells_progress=reply.tells_progress,
     )
     leaving = _closing_when_gone(stream, request)
     first = asyncio.ensure_future(stream.take())
     media_type = reply.form.media_type if reply.form else EVENT_STREAM
-    every_s = None if minds_signs(request) else client.sign_of_life_s
+    every_s = client.sign_of_life_s
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
         # than clients wait for a sign of life.
@@ -230,15 +188,14 @@ async def _body(client: EngineClient, reply: Reply, request: Request) -> bytes:
 
 def _renamed(reply: Reply) -> Reply:
     """The same requests by other names: pieces of the first run that are still on their way, of choices that
-    were not lost, are of no answer then.
-    """
+    were not lost, are of no answer then."""
     return replace(
         reply, requests=[replace(asked, request_id=f"{asked.request_id}-again") for asked in reply.requests]
     )
 
 
 async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:
-    stream = client.open(reply.requests, reply.facts)
+    stream = client.open(reply.requests)
     leaving = _closing_when_gone(stream, request)
     choices = [Choice() for _ in reply.requests]
     try:
@@ -279,10 +236,10 @@ class _EventStream(Response):
         first: asyncio.Task[Pieces],
         stream: AnswerStream,
         leaving: asyncio.Task[None],
-        every_s: float | None,
+        every_s: float,
         media_type: str,
     ) -> None:
-        """every_s: gives a sign of life where it has said nothing for so long; None: never."""
+        """every_s: gives a sign of life where it has said nothing for so long."""
         self.status_code = 200
         self.background = None
         self.media_type = media_type
@@ -299,10 +256,9 @@ class _EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             connection = connection_of(scope)
-            if connection is not None and connection.sends_chunks:
-                if self._every_s is not None:
-                    sign = self._events.sign_of_life
-                    signs = SignsOfLife(connection, sign, self._every_s, has_spoken=self._has_spoken)
+            if connection is not None:
+                sign = self._events.sign_of_life
+                signs = SignsOfLife(connection, sign, self._every_s, has_spoken=self._has_spoken)
                 at_once = partial(_write_at_once, self._events, connection, signs)
             async for said in _said(self._events, self._take_first(), self._stream, at_once):
                 if signs is not None:
@@ -325,17 +281,15 @@ class _EventStream(Response):
 
 
 def _write_at_once(
-    events: EventWriter,
-    connection: Connection,
-    signs: SignsOfLife | None,
-    outs: Iterable[Out],
+    events: EventWriter, connection: Connection, signs: SignsOfLife | None, pieces: Pieces
 ) -> bool:
     """Past every layer between here and the connection; False: the long way, please."""
-    said = events.of_text(outs)
-    if said is None or not connection.write_chunk(said):
+    if not connection.takes_chunk:
         return False
-    if signs is not None:
-        signs.has_spoken = True
+    if said := events.of(pieces):
+        connection.write_chunk(said)
+        if signs is not None:
+            signs.has_spoken = True
     return True
 
 
@@ -343,12 +297,10 @@ async def _said(
     events: EventWriter,
     first: Awaitable[Pieces],
     stream: AnswerStream,
-    at_once: Callable[[Iterable[Out]], bool] | None,
+    at_once: Callable[[Pieces], bool] | None,
 ) -> AsyncIterator[bytes]:
     """Events of all pieces that have come in one write: a reader that is behind costs no more than one.
-
-    at_once: writes what comes after the first pieces, where it can.
-    """
+    at_once: writes what comes after the first pieces, where it can."""
     begin = events.opening()
     try:
         pieces = await first

@@ -23,12 +23,10 @@ _MAP_FROM_BYTES = 64 * 1024
 
 @dataclass(slots=True)
 class UnfinishedBodies:
-    """Bodies of requests that have not come whole, at most `max_bytes` of one server together.
-
-    A sender decides when its body ends: were each limited alone, a few hundred senders that never end theirs
-    would hold gigabytes. Where one more piece does not fit, the body that began first makes room: a client
-    that sends without pause is done long before its body is the oldest.
-    """
+    """Bodies of requests that have not come whole, at most `max_bytes` of one server together. A sender
+    decides when its body ends: were each limited alone, a few hundred senders that never end theirs would
+    hold gigabytes. Where one more piece does not fit, the body that began first makes room: a client that
+    sends without pause is done long before its body is the oldest."""
 
     max_bytes: int
     n_bytes: int = 0
@@ -218,8 +216,7 @@ _OF_BROWSERS = {"origin", "sec-fetch-site"}
 
 def refuse_other_types(request: Request) -> None:
     """ApiError for what a browser sends that is not JSON: a page of another origin may post a form or plain
-    text without asking, and no JSON (CSRF). Browsers name their origin; who does not means JSON.
-    """
+    text without asking, and no JSON (CSRF). Browsers name their origin; who does not means JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not _OF_BROWSERS & set(request.headers):
         return

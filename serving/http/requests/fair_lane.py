@@ -16,11 +16,8 @@ Made = TypeVar("Made")
 
 
 class FairLane:
-    """`n_threads` jobs run at a time, and at most `most_waiting` wait. Used on one event loop.
-
-    Where too many wait, the last job of the client with most jobs is refused, so no client can keep another
-    one out.
-    """
+    """`n_threads` jobs run at a time, and at most `most_waiting` wait. Used on one event loop. Where too many
+    wait, the last job of the client with most jobs is refused, so no client can keep another one out."""
 
     def __init__(self, name: str, n_threads: int, most_waiting: int) -> None:
         self._name = name
@@ -36,10 +33,8 @@ class FairLane:
 
     async def run(self, client: str, work: Callable[[], Made]) -> Made:
         """Return the result of `work`, run on a thread once it is this client's turn. QueueFull: too many
-        wait.
-
-        A cancelled wait leaves the queue; work that has begun goes on, and holds its thread until it ends.
-        """
+        wait. A cancelled wait leaves the queue; work that has begun goes on, and holds its thread until it
+        ends."""
         loop = asyncio.get_running_loop()
         if self._n_running < self._n_threads:
             self._n_running += 1
@@ -101,11 +96,9 @@ a short request beside large ones seldom waits for the lock."""
 
 
 class RestedThread:
-    """Runs one work at a time, in the order of arrival, used on one event loop.
-
-    Work that comes while the thread rests waits; the first after a rest does not. The rest is REST times the
-    processor time that the work took, whether or not its client still waits for it.
-    """
+    """Runs one work at a time, in the order of arrival, used on one event loop. Work that comes while the
+    thread rests waits; the first after a rest does not. The rest is REST times the processor time that the
+    work took, whether or not its client still waits for it."""
 
     def __init__(self, executor: Executor | None = None) -> None:
         """executor: where it runs; None: on a thread of the event loop's."""
@@ -114,8 +107,7 @@ class RestedThread:
 
     async def run(self, work: Callable[[], Made], before: Callable[[], None] | None = None) -> Made:
         """Return the result of `work`. `before` runs on the loop at its turn; if it raises, the turn passes
-        on.
-        """
+        on."""
         spent_s = 0.0
 
         def timed() -> Made:

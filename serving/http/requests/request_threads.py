@@ -17,12 +17,12 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.grammar.guides import GuideCompiler, MatcherGuide
 from phasewise.serving.http.errors import ClientLeft, from_engine
-from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.monitoring.access_log import note_ignored, trace_of
+from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.monitoring.access_log import note_ignored
 from phasewise.serving.http.requests.body import n_bytes_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.fair_lane import FairLane
-from phasewise.serving.http.requests.lengths import estimated, facts_of
+from phasewise.serving.http.requests.lengths import estimated
 from phasewise.serving.http.requests.request_to_messages import (
     RequestOrigin,
     RequiredGrammar,
@@ -61,22 +61,17 @@ class Preparation:
         body: Body,
         make: Callable[[Body, ServedModel, RequestOrigin], Sequence[Submit]],
         model: ServedModel,
-    ) -> tuple[list[Submit], list[RequestFacts]]:
-        """Messages to `model` that `make` makes of `body`, with what is known of each. ApiError, or
-        ClientLeft.
-        """
+    ) -> Sequence[Submit]:
+        """Messages to `model` that `make` makes of `body`. ApiError, or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()
-        trace = trace_of(request.scope)
-        sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, trace, cancel)
+        sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, cancel)
 
-        def work() -> tuple[list[Submit], list[RequestFacts], RequiredGrammar | None]:
-            requests = make(body, model, sender)
-            facts = facts_of(requests, body)
-            return estimated(requests, facts, model), facts, held_to(body, model)
+        def work() -> tuple[Sequence[Submit], RequiredGrammar | None]:
+            return estimated(make(body, model, sender), model), held_to(body, model)
 
         lane = self._lane_of(request, body)
         try:
-            requests, facts, wanted = await while_there(request, lane.run(client.name, work), cancel)
+            requests, wanted = await while_there(request, lane.run(client.name, work), cancel)
             guide: MatcherGuide | None = None
             if wanted is not None:
                 wanted, guide = await self._guide(request, wanted, client.name, model.guides, cancel)
@@ -89,14 +84,13 @@ class Preparation:
             raise ClientLeft from error
         except ServingError as error:
             raise from_engine(error) from error
-        return requests, facts
+        return requests
 
     async def tokenize(
         self, request: Request, make: Callable[[CancelToken], Made], *, is_text: bool = False
     ) -> Made:
         """The result of `make`, which writes out a conversation or a text as tokens, in the lanes of prompts.
-        ApiError, or ClientLeft.
-        """
+        ApiError, or ClientLeft."""
         lane = self._texts if is_text else self._conversations
         lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
         cancel = CancelToken()
@@ -134,8 +128,7 @@ class Preparation:
 
 async def while_there(request: Request, work: Awaitable[Made], cancel: CancelToken | None = None) -> Made:
     """Return the result of `work`; where the client closes its connection before, ClientLeft. `cancel` ends
-    then, and where the wait is cancelled.
-    """
+    then, and where the wait is cancelled."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:

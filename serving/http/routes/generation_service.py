@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -12,17 +13,15 @@ from phasewise.serving.engine.messages import Evidence, Submit
 from phasewise.serving.engine.receipts import FinishReason, receipt_of
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.answers.last_answers import ReceiptStore
-from phasewise.serving.http.answers.openai_objects import Rendering, Reply, encode
+from phasewise.serving.http.answers.openai_objects import Rendering, Reply
 from phasewise.serving.http.answers.send_answer import respond
 from phasewise.serving.http.errors import ApiError, from_engine
-from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.request_threads import Preparation
 from phasewise.serving.http.requests.schemas import MOST_INT, GenerationRequest, Strict
-from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
 from phasewise.serving.http.transport.server import Lifecycle
 
@@ -39,27 +38,21 @@ class GenerationService:
     preparation: Preparation
     life: Lifecycle
     log: AccessLog | None
-    receipts: ReceiptStore = field(default_factory=ReceiptStore)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         self.life.refuse_unless_open()
         return await self.bodies.read(request, kind)
 
-    def with_receipts(self, reply: Reply, model: ServedModel, request: Request) -> Reply:
+    def with_receipts(self, reply: Reply, model: ServedModel) -> Reply:
         """The same reply, with receipts where its requests ask for them. ApiError: not yet."""
         if not reply.requests[0].receipt:
             return reply
-        fingerprint, client = model.fingerprint(), client_of(request.scope).name
+        fingerprint = model.fingerprint()
         if fingerprint is None:
             raise ApiError(503, "receipt: no instance has told its fingerprint yet", param="receipt")
 
         def make(asked: Submit, evidence: Evidence, reason: FinishReason) -> dict[str, Any]:
-            receipt = receipt_of(asked, evidence, reason, fingerprint, model.model_id)
-            if model.sign_receipt is not None:
-                receipt = model.sign_receipt(receipt)
-            fields = receipt.to_json()
-            self.receipts.put(client, response_id_of([asked]), encode(fields))
-            return fields
+            return receipt_of(asked, evidence, reason, fingerprint, model.model_id).to_json()
 
         return replace(reply, receipt=make)
 
@@ -82,8 +75,7 @@ class GenerationService:
 
 def reply_of(
     body: GenerationRequest,
-    requests: list[Submit],
-    facts: list[RequestFacts],
+    requests: Sequence[Submit],
     rendering: Rendering,
     model: ServedModel,
 ) -> Reply:
@@ -92,17 +84,15 @@ def reply_of(
     has_stated = body.most_tokens not in (None, MOST_INT)
     return Reply(
         requests=requests,
-        facts=facts,
         n_choices_per_prompt=body.n or 1,
         rendering=rendering,
         streamed=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         tells_progress=bool(body.stream) and body.return_progress,
-        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
         clamped=model.context_length - max(clamped) if clamped and has_stated else None,
     )
 
 
-def response_id_of(requests: list[Submit]) -> str:
+def response_id_of(requests: Sequence[Submit]) -> str:
     """`cmpl-HEX` of the engine's `cmpl-HEX-0-0`."""
     return "-".join(requests[0].request_id.split("-")[:2])

@@ -17,8 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phasewise.serving.engine.messages import Answer
-from phasewise.serving.http.answers.openai_objects import PING, ChatRendering, Choice, Form, Json, encode
-from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
+from phasewise.serving.http.answers.openai_objects import (
+    PING,
+    ChatRendering,
+    Choice,
+    Form,
+    Json,
+    KnownBefore,
+    PartEvents,
+    encode,
+)
 from phasewise.serving.http.errors import ApiError, bad_request, naming
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import (
@@ -287,10 +295,8 @@ def _choice(choice: ToolChoice | None) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class Messaging(KnownBefore):
-    """The parts of one message that are known before it is made.
-
-    is_capped: True if the answer was given `max_tokens`, False if the rest of the model's context.
-    """
+    """The parts of one message that are known before it is made. is_capped: True if the answer was given
+    `max_tokens`, False if the rest of the model's context."""
 
     message_id: str
     is_capped: bool
@@ -462,10 +468,10 @@ def add_messages(routes: Routes, service: GenerationService) -> None:
     async def messages(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, MessagesRequest)
-        model = await service.models.hold(request, body.model, streams=bool(body.stream))
+        model = await service.models.hold(request, body.model)
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
+            requests = await service.preparation.prepare(request, chat, chat_requests, model)
         (asked,) = requests
         messaging = Messaging(
             model_id=model.model_id,
@@ -475,7 +481,7 @@ def add_messages(routes: Routes, service: GenerationService) -> None:
             is_capped=asked.max_tokens is not None,
         )
         form = Form(partial(whole, messaging), partial(MessageEvents, messaging))
-        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model), model), form=form)
+        reply = replace(reply_of(chat, requests, ChatRendering("", model), model), form=form)
         with naming(_NAMES):
             return await service.answer(reply, request)
 

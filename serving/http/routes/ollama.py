@@ -29,9 +29,10 @@ from phasewise.serving.http.answers.openai_objects import (
     Choice,
     Form,
     Json,
+    KnownBefore,
+    PartEvents,
     encode,
 )
-from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
 from phasewise.serving.http.errors import ApiError, naming
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.served_models import ListedModel, keep_for
@@ -154,11 +155,6 @@ class _Asked(AnswerRequest):
         """Seconds; infinite for a negative time, None where nothing is said."""
         return None if self.keep_alive is None else _seconds(self.keep_alive)
 
-    @property
-    def streams(self) -> bool:
-        """True if the answer is a stream."""
-        return self.stream is not False
-
     def ignored(self) -> tuple[str, ...]:
         """With options: `options.NAME`."""
         options = self.options.ignored() if self.options else ()
@@ -259,11 +255,9 @@ _OPENS = _APPLICATORS | {"additionalProperties", "unevaluatedProperties", "patte
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names alone, where it says nothing of others.
-
-    Small models go on with properties of their own until the answer is cut. What several schemas describe
-    together stays open: each would forbid what another asks for.
-    """
+    """A schema whose objects have the properties that it names alone, where it says nothing of others. Small
+    models go on with properties of their own until the answer is cut. What several schemas describe together
+    stays open: each would forbid what another asks for."""
     if not isinstance(schema, dict):
         return schema
     out = dict(schema)
@@ -433,7 +427,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaChatRequest)
         keep_for(request, body.keep_alive_s)
-        model = await _hold(service, request, body.model, streams=body.streams and bool(body.messages))
+        model = await _hold(service, request, body.model)
         if not body.messages:
             return _loaded(model, body, {"message": {"role": "assistant", "content": ""}})
         with naming(_IN_CHAT):
@@ -446,7 +440,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaGenerateRequest)
         keep_for(request, body.keep_alive_s)
-        model = await _hold(service, request, body.model, streams=body.streams and bool(body.prompt))
+        model = await _hold(service, request, body.model)
         if not body.prompt:
             return _loaded(model, body, {"response": ""})
         has_template = model.encode_chat is not None
@@ -466,9 +460,9 @@ async def _answer(
     """`meant`: the request that `body` means."""
     meant = meant.model_copy(update={"model": model.model_id})
     if isinstance(meant, ChatRequest):
-        requests, facts = await service.preparation.prepare(request, meant, chat_requests, model)
+        requests = await service.preparation.prepare(request, meant, chat_requests, model)
     else:
-        requests, facts = await service.preparation.prepare(request, meant, completion_requests, model)
+        requests = await service.preparation.prepare(request, meant, completion_requests, model)
     (asked,) = requests
     answering = OllamaAnswering(
         model_id=model.model_id,
@@ -478,15 +472,13 @@ async def _answer(
         is_chat=isinstance(body, OllamaChatRequest),
     )
     form = Form(partial(whole, answering), partial(OllamaLines, answering), JSON_LINES)
-    reply = replace(reply_of(meant, requests, facts, ChatRendering("", model), model), form=form)
+    reply = replace(reply_of(meant, requests, ChatRendering("", model), model), form=form)
     return await service.answer(reply, request)
 
 
-async def _hold(
-    service: GenerationService, request: Request, name: str, *, streams: bool = False
-) -> ServedModel:
+async def _hold(service: GenerationService, request: Request, name: str) -> ServedModel:
     """Names may have a tag: `latest` is the one that every model has here."""
-    return await service.models.hold(request, name.removesuffix(":latest"), streams=streams)
+    return await service.models.hold(request, name.removesuffix(":latest"))
 
 
 def _loaded(model: ServedModel, body: OllamaChatRequest | OllamaGenerateRequest, said: Json) -> Response:

@@ -165,7 +165,7 @@ def test_an_adapter_answers_under_its_own_name(tmp_path: Path, said: list[str]) 
     lengths: list[RealisedLength] = []
     observer = LengthObserver(lengths.append, "fake")
     for adapter in ("", "terse"):
-        observer.sent(Submit("r", (1,), model="fake", adapter=adapter), LENGTH.facts)
+        observer.sent(Submit("r", (1,), model="fake", adapter=adapter))
         observer.delivered([Answer("r", "", (), 1, 5, "stop")], None)
     path = tmp_path / "lengths.jsonl"
     with LengthLog(path, said.append) as log:
@@ -223,10 +223,10 @@ def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
     lengths: list[RealisedLength] = []
     own = LengthObserver(lengths.append, "one")
     request = Submit("r", (1,), model="other")
-    own.sent(request, LENGTH.facts)
+    own.sent(request)
     assert own._sent == {}
-    own.sent(replace(request, model="one"), LENGTH.facts)
-    assert [sent.facts for sent in own._sent.values()] == [LENGTH.facts]
+    own.sent(replace(request, model="one"))
+    assert [sent.model for sent, _ in own._sent.values()] == ["one"]
 
 
 def no_log(path: Path) -> str:

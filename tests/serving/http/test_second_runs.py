@@ -14,12 +14,11 @@ from phasewise.serving.errors import RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.openai_objects import Choice, CompletionRendering, Form, Reply
 from phasewise.serving.http.answers.send_answer import Events, respond
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 
 LOAD = EngineLoad(0, 0, 0, 64)
 MODEL = ServedModel(("m",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
-FACTS = RequestFacts((1,), 0.0, 4, 1, None)
 
 
 async def _stays() -> AsgiMessage:
@@ -40,7 +39,7 @@ def reply_of(n_choices: int) -> Reply:
 
     requests = [Submit(f"c-0-{index}", (1,), 4) for index in range(n_choices)]
     form = Form(whole, lambda: Events(reply_of(n_choices)))
-    return Reply(requests, [FACTS] * n_choices, n_choices, rendering, False, False, form=form)
+    return Reply(requests, n_choices, rendering, False, False, form=form)
 
 
 async def until(holds: Callable[[], bool]) -> None:

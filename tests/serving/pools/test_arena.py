@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.pools.arena import Arena, Block, aligned
+from phasewise.serving.pools.arena import Arena, Block, Shelves, aligned
 from phasewise.serving.pools.contract import ALIGNMENT, PoolError
-from phasewise.serving.pools.shelves import Shelves
 from phasewise.serving.pools.squeeze import Shift, enlarged, opened
 
 
