@@ -1,7 +1,7 @@
 """Instance: an engine in a process of its own, with a role in a pool. It computes what a front sends it.
 
 The main thread owns the sockets and does nothing that takes long: its heartbeats say that the instance lives.
-The engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`grammar.late_guides`); keys and
+The engine runs on its thread, as behind HTTP; grammars are compiled on theirs; keys and
 values leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again
 what has not been answered.
 """
