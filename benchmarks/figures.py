@@ -39,10 +39,6 @@ class Figure:
 
 
 FIGURES = (
-    Figure(
-        "Sandwich, Fig. 7: a layer's products against each library", sandwich.libraries, ("format", "over")
-    ),
-    Figure("Sandwich, Fig. 7's summary by format", sandwich.kernel_summary, ("format",)),
     Figure("Sandwich, Fig. 8: searches for kernels", searches.searches, ("format", "n", "k", "m", "search")),
     Figure("Sandwich, Table 1: parts of the plan left out in turn", ladder.ladder, ("rung",)),
     Figure("Sandwich, Tables 2 and 3: rules off in turn", sandwich.plans, ("machine", "phase", "rules")),
@@ -52,7 +48,6 @@ FIGURES = (
     Figure("Sandwich, section 4: numbers of TopoTrees", sandwich.trees, ("machine", "pus", "levels")),
     Figure("Splitwise: machine types of a profile or of runs", machine_types.machine_types, ("machine",)),
     Figure("WindVE, Tables I to III, Figs. 5 and 6", windve.windve_tables, ("table", "devices")),
-    Figure("WindVE, equations 5 and 6: a day's cost", windve.windve_cost, ("table", "devices")),
     Figure("SparAMX, Table 2: sparse products", sparamx.sparse_products, ("layer", "contestant")),
 )
 

@@ -51,7 +51,7 @@ CONTEXT = 256
 LEAST_WAVES, MOST_REQUESTS = 2, 64
 
 SLO = "ttft:200,tpot:100"
-PROBE_S, MOST_PROBES, VOTES = 6.0, 8, 3
+PROBE_S = 6.0
 LONGER_THAN_TTFT = 4
 """A probe lasts at least this many promised TTFTs: a queue that breaks it must have time to grow."""
 START_SHARE = 0.6
@@ -98,12 +98,17 @@ def goodput(url: str, server: Server, load: Load, slo: LatencySlo, start: float)
         server,
         load,
         *("--find-rate", "--goodput", slo.describe(), "--warmup", "2"),
-        *("--rate", f"{max(0.05, start):.3f}", "-n", "100", "--votes", str(VOTES)),
-        *("--probe", f"{probe_s:.1f}", "--most-probes", str(MOST_PROBES)),
+        *("--rate", f"{max(0.05, start):.3f}", "-n", "100"),
+        *("--probe", f"{probe_s:.1f}"),
     )
     rate: float | None = fields["goodput_rate"]
     note(f"{server.name}, {slo.describe()}: {rate} requests/s")
     return rate
+
+
+def scaled(slo: LatencySlo, by: float) -> LatencySlo:
+    """Every bound multiplied by `by`."""
+    return LatencySlo(*(None if ms is None else ms * by for ms in (slo.ttft_ms, slo.tpot_ms, slo.e2el_ms)))
 
 
 class Tally:
@@ -198,7 +203,7 @@ def serve_peers(
     servers += others(llama_server, gguf or [], vllm_python, vllm_model, threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     counts = numbers(clients)
-    slos = [parse_slo(slo).scaled(by) for by in sorted(float(text) for text in listed(slo_scale))]
+    slos = [scaled(parse_slo(slo), by) for by in sorted(float(text) for text in listed(slo_scale))]
     tally = Tally(Load(output_len, waves))
     for number in range(rounds):
         for group in [counts] if all(server.is_kept for server in servers) else [[count] for count in counts]:

@@ -101,7 +101,7 @@ def _memory_text(memory: MemoryPlacement) -> str:
     return "\n".join(told + (shares_told if memory.rank_shares else []))
 
 
-_DRAFTED_BY = {"mtp": "", "eagle3": "EAGLE-3 head ", "model": "model "}
+_DRAFTED_BY = {"mtp": "", "model": "model "}
 
 
 def _rule_text(drafts: DraftRule) -> str:

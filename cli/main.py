@@ -50,7 +50,6 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "What is kept, and sharing it": {
         "db": "db:app",
-        "report": "report:report",
         "config": "config:app",
     },
     "Kernels of your own": {

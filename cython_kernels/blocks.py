@@ -222,28 +222,46 @@ def looked_up(rows: BlockRows) -> Array:
 def pack_values(rows: BlockRows) -> Array:
     """Packed values of rows: uint8 [P, k / inputs, block bytes]; padded outputs have scale 0."""
     form, (n, k) = rows.format, rows.codes.shape
-    blocks = k // form.inputs
+    panels, blocks, end = -(-n // PANEL), k // form.inputs, 0
+    packed: Array = np.zeros((panels, blocks, form.block_bytes), np.uint8)
 
-    def by_panel(array: Array, each: int) -> Array:
-        """The array reordered from [n, blocks * each] to [P, blocks, each, 16]."""
-        padded = np.pad(array, ((0, -n % PANEL), (0, 0)))
-        return padded.reshape(-1, PANEL, blocks, each).transpose(0, 2, 3, 1)
+    def put(array: Array) -> None:
+        """Append [n, anything] to each panel's blocks: what a column has of a block, column by column."""
+        nonlocal end
+        each, whole = array.shape[1] // blocks, n // PANEL
+        begin, end = end, end + PANEL * each * array.itemsize
+        part = packed[:, :, begin:end].view(array.dtype).reshape(panels, blocks, each, PANEL)
+        part[:whole] = array[: whole * PANEL].reshape(whole, PANEL, blocks, each).transpose(0, 2, 3, 1)
+        if n % PANEL:
+            last = array[whole * PANEL :].reshape(-1, blocks, each)
+            part[whole, :, :, : n % PANEL] = last.transpose(1, 2, 0)
 
-    parts = [_packed_quads(by_panel(rows.codes, form.inputs), form.low_bits)]
+    put(merged(rows.codes, form.low_bits))
     if form.high_bits:
-        parts.append(_packed_quads(by_panel(rows.codes >> form.low_bits, form.inputs), form.high_bits))
+        put(merged(rows.codes >> form.low_bits, form.high_bits))
     if rows.sub_scales is not None:
         subs = rows.sub_scales
         if form.scaling == "super_halves":
             assert rows.sub_mins is not None
             subs = subs | rows.sub_mins << 4
-        parts.append(by_panel(subs, form.groups))
+        put(subs)
     if rows.sub_mins is not None and form.scaling == "super_mins":
-        parts.append(by_panel(rows.sub_mins, form.groups))
-    parts += [by_panel(array, 1) for array in (rows.scales, rows.mins) if array is not None]
-    flat = [np.ascontiguousarray(part).reshape(*part.shape[:2], -1).view(np.uint8) for part in parts]
-    packed: Array = np.concatenate(flat, axis=2)
+        put(rows.sub_mins)
+    for scales in (rows.scales, rows.mins):
+        if scales is not None:
+            put(scales)
     return packed
+
+
+def merged(codes: Array, bits: int) -> Array:
+    """Codes uint8 [n, k] cut to 1, 2 or 4 bits, 8 / bits quads in each word, the first quad lowest: uint32
+    [n, k * bits / 32]."""
+    words = np.ascontiguousarray(codes) & np.uint8((1 << bits) - 1)
+    while bits < 8:
+        pairs = words.view(np.uint64)
+        words = (pairs | pairs >> np.uint64(32 - bits)).astype(np.uint32)  # the second quad above the first
+        bits *= 2
+    return words.view(np.uint32)
 
 
 def unpack_values(kind: str, values: Array, n: int) -> BlockRows:
@@ -287,22 +305,6 @@ def unpack_values(kind: str, values: Array, n: int) -> BlockRows:
     if form.has_mins:
         mins = scales()
     return BlockRows(kind, by_row(codes), top, mins, sub_scales, sub_mins)
-
-
-def _quads(codes: Array, per_row: int) -> Array:
-    """Codes reordered from [P, blocks, inputs, 16] to [P, blocks, rows, quads of a row, 16, 4]."""
-    panels, blocks, inputs, _ = codes.shape
-    quads = codes.reshape(panels, blocks, inputs // (4 * per_row), per_row, 4, PANEL)
-    return quads.transpose(0, 1, 2, 3, 5, 4)
-
-
-def _packed_quads(codes: Array, bits: int) -> Array:
-    """Bytes of `bits` bits from each of 8 / bits quads, the first one lowest: [P, blocks, rows, 16, 4]."""
-    quads = _quads(codes & ((1 << bits) - 1), 8 // bits)
-    packed = quads[:, :, :, 0]
-    for i in range(1, 8 // bits):
-        packed = packed | quads[:, :, :, i] << (bits * i)
-    return packed
 
 
 def _from_plane(plane: Array, inputs: int, bits: int) -> Array:

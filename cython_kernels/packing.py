@@ -180,6 +180,8 @@ def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
 def to_bf16(x: Array) -> Array:
     """float32 numbers as bfloat16 bits (uint16), rounded to nearest even; NaN stays NaN, infinities stay."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    if not (bits & np.uint32(0xFFFF)).any():
+        return (bits >> np.uint32(16)).astype(np.uint16)
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
@@ -231,8 +233,9 @@ def pack_quant(rows: QuantRows) -> PackedWeight:
     if rows.kind == "q8":
         values = _panels(rows.q, 4, rows.zero_point, K_MULTIPLE)
     else:
-        nibbles = _panels(rows.q, 8, rows.zero_point, K_MULTIPLE)
-        values = nibbles[..., :4] | (nibbles[..., 4:] << 4)
+        filled = np.pad(rows.q, ((0, 0), (0, -k % K_MULTIPLE)), constant_values=rows.zero_point)
+        words = _panels(blocks.merged(filled, 4), 1, rows.zero_point * 0x11111111, 1)
+        values = words.view(np.uint8).reshape(*words.shape, 4)
     groups = 1 if rows.group == COLUMN_GROUP else K_MULTIPLE // rows.group
     scales = _panels(rows.scales, 1, 0, groups)
     mins = None if rows.mins is None else _panels(rows.mins, 1, 0, groups)
@@ -346,9 +349,9 @@ def _panels(rows: Array, inner: int, fill: int, k_multiple: int) -> Array:
     n_pad, k_pad = -n % PANEL, -k % k_multiple
     if n_pad or k_pad:
         rows = np.pad(rows, ((0, n_pad), (0, k_pad)), constant_values=fill)
-    panels = rows.reshape(-1, PANEL, rows.shape[1] // inner, inner).transpose(0, 2, 1, 3)
-    packed: Array = np.ascontiguousarray(panels)
-    return packed[..., 0] if inner == 1 else packed
+    runs = np.ascontiguousarray(rows).view(f"u{inner * rows.itemsize}")
+    panels = np.ascontiguousarray(runs.reshape(-1, PANEL, runs.shape[1]).transpose(0, 2, 1)).view(rows.dtype)
+    return panels if inner == 1 else panels.reshape(*panels.shape[:2], PANEL, inner)
 
 
 def _rows(panels: Array, n: int, k: int) -> Array:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from phasewise._words import number
-from phasewise.tuner.config.lengths import RequestLengths, Trace, whole_tokens
+from phasewise.tuner.config.lengths import RequestLengths, Trace
 from phasewise.tuner.config.slo import parse_bounds
 from phasewise.tuner.errors import TraceError
 
@@ -52,20 +52,6 @@ def poisson_arrivals_s(rate: float, count: int, rng: random.Random) -> list[floa
     return [instant_s * scale for instant_s in instants_s]
 
 
-def scaled(trace: Trace, time_scale: float, length_scale: float) -> Trace:
-    """The trace with gaps multiplied by `time_scale` and lengths by `length_scale`."""
-    return tuple(
-        RequestLengths(
-            whole_tokens(request.prompt_tokens * length_scale),
-            whole_tokens(request.output_tokens * length_scale),
-            None if request.arrival_s is None else request.arrival_s * time_scale,
-            request.blocks,
-            whole_tokens(request.block_tokens * length_scale),
-        )
-        for request in trace
-    )
-
-
 def repeated(trace: Trace, count: int) -> Trace:
     """The first `count` requests by arrival; a shorter trace is repeated from its end.
 
@@ -98,12 +84,6 @@ class LatencySlo:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2el_ms: float | None = None
-
-    def scaled(self, by: float) -> LatencySlo:
-        """Every bound multiplied by `by`."""
-        return LatencySlo(
-            *(None if ms is None else ms * by for ms in (self.ttft_ms, self.tpot_ms, self.e2el_ms))
-        )
 
     def describe(self) -> str:
         return ",".join(f"{name}:{number(ms)}" for name, ms in self.promises().items())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._json import read_json
-from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated, scaled
+from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated
 from phasewise.loadtest.client import LoadTestError, Target, base_of
 from phasewise.loadtest.rate_search import RateSearch
 from phasewise.loadtest.session import LoadTest
@@ -16,6 +16,8 @@ from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribu
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
 
+VOTES = 3
+"""Probes of each rate at which a search would end; the majority decides."""
 DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
 REQUESTS_OF_A_DURATION = 100_000
 """Requests to prepare for a duration, so that the duration ends the load."""
@@ -36,7 +38,6 @@ def load_test_of(
     asking: Asking,
     promises: Promises,
     *,
-    keeps_text: bool = False,
     plot: Path | None = None,
 ) -> LoadTest:
     """The load test that these settings ask for; `plot` is where its curves will be drawn.
@@ -53,7 +54,6 @@ def load_test_of(
             asking.endpoint == "chat",
             asking.api_key,
             None if asking.unix_socket is None else str(asking.unix_socket),
-            asking.timeout_s,
             _body_fields(asking),
         ),
         requests=requests,
@@ -63,11 +63,9 @@ def load_test_of(
         n_warm_up=lengths.warmup,
         duration_s=times.duration_s,
         slo=slo,
-        search=_search(times.rate, promises) if is_search else None,
+        search=RateSearch(start=times.rate or 1.0, votes=VOTES) if is_search else None,
         probe_s=promises.probe_s,
         may_cut_probes=plot is None,
-        may_use_ids=not asking.text_prompts,
-        keeps_text=keeps_text,
     )
 
 
@@ -77,7 +75,7 @@ def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
             raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
         return None
     try:
-        return parse_slo(promises.goodput).scaled(promises.slo_scale)
+        return parse_slo(promises.goodput)
     except TraceError as error:
         raise LoadSettingsError(f"--slo: {error}") from None
 
@@ -89,18 +87,17 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
         raise LoadSettingsError(
             "lengths come from --trace, from --lengths or from --input-len and --output-len"
         )
-    scales = (times.time_scale, wanted.length_scale)
     if times.trace is not None:
         whole = read_trace(times.trace)
-        return scaled(repeated(whole, wanted.requests or len(whole)), *scales)
+        return repeated(whole, wanted.requests or len(whole))
     without_count = DEFAULT_REQUESTS if times.duration_s is None else REQUESTS_OF_A_DURATION
     n_requests = wanted.requests or without_count
     if wanted.lengths is not None:
-        return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed or 0), *scales)
+        return parse_distribution(wanted.lengths, n_requests, wanted.seed or 0)
     lengths = RequestLengths(
         wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
     )
-    return scaled((lengths,) * n_requests, *scales)
+    return (lengths,) * n_requests
 
 
 def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
@@ -110,10 +107,6 @@ def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPa
     if instants_s is not None:
         return RequestPace(None, instants_s=instants_s, most_at_once=times.concurrency)
     return RequestPace(None, most_at_once=times.concurrency or DEFAULT_CLIENTS)
-
-
-def _search(rate: float | None, promises: Promises) -> RateSearch:
-    return RateSearch(start=rate or 1.0, most_probes=promises.most_probes, votes=promises.votes)
 
 
 def _body_fields(asking: Asking) -> dict[str, Any]:

@@ -29,12 +29,10 @@ MAX_ERROR_CHARS = 200
 class StreamReader:
     """Fills in `outcome` from bytes and their instants, on the clock of `outcome.start_s`."""
 
-    def __init__(self, outcome: RequestOutcome, *, keeps_text: bool) -> None:
+    def __init__(self, outcome: RequestOutcome) -> None:
         self._outcome = outcome
-        self._keeps_text = keeps_text
         self._rest = b""
         self._last_token_s: float | None = None
-        self._texts: list[str] = []
         self._n_events = 0
         self._has_finish = False
         self._is_done = False
@@ -60,7 +58,6 @@ class StreamReader:
         """The connection ended."""
         outcome = self._outcome
         outcome.output_tokens = self._n_events if self._n_told is None else self._n_told
-        outcome.text = "".join(self._texts)
         if outcome.failure is None and not self.is_finished:
             if self._n_events or not self._rest.strip():
                 self._fail(FailureKind.broken_stream, "the connection closed before the answer was finished")
@@ -117,8 +114,6 @@ class StreamReader:
         # Half a character has no text yet; an end without text brings no token, unless nothing else came.
         if text or not ends or self._last_token_s is None:
             self._token(at_s)
-        if self._keeps_text and isinstance(text, str):
-            self._texts.append(text)
 
     def _token(self, at_s: float) -> None:
         if self._last_token_s is None:
@@ -134,6 +129,8 @@ def _message(error: Any) -> str:
 
 
 CONNECT_S = 10.0
+LONGEST_S = 600.0
+"""The time limit of one request."""
 KEEP_ALIVE_S = 3.0
 """Less than servers keep an idle connection: a reused one must not close under a request."""
 STALE_CONNECTIONS = 8
@@ -160,7 +157,6 @@ class Target:
     is_chat: bool = False
     api_key: str | None = None
     unix_socket: str | None = None
-    timeout_s: float = 600.0
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every body beside model, prompt and max_tokens."""
     makes_vectors: bool = False
@@ -202,14 +198,13 @@ def base_of(url: str) -> str:
 class LoadClient:
     """An open HTTP session with one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target, *, keeps_text: bool = False) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
         self._session = session
-        self._keeps_text = keeps_text
         self.target = target
 
     def aimed_at(self, target: Target) -> LoadClient:
         """A client of another target over the same connections."""
-        return LoadClient(self._session, target, keeps_text=self._keeps_text)
+        return LoadClient(self._session, target)
 
     async def send(self, body: bytes, prompt_tokens: int, timeout_s: float | None = None) -> RequestOutcome:
         """Send one streamed request. Raises nothing but CancelledError.
@@ -217,8 +212,8 @@ class LoadClient:
         prompt_tokens: the count in the outcome unless the server reports another.
         """
         outcome = RequestOutcome(time.perf_counter(), prompt_tokens)
-        stream = StreamReader(outcome, keeps_text=self._keeps_text)
-        limit_s = min(self.target.timeout_s, timeout_s or self.target.timeout_s)
+        stream = StreamReader(outcome)
+        limit_s = min(LONGEST_S, timeout_s or LONGEST_S)
         try:
             async with self._post_again(body, limit_s) as response:
                 if response.status == 200 and self.target.makes_vectors:
@@ -277,7 +272,7 @@ class LoadClient:
         """The server's count of the tokens of `prompt`; None where it refuses or gives no count."""
         body = self.target.body(prompt, 1, streamed=False)
         try:
-            async with self._post(body, self.target.timeout_s) as response:
+            async with self._post(body, LONGEST_S) as response:
                 answer = await _json(response)
                 usage = answer.get("usage") if response.status == 200 and isinstance(answer, dict) else None
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError):
@@ -287,7 +282,7 @@ class LoadClient:
 
 
 @asynccontextmanager
-async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncIterator[LoadClient]:
+async def open_client(target: Target) -> AsyncIterator[LoadClient]:
     """A client without a limit on connections; the load decides how many are open."""
     connector: aiohttp.BaseConnector = (
         aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -300,7 +295,7 @@ async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncItera
     async with aiohttp.ClientSession(
         connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
-        yield LoadClient(session, target, keeps_text=keeps_text)
+        yield LoadClient(session, target)
 
 
 async def _json(response: aiohttp.ClientResponse) -> Any:

@@ -18,9 +18,6 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 GOAL = 0.9
 """Share of the requests that must keep a promise, e.g. P90 of TTFT (Sandwich, section 8)."""
 
-SCALES = tuple(2.0 ** (step / 4) for step in range(-12, 13))
-"""Factors of the SLO for attainment over scale, an eighth to eight."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -107,11 +104,6 @@ def kept_promises(outcome: RequestOutcome, slo: LatencySlo) -> dict[str, bool]:
 def attainment(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> float:
     """Share of all requests, failed ones too, that kept every promise."""
     return sum(keeps(outcome, slo) for outcome in outcomes) / len(outcomes) if outcomes else 0.0
-
-
-def attainment_by_scale(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> dict[float, float]:
-    """Attainment for the SLO multiplied by each of SCALES (Sandwich, Fig. 9)."""
-    return {scale: attainment(outcomes, slo.scaled(scale)) for scale in SCALES}
 
 
 def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = GOAL) -> bool:

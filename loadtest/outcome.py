@@ -39,7 +39,6 @@ class RequestOutcome:
     ttft_s: float = 0.0
     latency_s: float = 0.0
     itls_s: list[float] = field(default_factory=list)
-    text: str = ""
     failure: FailureKind | None = None
     error: str = ""
     retry_after_s: float | None = None

@@ -62,8 +62,6 @@ class LoadTest:
 
     Its attainment then counts only what was sent, and is no point of a curve.
     """
-    may_use_ids: bool = True
-    keeps_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,11 +115,11 @@ def run_load_test(
 
 async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
     stop = asyncio.Event()
-    async with open_client(test.target, keeps_text=test.keeps_text) as client:
+    async with open_client(test.target) as client:
         client, context = await _with_model(client)
         requests = _fitting(test.requests, context, report)
         test = replace(test, target=client.target, requests=requests)
-        may_use_ids = test.may_use_ids and not test.target.is_chat
+        may_use_ids = not test.target.is_chat
         prompts = await calibrated(client.count_prompt, test.prompts_seed, may_use_ids=may_use_ids)
         report(f"{client.target.model} at {client.target.url}: {prompts.describe()}")
         session = _Session(client, test, prompts, stop, report, progress)

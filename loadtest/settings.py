@@ -27,13 +27,6 @@ class SendingTimes:
         "arrivals and lengths of an Azure, Mooncake or ShareGPT file; with --rate its lengths only",
         metavar="FILE",
     )
-    time_scale: float = option(
-        1.0,
-        "factor of the intervals between a trace's arrivals; 0.1: ten times as fast",
-        min=0.0001,
-        max=1e6,
-        config_only=True,
-    )
     duration_s: float | None = option(
         None, "send no request after S seconds", "--duration", metavar="S", min=0.001
     )
@@ -60,7 +53,6 @@ class SentLengths:
         "distribution of both lengths, e.g. uniform:1-1024/16-256 or lognormal:220,1.1/160,0.8",
         metavar="DIST",
     )
-    length_scale: float = option(1.0, "factor of all lengths", min=1e-4, max=1e4)
     warmup: int = option(2, "requests sent first and not counted", min=0, max=10_000)
     seed: int | None = option(
         None,
@@ -84,12 +76,6 @@ class Asking:
     extra_body: str | None = option(
         None, 'fields added to every request body, e.g. {"cache_prompt": false}', metavar="JSON"
     )
-    text_prompts: bool = option(
-        False,
-        "send prompts as text even where the server takes token ids",
-        "--text-prompts",
-        config_only=True,
-    )
     api_key: str | None = option(
         None,
         "key that requests carry",
@@ -98,14 +84,6 @@ class Asking:
         repr=False,
     )
     unix_socket: Path | None = option(None, "connect through this Unix socket", metavar="PATH")
-    timeout_s: float = option(
-        600.0,
-        "time limit of one request in seconds",
-        "--timeout",
-        metavar="S",
-        min=0.001,
-        config_only=True,
-    )
 
 
 @dataclass(frozen=True)
@@ -117,15 +95,10 @@ class Promises:
     goodput: str | None = option(
         None, "latency limits, e.g. ttft=2s,tpot=280ms (also e2e)", "--slo", "--goodput", metavar="SLO"
     )
-    slo_scale: float = option(1.0, "factor of the --slo limits", min=1e-3, max=1e3)
     find_rate: bool = option(
         False, "find the highest rate that keeps every --slo limit at P90, starting at --rate", "--find-rate"
     )
     probe_s: float = option(20.0, "length of one probe in seconds", "--probe", metavar="S", min=0.1, max=3600)
-    most_probes: int = option(16, "most probes of --find-rate", min=1, max=100)
-    votes: int = option(
-        3, "probes of each rate at which the search would end; the majority decides", min=1, max=9
-    )
 
 
 @dataclass(frozen=True)
@@ -151,6 +124,5 @@ class EmbedLoad:
         "find the most clients at once whose answers all come within --slo (WindVE's metric)",
         "--find",
     )
-    encoding: str = option("float", "form of the vectors: float or base64")
     api_key: str | None = option(None, "key that requests carry", envvar="PHASEWISE_API_KEY", repr=False)
     seed: int = option(0, "seed of lengths, words and arrivals", min=0)

@@ -105,8 +105,8 @@ class Model:
 
         temperature: 0 takes the likeliest token at each step. top_k, top_p: sample from the k likeliest
         tokens, and from the likeliest ones whose probabilities sum to top_p. kv_format: auto, f32, f16,
-        bf16, int16, int8 or int4. draft: `lookup`, `mtp`, `eagle3:` and a directory, or a model that drafts
-        tokens, which stay the same; `off`: nothing does, not even a head in the model's own files. Both, if
+        bf16, int16, int8 or int4. draft: `lookup`, `mtp`, or a model that drafts tokens,
+        which stay the same; `off`: nothing does, not even a head in the model's own files. Both, if
         None: PHASEWISE_KV_FORMAT and PHASEWISE_DRAFT, then [generate]. on_text: called with each piece of
         text as soon as it is made. Raises RequestError for a request that the model cannot take,
         ContextLengthExceeded for one that is too long.

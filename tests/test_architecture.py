@@ -53,7 +53,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "loadtest": (
         "loadtest",
-        "tuner.config.day",
         "tuner.config.slo",
         "tuner.config.trace",
         "tuner.config.lengths",
@@ -307,8 +306,8 @@ def contents(path: Path) -> Contents:
                 those.imports += [alias.name for alias in node.names]
             case ast.ImportFrom(level=0):
                 those.imports += [f"{node.module}.{alias.name}" for alias in node.names]
-            case ast.ImportFrom():  # a process of another interpreter, which has no phasewise
-                assert path.parent.name == "peer_worker", f"{path}: relative import; write phasewise.<room>"
+            case ast.ImportFrom():
+                raise AssertionError(f"{path}: relative import; write phasewise.<room>")
             case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
                 n_parameters = len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs)
                 n_lines = (node.end_lineno or 0) - node.lineno + 1

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -40,7 +39,6 @@ from phasewise.serving.loaders.source import SourceFile
 from phasewise.serving.processes.line_log import LineLog
 from phasewise.tuner.errors import PredictorError
 from phasewise.workflows.batch.run import open_answers
-from phasewise.workflows.bench.kernel_rows import RowFile
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.scorer import read_text
@@ -327,7 +325,6 @@ OTHER_WRITERS = {
     "serving.loaders.fetching.hub": "the cache of fetched models",
     "serving.loaders.fetching.registry": "the cache of fetched models",
     "tuner.measurement_lock": "a lock in the user's own directory",
-    "workflows.bench.kernel_rows": "appends lines to a log",
     "workflows.prune.directory": "a directory that is new",
     "workflows.new_path": "a file or directory that is new, of any size, renamed when it is whole",
 }
@@ -451,14 +448,6 @@ PLACED: dict[str, Callable[[Path], None]] = {
 """All that a stranger can put in the place of a file."""
 
 
-def _append_row(path: Path) -> None:
-    row_file = RowFile(path)
-    row_file.rows.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phasewise.workflows.bench.kernel_rows.as_line", lambda _row: "{}\n")
-        row_file.add(cast(Any, None))
-
-
 def _append_answers(path: Path) -> None:
     with open_answers(path):
         pass
@@ -478,7 +467,6 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "open_output": lambda path: os.close(open_output(path, os.O_APPEND)),
     "write_file": lambda path: write_file(path, b"new"),
     "cut_broken_line": cut_broken_line,
-    "bench kernels --rows": _append_row,
     "batch -o": _append_answers,
     "predict-len collect": lambda path: AnswerLog(path, "model", CollectWish()).close(),
     "serve --access-log": _append_line,

@@ -96,7 +96,6 @@ _OWN = frozenset(
         "serving/text/conversation_shapes.py",
         "serving/text/turn_analysis.py",
         "serving/tools/parts.py",
-        "workflows/bench/peers/peer_worker/__main__.py",
         "workflows/bench/peers/processes.py",
         "workflows/database/remote.py",
         "workflows/serve/instance_process.py",

@@ -107,11 +107,10 @@ DB = named(
 )
 DRAFT = named(
     "draft several tokens of an answer and check them in one step: what followed where the text "
-    "repeats itself, what a head says, in MODEL's own files or one of EAGLE-3 in a directory, or what a "
-    "small model of the same vocabulary says; the tokens stay the same "
-    "[default: mtp where MODEL has a head, as far as it pays]",
+    "repeats itself, what a head in MODEL's own files says, or what a small model of the same vocabulary "
+    "says; the tokens stay the same [default: as far as it pays, mtp where MODEL has a head, else lookup]",
     "--draft",
-    metavar="lookup|mtp|eagle3:DIR|MODEL|off",
+    metavar="lookup|mtp|MODEL|off",
     envvar="PHASEWISE_DRAFT",
 )
 DRAFT_TOKENS = named(

@@ -192,13 +192,7 @@ _SERVE = (
 
 _TABLE = Way("without a table", ("--wide",), when=("--output", "--json"))
 
-_RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
-_OF_LANGUAGE_MODELS = (
-    *("--design", "--rate", "--cost", "--power", "--minimise", "--rate-step", "--most-rate"),
-    *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
-    *("--machine-from-db", "--machine-from-xml", "--reference", "--wide"),
-)
 _SEARCHING = (
     *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage", "--seed"),
 )
@@ -239,8 +233,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
     ),
     "topo": (
-        Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
-        Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),
         Way("without --plan", ("MODEL",), unless=("--plan",), instead="add --plan to draw its plans"),
         Way("without --plan MODEL", ("--format", "--db"), unless=("MODEL",)),
     ),
@@ -289,7 +281,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         _CLUSTER_DB,
     ),
     "provision": (
-        Way("with --embeddings", _OF_LANGUAGE_MODELS, when=("--embeddings",)),
         Way("with --rate", ("--rate-step", "--most-rate"), when=("--rate",)),
         Way("without --rate", ("--minimise",), unless=("--rate",)),
         _CLUSTER_DB,
@@ -305,18 +296,13 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
     ),
     "bench serve": (
-        Way("without --trace", ("--time-scale",), unless=("--trace",)),
-        Way("with --rate", ("--time-scale",), when=("--rate", "--find-rate")),
-        Way("without --find-rate", _RATE_SEARCH, unless=("--find-rate",)),
+        Way("without --find-rate", ("--probe",), unless=("--find-rate",)),
         Way(
             "while a rate is searched",
             ("--duration",),
             when=("--find-rate",),
             instead="--probe says how long each rate is sent; leave that out",
         ),
-        Way("without --slo", ("--slo-scale",), unless=("--slo",)),
-        Way("with --endpoint chat", ("--text-prompts",), when=("--endpoint=chat",)),
-        Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),
     ),
     "bench embed": (
         Way("with --find", ("-n", "-c", "--rate", "--inputs"), when=("--find",)),

@@ -1,4 +1,4 @@
-"""Figures of the Sandwich paper that need no search for kernels: Fig. 7, Tables 2 and 3, numbers of trees."""
+"""Figures of the Sandwich paper that need no search for kernels: Tables 2 and 3, numbers of trees."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from phasewise.tuner.topotree import (
     fundamental,
     group_bound,
 )
-from phasewise.workflows.bench.kernel_rows import FormatSummary, KernelRow, rows_from_json, summarise
-from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from tests.support.ablation import WITHIN, Walked, brute_force, erring, switches, top_k_losses, tuned, walked
 from tests.support.machines import planted
 from tests.support.machines.paper_machines import epyc, kunpeng, llama_2_7b
@@ -37,79 +35,6 @@ MOST_FOLD = 3
 MOST_SHARE_PCT = 10.0
 LIMITS = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
 """Llama-2-7B, for the configurations."""
-
-Files = Annotated[list[Path], Argument(help="of `phasewise bench kernels --rows` or `-o json`")]
-
-# ---- Fig. 7 ----------------------------------------------------------------------------------------------
-
-
-def speedups(rows: Sequence[KernelRow]) -> dict[str, dict[int, float]]:
-    """By peer and m: the peer's time over ours, each summed over the shapes."""
-    by_m = {m: [row for row in rows if row.m == m] for m in sorted({row.m for row in rows})}
-    return {
-        peer: {
-            m: sum(row.peers[peer] for row in layer) / sum(row.median_ns for row in layer)
-            for m, layer in by_m.items()
-            if all(peer in row.peers for row in layer)
-        }
-        for peer in dict.fromkeys(peer for row in rows for peer in row.peers)
-    }
-
-
-def libraries(files: Files, svg: Path | None = None) -> Yielded:
-    """Our speed over each library's, by number of tokens: the paper's Fig. 7 on this machine.
-
-        phasewise bench kernels --format f32,bf16 --shape llama-1.3b --m 1,2,4,8,16,32,64,128,256,512 \\
-            -o json > rows.json
-        python benchmarks/figures.py libraries rows.json --svg fig7.svg
-
-    As there, a point stands for all products of a Llama-1.3B layer: the sum of their times, a peer's over
-    ours. A peer without one of the products at some number of tokens has no point there.
-    """
-    rows = _rows_of(files)
-    of_format = {
-        name: speedups([row for row in rows if row.format == name])
-        for name in dict.fromkeys(row.format for row in rows)
-    }
-    ms = sorted({row.m for row in rows})
-    for name, peers in of_format.items():
-        for peer, line in peers.items():
-            yield {"format": name, "over": peer} | {f"m = {m}": line.get(m) for m in ms}
-    if svg is not None:
-        svg.write_text(_chart(rows[0], of_format), encoding="utf-8")
-
-
-def _chart(first: KernelRow, of_format: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
-    panels = []
-    for name, peers in of_format.items():
-        lines = {peer: sorted(line.items()) for peer, line in peers.items() if line}
-        ms = [m for line in lines.values() for m, _ in line]
-        panels.append(Panel(name, lines, [(min(ms), 1.0), (max(ms), 1.0)]))
-    return draw_chart(
-        Chart(
-            title=f"A layer's products on {first.threads} threads: phasewise against each library",
-            caption=first.core_signature,
-            x_name="tokens m",
-            y_name="times as fast",
-            limit_name="as fast as the library",
-            emphasised=None,
-            panels=panels,
-        )
-    )
-
-
-def kernel_summary(files: Files) -> Yielded:
-    """Summary of rows of `phasewise bench kernels` by format; several files are taken together.
-
-    The geometric mean of our speed over the best peer's at each point, the worst point, the shares of the
-    machine's limits.
-    """
-    yield from map(FormatSummary.texts, summarise(_rows_of(files)))
-
-
-def _rows_of(files: Sequence[Path]) -> list[KernelRow]:
-    return [row for file in files for row in rows_from_json(file.read_text(encoding="utf-8"))]
-
 
 # ---- section 4 -------------------------------------------------------------------------------------------
 

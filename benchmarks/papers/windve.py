@@ -5,11 +5,8 @@ from fewer of them.
 from __future__ import annotations
 
 from benchmarks.harness import Row, Yielded
-from phasewise.loadtest.arrivals import RequestPace
 from phasewise.serving.embedding.depth import LatencyLine, line_through
-from phasewise.tuner.config.day import diurnal
-from phasewise.workflows.capacity.embeddings import EmbeddingMachine, embedding_day
-from tests.support.simulated_embedding import ModelledDevice, largest_concurrency, simulate
+from tests.support.simulated_embedding import ModelledDevice, largest_concurrency
 
 # The paper's own numbers: depths under 1 s and 2 s, the accelerator's and the CPU's.
 TABLES = {
@@ -88,52 +85,6 @@ def windve_tables() -> Yielded:
     for cores in CORES:
         fewer = LatencyLine(cpu.alpha_s * PAPER_CORES / cores, cpu.beta_s)
         yield _modelled("Fig. 6", f"{cores} cores", gpu, fewer)
-
-
-DAY = diurnal(2e5, 6e5)
-PAPER_SAVED = {("I", "V100 + Xeon", 2.0): "18.6 %", ("II", "V100 + Xeon", 2.0): "21.1 %"}
-PAPER_COST = {"machine": 1.0, "accelerator": 3.0}
-QUERIES_AT_PEAK = 20_000
-
-
-def windve_cost() -> Yielded:
-    """Equations 5 and 6: what CPUs save of a day's cost, as `phasewise provision --embeddings` counts it.
-
-    Devices have the lines through the paper's depths under 1 s and 2 s. The day has a peak of three times its
-    mean; Fig. 2 has no numbers. A saving is a ratio: prices do not enter it. `of all`: queries at the peak,
-    as a Poisson process on one machine, that the production queues answer in time; the equations know no
-    waiting, so that at their load some are refused or late.
-    """
-    for number, table in TABLES.items():
-        for name, (fast, slow) in table.items():
-            machine = EmbeddingMachine(
-                PAPER_COST["machine"], 1, PAPER_COST["accelerator"], line_of(fast), line_of(slow)
-            )
-            for slo_s in SLOS_S:
-                answer = embedding_day(DAY, slo_s, machine)
-                alone, both_hold = (machine.concurrency(slo_s, with_cpu=cpu) for cpu in (False, True))
-                yield {
-                    "table": number,
-                    "devices": name,
-                    "SLO, s": slo_s,
-                    "depths": f"{alone} + {both_hold - alone}",
-                    "saved for the peak": f"{answer.saved('peak'):.1%}",
-                    "for the mean": f"{answer.saved('mean'):.1%}",
-                    "the paper": PAPER_SAVED.get((number, name, slo_s), ""),
-                    "of all in time": f"{_in_time(machine, slo_s):.0%}",
-                    "at half of the load": f"{_in_time(machine, slo_s, 0.5):.0%}",
-                }
-
-
-def _in_time(machine: EmbeddingMachine, slo_s: float, load: float = 1.0) -> float:
-    devices = [
-        ModelledDevice(str(rank), rank, line, line.largest_within(slo_s))
-        for rank, line in enumerate((machine.accelerator, machine.cpu))
-    ]
-    rate = load * machine.concurrency(slo_s, with_cpu=True) / slo_s
-    arrivals_s = RequestPace(rate).arrivals_s(QUERIES_AT_PEAK, 0)
-    outcome = simulate([device for device in devices if device.depth], arrivals_s)
-    return sum(latency_s <= slo_s + 1e-9 for latency_s in outcome.latencies_s) / len(arrivals_s)
 
 
 def _from_two_seconds(name: str, depths: tuple[tuple[int, int], tuple[int, int]]) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +20,6 @@ from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish, 
 
 if TYPE_CHECKING:
     from phasewise.cluster.simulated.simulate import ClusterSpec
-    from phasewise.workflows.capacity.embeddings import EmbeddingDay
     from phasewise.workflows.capacity.provision import Provisioned
 
 EXIT_FAILURE = 1
@@ -77,12 +75,7 @@ def provision(
     judged by simulation (phasewise simulate): those near the border between numbers of machines that keep
     the promises and numbers that do not, and every neighbour of the answer. Exit code 1 if no design has an
     answer.
-
-    With --embeddings the machines for a day of embedding queries are counted, with their CPUs and without.
     """
-    if wish.embeddings is not None:
-        _provision_embeddings(trace, wish, as_json=as_json)
-        return
     from phasewise.workflows.capacity.provision import provision_cluster
 
     answers, slo = provision_cluster(trace, wish, inputs, note)
@@ -92,16 +85,6 @@ def provision(
         show(*provision_text(answers, slo, wide=wide))
     if all(answer.spec is None for answer in answers):
         fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
-
-
-def _provision_embeddings(day: str, wish: ProvisionWish, *, as_json: bool) -> None:
-    from phasewise.workflows.capacity.embeddings import provision_embeddings
-
-    answer = provision_embeddings(day, wish)
-    if as_json:
-        print_json(embedding_fields(answer))
-    else:
-        show(*embedding_text(answer))
 
 
 OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
@@ -206,38 +189,6 @@ def _provision_row(answer: Provisioned) -> dict[str, str]:
     }
 
 
-DEPLOYED_FOR = {"peak": "the peak (eq. 6)", "mean": "the mean (eq. 5)", "by hour": "each hour"}
-
-
-def embedding_text(answer: EmbeddingDay) -> list[str | RowTable]:
-    """Each way to deploy in a row, for people."""
-    day = answer.day
-    rows = [
-        {
-            "machines for": DEPLOYED_FOR[fleet.deployed],
-            "CPUs": "used" if fleet.uses_cpus else "idle",
-            "each": fleet.concurrency,
-            "machines": fleet.machines,
-            "accelerators": fleet.accelerators,
-            "cost/day": f"{fleet.cost:.2f}",
-            "saved": percent(answer.saved(fleet.deployed), 1) if fleet.uses_cpus else "",
-            "over": counted(fleet.parts_over, "part") if fleet.parts_over else "",
-        }
-        for fleet in answer.fleets
-    ]
-    return [
-        f"{number(day.mean, 4)} queries/s on average, {number(day.peak, 4)} at the peak, each within "
-        f"{number(answer.slo_s)} s",
-        RowTable(rows, ("machines for", "CPUs")),
-        textwrap.fill(
-            f"(each: queries at once on one machine; over: of {counted(len(day.rates), 'part')} of the "
-            f"day, those with more than the machines answer in time; without whole machines CPUs save "
-            f"{percent(answer.saved_at_most, 1)})",
-            WIDTH,
-        ),
-    ]
-
-
 def simulation_fields(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> dict[str, Any]:
     """One simulation, for a script."""
     return {
@@ -304,17 +255,4 @@ def _answer_fields(answer: Provisioned, slo: Slo) -> dict[str, Any]:
         "bound_used": answer.tightness,
         "frontier": [list(cell) for cell in answer.frontier],
         **_summary_fields(answer.summary, slo, with_occupancy=False),
-    }
-
-
-def embedding_fields(answer: EmbeddingDay) -> dict[str, Any]:
-    """A day of embedding queries, for a script. Costs are of a day; shares from 0 to 1."""
-    return {
-        "slo_s": answer.slo_s,
-        "queries_per_s": list(answer.day.rates),
-        "fleets": [
-            {**asdict(fleet), "saved": answer.saved(fleet.deployed) if fleet.uses_cpus else 0.0}
-            for fleet in answer.fleets
-        ],
-        "saved_at_most": answer.saved_at_most,
     }

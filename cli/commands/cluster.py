@@ -10,11 +10,8 @@ from phasewise._words import NOTHING, counted, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, on_one_line, print_json, say, say_words
-from phasewise.cli.tables import RowTable, show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from phasewise.workflows.cluster_status import ClusterStatus
 
 HELP = """Instances on a Ray cluster.
@@ -51,24 +48,6 @@ def status(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None
         print_json({"nodes": state.nodes, "servers": state.servers, "instances": state.instances})
     else:
         _say_status(state)
-
-
-@app.command("metrics")
-def metrics(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None:
-    """Show the load of each instance, and of each pool.
-
-    $ phasewise cluster metrics
-    $ phasewise cluster metrics --json
-    """
-    from phasewise.workflows.cluster_status import cluster_status
-
-    loads, pools = _loads(cluster_status(cluster))
-    if as_json:
-        print_json({"instances": loads, "pools": pools})
-    elif loads:
-        show(_metrics_table(loads, pools))
-    else:
-        say("no instance runs on this cluster")
 
 
 @app.command("drain")
@@ -133,48 +112,15 @@ def _lines(instance: dict[str, Any]) -> list[str]:
     if instance["format"]:
         mib = instance["kv_bytes"] / (1 << 20)
         lines.append(f"  {instance['format']}, KV {instance['kv_format']} in {mib:.0f} MiB")
+        lines.append(f"  {_load(instance)}")
     return [*lines, *(f"  {plan}" for plan in instance["plans"])]
+
+
+def _load(instance: dict[str, Any]) -> str:
+    used = percent(instance["kv_slots_used"] / instance["kv_slots"]) if instance["kv_slots"] else NOTHING
+    counts = (f"{instance[name]} {name.replace('_', ' ')}" for name in ("running", "waiting", "handing_over"))
+    return f"{', '.join(counts)}; KV {used} used; {counted(instance['restarts'], 'restart')}"
 
 
 def _name(instance: dict[str, Any]) -> str:
     return on_one_line(f"{instance['name']}@{instance['server']}")
-
-
-_COUNTS = ("running", "waiting", "kv_slots_used", "kv_slots", "handing_over", "restarts")
-
-
-def _loads(state: ClusterStatus) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Counts of each instance, and their sums over each server's pools."""
-    loads = [
-        {name: instance[name] for name in ("server", "name", "pool", "state", *_COUNTS)}
-        for instance in state.instances
-    ]
-    pools: dict[tuple[str, str], dict[str, Any]] = {}
-    for load in loads:
-        pool = pools.setdefault(
-            (load["server"], load["pool"]),
-            {"server": load["server"], "pool": load["pool"], "instances": 0, **dict.fromkeys(_COUNTS, 0)},
-        )
-        pool["instances"] += load["state"] == "running"
-        for name in _COUNTS:
-            pool[name] += load[name]
-    return loads, list(pools.values())
-
-
-def _metrics_table(loads: Sequence[dict[str, Any]], pools: Sequence[dict[str, Any]]) -> RowTable:
-    named = [(_name(load), load) for load in loads]
-    named += [(on_one_line(f"all {pool['pool']}@{pool['server']}"), pool) for pool in pools]
-    return RowTable(
-        [
-            {
-                "": name,
-                "running": load["running"],
-                "waiting": load["waiting"],
-                "KV": percent(load["kv_slots_used"] / load["kv_slots"]) if load["kv_slots"] else NOTHING,
-                "handing over": load["handing_over"],
-                "restarts": load["restarts"],
-            }
-            for name, load in named
-        ],
-        ("",),
-    )

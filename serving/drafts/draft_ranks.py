@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.models.draft_head import FedRows, RowVectors, drafted_tokens
+from phasewise.serving.models.draft_head import FedRows, RowVectors
 from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.headroom import check_memory
@@ -93,7 +93,6 @@ class GuestHead(GuestRank):
     """A head that drafts for the model of `host`, on its teams."""
 
     def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
-        self._token_ids = drafted_tokens(model)
         super().__init__(model, host, options)
         room = self._capacity
         self._fed = FedRows.of(self._program, model.config, room.step_tokens, room.logit_rows)
@@ -103,7 +102,7 @@ class GuestHead(GuestRank):
         if batch.phase == "decode":
             self._fed.write(rows)
             logits = self.forward(batch)
-            return self._of_tokens(logits), self._fed.read(len(logits))
+            return logits, self._fed.read(len(logits))
         first = 0
         for step in slices_at_once(batch.slices, self._capacity.step_tokens):
             n_tokens = sum(len(piece.token_ids) for piece in step)
@@ -111,11 +110,3 @@ class GuestHead(GuestRank):
             self.forward(Batch("prefill", tuple(step)))
             first += n_tokens
         return np.empty((0, self.vocab_size), np.float32), rows[:0]
-
-    def _of_tokens(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Logits of all tokens: of those that it does not draft they are as small as can be."""
-        if self._token_ids is None:
-            return logits
-        wide = np.full((len(logits), self.vocab_size), -np.inf, dtype=np.float32)
-        wide[:, self._token_ids] = logits
-        return wide

@@ -34,9 +34,9 @@ class DraftSource:
     n_tokens: int | None = None
 
     @property
-    def head_kind(self) -> str:
-        """The kind of the head that `model` is, for the model that is served; "": it is none."""
-        return "" if self.model is None else self.model.config.drafts
+    def is_head(self) -> bool:
+        """True if `model` is a head of the model that is served."""
+        return self.model is not None and bool(self.model.config.drafts)
 
 
 def open_drafter(
@@ -47,7 +47,7 @@ def open_drafter(
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
         return LookupDrafter(costs, most_rows, source.n_tokens)
-    if source.head_kind:
+    if source.is_head:
         return _head_drafter(source, source.model, first_rank, options, costs)
     guest = GuestRank(source.model, first_rank, replace(options, kv=replace(options.kv, rings=None)))
     return ModelDrafter(guest, costs, most_rows, model.config.vocab_size, n_tokens=source.n_tokens)
@@ -60,7 +60,7 @@ def _head_drafter(
     options: RankOptions,
     costs: StepCosts,
 ) -> HeadDrafter:
-    own = replace(options, kv=replace(options.kv, rings=None), feeds="")
+    own = replace(options, kv=replace(options.kv, rings=None), feeds=False)
     guest = GuestHead(head, first_rank, own)
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
 

@@ -246,7 +246,7 @@ def engine_bytes(
     """Weights, programs and vocabulary of a model and, where there is one, of its draft model. Each further
     rank has scratch of its own, counted as that of a rank that computes all columns, and ranks keep copies of
     the heads that they share."""
-    feeds, limits = "" if draft is None else draft.config.drafts, size.limits
+    feeds, limits = draft is not None and bool(draft.config.drafts), size.limits
     options = RankOptions(
         size.kv, limits.max_batch_tokens, limits.max_sequences, feeds=feeds, threads=size.threads
     )
@@ -256,7 +256,7 @@ def engine_bytes(
     for served in (model, draft):
         if served is None:
             continue
-        own = options if served is model else replace(options, feeds="")
+        own = options if served is model else replace(options, feeds=False)
         room = room_for(own, threads, resolve_kv_format(served, size.kv.format))
         program = program_bytes(served, room)
         own_kv = _kv_bytes(served, room, ())

@@ -161,7 +161,7 @@ def open_engine(
     )  # a decode step: a token of each sequence
     if drafts is not None:
         step_tokens = max(step_tokens, LEAST_STEP_TOKENS)
-    feeds = "" if drafts is None else drafts.head_kind
+    feeds = drafts is not None and drafts.is_head
     options = RankOptions(kv, step_tokens, limits.max_sequences, schedules, pinned, feeds, size.threads)
     positions = min(limits.context_length, kv.slots)
     fingerprint = fingerprint_of(model, kv.format, schedules, positions)

@@ -16,7 +16,6 @@ from pathlib import Path
 from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
-from phasewise.serving.loaders.layout import plan_weights
 from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import FILE_SUFFIXES, StorageChoice
@@ -69,42 +68,16 @@ def load_head(
     """The head that drafts for `model`, of its files, with the embeddings that it shares with it; None where
     there is none, or not of a kind that is read. format: as for `load_model`. Raises ModelError.
     """
-    located = head_place(model.config.architecture, model.name, model.source)
-    return None if located is None else _packed_head(located, model, format, cache_dir, report)
-
-
-def load_eagle(
-    ref: str, model: PackedModel, cache_dir: Path | None = None, report: Report | None = None
-) -> PackedModel:
-    """The head of EAGLE-3 in the directory `ref`, or of this hub name, with the embeddings of `model`. Raises
-    ModelError."""
-    located = locate_eagle(ref, cache_dir, report)
-    head = _packed_head(located, model, "native", cache_dir, report)
-    assert head is not None
-    return head
-
-
-def locate_eagle(ref: str, cache_dir: Path | None = None, report: Report | None = None) -> Located:
-    """The directory of a head of EAGLE-3, by its path or hub name. ModelError where it is none."""
-    located = locate(ref, cache_root(cache_dir), report or _silent)
-    if not located.path.is_dir():
-        raise ModelError(f"{located.path} is no directory: one with a head of EAGLE-3 expected")
-    if not (located.path / "config.json").is_file():
-        raise ModelError(f"{located.path} has no config.json: a directory with a head of EAGLE-3 expected")
-    return located
-
-
-def _packed_head(
-    located: Located, model: PackedModel, format: str, cache_dir: Path | None, report: Report | None
-) -> PackedModel | None:
     from phasewise.serving.models.draft_head import with_own_head
 
-    own = Path(model.source) == located.path
-    identity = f"{_identity(located, format)}\nhead" + ("" if own else f" of {model.content_hash}")
+    located = head_place(model.config.architecture, model.name, model.source)
+    if located is None:
+        return None
+    identity = f"{_identity(located, format)}\nhead"
     target = cache_root(cache_dir) / "packed" / _file_name(located, f"{format}-head")
     head = read_packed(target, identity, located.path)
     if head is None:
-        with open_head_source(located, None if own else model) as source:
+        with open_head_source(located) as source:
             if source is None:
                 return None
             write_packed(source, format, identity, target, report or _silent)
@@ -124,32 +97,21 @@ def head_place(architecture: str, name: str, source: Path | str) -> Located | No
 
 
 @contextmanager
-def open_head_source(
-    located: Located | None, model: PackedModel | None = None
-) -> Iterator[ModelSource | None]:
-    """The head in the files at `head_place`; None where there is none. model: of EAGLE-3's, whose it is."""
+def open_head_source(located: Located | None) -> Iterator[ModelSource | None]:
+    """The head in the files at `head_place`; None where there is none."""
     if located is None:
         yield None
         return
     from phasewise.serving.loaders.formats.heads import open_head
     from phasewise.serving.loaders.layout import check_tensors
 
-    source = open_head(located.path, located.name, None if model is None else model.config)
+    source = open_head(located.path, located.name)
     if source is None:
         yield None
         return
     with source:
         check_tensors(source)
         yield source
-
-
-def forms_of(ref: str, format: str) -> dict[str, object]:
-    """The form of every weight that `ref` would have in a format, by name. Packs nothing. Raises ModelError.
-
-    Models of equal forms hold equal numbers.
-    """
-    with open_source(locate(ref, cache_root(None), _silent)) as source:
-        return {plan.name: plan.form for plan in plan_weights(source, format)}
 
 
 def is_made_for_embedding(

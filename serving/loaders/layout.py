@@ -31,7 +31,7 @@ from phasewise.serving.loaders.source import (
     common_form,
     target_form,
 )
-from phasewise.serving.models.draft_head import head_vectors, head_weights
+from phasewise.serving.models.draft_head import PARTS as HEAD_PARTS
 from phasewise.serving.models.encoding import Encoder, EncoderTasks
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig
 from phasewise.serving.models.parts.part import Product
@@ -195,7 +195,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Every weight by our name, before fusing, as (outputs, inputs)."""
     shapes = {"embed": (config.vocab_size, config.hidden)}
     if config.drafts:
-        shapes = head_weights(config)
+        shapes = dict.fromkeys(HEAD_PARTS, (config.hidden, config.hidden))
     elif not config.tied_embeddings:
         shapes["lm_head"] = (config.vocab_size, config.hidden)
     shapes |= dict.fromkeys(_stream_names(config), (config.hidden, config.hidden))
@@ -224,7 +224,7 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
         if config.norm_biases:
             lengths["final_norm_bias"] = config.hidden
     if config.drafts:
-        lengths |= head_vectors(config)
+        lengths |= {f"{part}_norm": config.hidden for part in HEAD_PARTS}
     if config.last_row_scores:
         lengths["score_out"] = config.hidden
     if config.layer_inputs is not None:
@@ -301,9 +301,7 @@ def has_bias(tensors: Mapping[str, SourceTensor]) -> bool:
 def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     """Packed weights in the order a forward pass reads them; parts fuse where their forms agree."""
     config, tensors = source.config, source.tensors
-    outer: tuple[str, ...] = ("embed",)
-    if config.drafts:
-        outer = tuple(head_weights(config))
+    outer = HEAD_PARTS if config.drafts else ("embed",)
     plans = [_plan(name, tensors, weight_format) for name in outer]
     if config.layer_inputs is not None:
         plans.append(_table_plan(tensors[LAYER_TABLE], weight_format))

@@ -63,11 +63,10 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
         room.take(tokens, rounded(config.hidden * n_streams)),
         (room.take(logit_rows, rounded(config.hidden * n_streams)) for _ in range(2)),
     )
-    tail, logits = room.take(logit_rows, stride), room.take(logit_rows, config.n_logits)
+    tail, logits = room.take(logit_rows, stride), room.take(logit_rows, config.vocab_size)
     room.end = rounded(room.end)
-    fed, taken = (room.take(rows, rounded(3 * config.hidden)) for _ in range(2))
-    own_rows, embedded = (room.take(rows, stride) for _ in range(2))
+    fed, taken, embedded = (room.take(rows, stride) for _ in range(3))
     return ActivationArena(
         hidden, mixed, (stream.end, gate_up), given, router, normed, branch, summed, inputs, aside,
-        all_streams, last_streams, merged, tail, logits, fed, taken, own_rows, embedded,
+        all_streams, last_streams, merged, tail, logits, fed, taken, embedded,
     )  # fmt: skip

@@ -12,15 +12,10 @@ import numpy as np
 from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import rounded
-from phasewise.serving.models.draft_head import (
-    add_embedding_to_attention,
-    add_fed_rows,
-    add_normed_rows,
-)
-from phasewise.serving.models.layers import MTP, Layer
+from phasewise.serving.models.draft_head import add_normed_rows
+from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
-from phasewise.serving.models.parts.attention import Attention
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.mixture import Mixture
 from phasewise.serving.models.parts.part import Product, Vector
@@ -151,13 +146,9 @@ class DecoderLayer:
             self.arena.mixing,
             self._mixed_rows,
         )
-        read = []
-        for mixer in mixers:
-            more: dict[str, Any] = {}
-            if isinstance(mixer, Attention) and mixer.of_embeddings:
-                more["behind"] = add_embedding_to_attention(self.site, self.model, mixer, self.arena)
-            read.append((mixer.back, mixer.add(self.site, reading, places, self.kept_as, rows, **more)))
-        *others, (back, mixed) = read
+        *others, (back, mixed) = [
+            (mixer.back, mixer.add(self.site, reading, places, self.kept_as, rows)) for mixer in mixers
+        ]
         for product, place in others:
             self._add_product(product, ReadRows(place).options(), place, self.stream, add=True)
         self._add_back(
@@ -251,15 +242,13 @@ def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, 
     stream, tail = arena.hidden, arena.tail
     if is_read:
         add_normed_rows(linears, model, arena, stream, "every")
-    elif config.drafts == MTP:
-        add_normed_rows(linears, model, arena, tail, "logits")
     elif config.drafts:
-        add_fed_rows(linears, model, arena, tail, "logits")
+        add_normed_rows(linears, model, arena, tail, "logits")
     if config.streams is not None:
         add_merge(model.site(linears), config.streams, config.hidden, arena)
     head = model.weight("embed" if config.tied_embeddings else "lm_head")
-    if head.n != config.n_logits:
-        raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.n_logits}")
+    if head.n != config.vocab_size:
+        raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
     logits = arena.logits
     rows: Rows = "logits"
     if config.layer_norms:
@@ -274,4 +263,4 @@ def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, 
             tail, rows = stream, "gathered"
     linears.add([(head, 0)], reads, tail, logits, rows=rows)
     if config.logit_cap is not None:
-        linears.program.adjust(config.n_logits, *logits, *logits, cap=config.logit_cap, rows="logits")
+        linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")

@@ -20,13 +20,7 @@ from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
 from phasewise.serving.models.decoder_layer import DecoderLayer, add_final_norm, add_logits
-from phasewise.serving.models.draft_head import (
-    add_fed_rows,
-    add_head_input,
-    check_feeds,
-    taps_of,
-)
-from phasewise.serving.models.layers import MTP
+from phasewise.serving.models.draft_head import add_head_input, check_feeds
 from phasewise.serving.models.linears import Linears, PlacedProduct, with_default_path
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import check_kv_format
@@ -59,8 +53,8 @@ class Capacity:
     """States of sequences that layers without keys and values keep, copies of earlier ones included."""
     touched: bool = False
     """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
-    feeds: str = ""
-    """The kind of the head that reads rows of every step, MTP or of EAGLES; "": none does."""
+    feeds: bool = False
+    """True if a head that drafts reads rows of every step."""
 
 
 EXACT_KINDS = ("f32", "f16")
@@ -146,7 +140,7 @@ def build_program(
         if gives == "rows" and (config.shared_kv_layers or config.has_mixed_heads or config.layer_inputs):
             raise ModelError(f"{model.name} has layers that differ, which cannot make vectors of texts")
         if capacity.feeds:
-            check_feeds(config, capacity.feeds)
+            check_feeds(config)
         program = open_program(model, capacity, division, patience_s, gives)
         most_rows = max(capacity.step_tokens, capacity.logit_rows)
         linears = Linears(
@@ -164,14 +158,11 @@ def build_program(
         if config.streams is not None:
             add_spread(model.site(linears), config.streams, config.hidden, arena)
         keeping = {layer: number for number, layer in enumerate(config.attention_layers)}
-        is_read, taps = capacity.feeds == MTP, taps_of(config, capacity.feeds)
         for layer in range(config.n_layers):
             kept_as = keeping.get(config.kept_by(layer), 0) if gives == "logits" else 0
-            for part in taps.get(layer, ()):
-                add_fed_rows(linears, model, arena, arena.hidden, "every", part)
-            DecoderLayer(linears, model, layer, arena, kept_as, is_read).add()
+            DecoderLayer(linears, model, layer, arena, kept_as, capacity.feeds).add()
         if gives == "logits":
-            add_logits(linears, model, arena, is_read=is_read)
+            add_logits(linears, model, arena, is_read=capacity.feeds)
         else:
             tail = arena.tail
             add_final_norm(program, model, tail, (arena.logits[0], config.hidden))
@@ -196,8 +187,6 @@ def open_program(
     kinds = [(kind, *_rotation(kind, config)) for kind in config.kinds]
     first, inv_freq, magnitude = kinds[0]
     shape = {**_shape(config), "window": first.window or 0}
-    if config.n_drafted:
-        shape["outputs"] = config.n_drafted
     if gives == "rows":
         shape |= {"n_layers": 1, "outputs": config.hidden, "bidirectional": config.encoder is not None}
     if first.heads is not None:

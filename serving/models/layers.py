@@ -1,6 +1,4 @@
-"""The layers of a model as lists of parts, from what its config states of all of them; and the kinds of
-heads that draft, which are a layer of their own, with what they read of the model that is served.
-"""
+"""The layers of a model as lists of parts, from what its config states of all of them."""
 
 from __future__ import annotations
 
@@ -14,18 +12,6 @@ from phasewise.serving.models.parts.mixture import Mixture
 from phasewise.serving.models.parts.part import LayerPart, Product
 from phasewise.serving.models.parts.site import Mixer
 from phasewise.serving.models.parts.streams import InputsOfLayer, StreamsOfLayer
-
-MTP = "mtp"
-"""Shares embeddings and the last product with its model, and reads rows behind the model's last norm."""
-EAGLE3, EAGLE3_NORMED = "eagle3", "eagle3-normed"
-"""A checkpoint of its own (EAGLE-3), over the streams before three layers of the model. The second kind adds
-the layer to rows that are normalised before it."""
-EAGLES = (EAGLE3, EAGLE3_NORMED)
-
-
-def tapped_layers(n_layers: int) -> tuple[int, ...]:
-    """Layers before which the stream is read by EAGLE-3's heads, of a model of so many."""
-    return 2, n_layers // 2, n_layers - 3
 
 
 @dataclass(frozen=True)

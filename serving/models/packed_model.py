@@ -17,7 +17,7 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
 from phasewise.serving.models.later import LATER
-from phasewise.serving.models.layers import BOTH_HALVES, EAGLES, Layer, SingleHalves
+from phasewise.serving.models.layers import BOTH_HALVES, Layer, SingleHalves
 from phasewise.serving.models.linears import Adapter, Linears
 from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
@@ -158,10 +158,7 @@ class ModelConfig:
     layer_inputs: LayerInputs | None = field(default=None, metadata=LATER)
     streams: Streams | None = field(default=None, metadata=LATER)
     drafts: str = field(default="", metadata=LATER)
-    """The kind of a head that drafts, MTP or of EAGLES: one layer over embeddings of tokens and rows of
-    another model. "": no head."""
-    n_drafted: int = field(default=0, metadata=LATER)
-    """Tokens that a head knows as drafts; 0: all of them."""
+    """"mtp": a head that drafts, one layer over embeddings of tokens and rows of another model."""
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -192,8 +189,6 @@ class ModelConfig:
             self.latent.check(self.n_kv_heads, self.head_dim)
         self._check_layers()
         self._check_own_layers()
-        if not 0 <= self.n_drafted <= self.vocab_size:
-            raise ModelError(f"a head that drafts for {counted(self.n_drafted, 'token')}")
         self._check_tokens()
         parts = [layer.feed_forward for layer in self.layers if layer.feed_forward]
         if self.layer_inputs is not None:
@@ -332,11 +327,6 @@ class ModelConfig:
         return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
 
     @property
-    def n_logits(self) -> int:
-        """Logits of a row."""
-        return self.n_drafted or self.vocab_size
-
-    @property
     def q_rows(self) -> int:
         return self.n_heads * self.head_dim
 
@@ -403,7 +393,6 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
         config.query_growth,
         config.context_length if config.query_growth else 0,
         encoder is not None and encoder.distances,
-        config.drafts in EAGLES,
     )
     return (*mixers, attention)
 

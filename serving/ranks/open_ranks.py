@@ -105,7 +105,7 @@ class LocalRanks(FirstRank):
             self._close_kv()
             raise
         room = capacity.step_tokens, capacity.logit_rows
-        fed = FedRows.for_head(program, model.config, *room, capacity.feeds)
+        fed = FedRows.of(program, model.config, *room) if capacity.feeds else None
         super().__init__(program, Teams(teams, starts_of(plans)), capacity, fed=fed, nodes=nodes)
 
     @property

@@ -145,7 +145,7 @@ class ProcessRanks:
                 (ending if setup.kv_shared else descriptors).callback(step.close)
                 teams = open_teams(layout.cores(0), setup.pinned)
             room, config = setup.capacities[0], setup.shared.model.config
-            fed = FedRows.for_head(program, config, room.step_tokens, room.logit_rows, room.feeds)
+            fed = FedRows.of(program, config, room.step_tokens, room.logit_rows) if room.feeds else None
             own_teams = Teams(teams, layout.starts)
             first = FirstRank(program, own_teams, room, fed=fed, nodes=layout.nodes(0))
             ending.callback(first.close)

@@ -52,8 +52,8 @@ class RankOptions:
     both phases."""
     pinned: bool = True
     """False: the system may move the threads, so that there may be more threads than cores (for tests)."""
-    feeds: str = ""
-    """The kind of the head that reads rows of every step, MTP or of EAGLES; "": none does."""
+    feeds: bool = False
+    """True if a head that drafts reads rows of every step."""
     threads: int = 0
     """Threads that one rank may have once it has moved to other plans, if more than those it begins with."""
 

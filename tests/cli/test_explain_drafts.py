@@ -9,7 +9,7 @@ import pytest
 from phasewise.cli.explain_text import uses_text
 from phasewise.workflows.opening.drafts import DraftRule, rule_of
 from tests.cli import command
-from tests.support.models.head_models import write_eagle, write_with_head
+from tests.support.models.head_models import write_with_head
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 from phasewise.serving.drafts.opening import DraftSource
@@ -34,10 +34,6 @@ def test_nothing_is_said_where_nothing_drafts() -> None:
             ],
         ),
         (
-            DraftRule("eagle3", "eagle", 2_000_000, 3, 15, 1.02),
-            ["drafts: EAGLE-3 head eagle, 2.0 MB", "  3 in every step that has room for them"],
-        ),
-        (
             DraftRule("model", "small", 1_000_000, 1, 15, 1.02),
             ["drafts: model small, 1.0 MB", "  1 in every step that has room for them"],
         ),
@@ -54,17 +50,15 @@ def test_the_text_names_the_source_and_the_rule(rule: DraftRule, lines: list[str
 
 @pytest.mark.usefixtures("own_places")
 def test_generate_tells_the_head_that_drafts(tmp_path: Path) -> None:
-    """The head of the model's files by itself, and one of EAGLE-3 by name with its length."""
     write_with_head(tmp_path / "qwen", "qwen35")
-    write_eagle(tmp_path / "eagle", "qwen35")
-    eagle = ("--draft", f"eagle3:{tmp_path}/eagle", "--draft-tokens", 2)
+    named_head = ("--draft", "mtp", "--draft-tokens", 2)
 
     own = command.fields_of("generate", tmp_path / "qwen", *ASKED)["draft_rule"]
-    named = command.fields_of("generate", tmp_path / "qwen", *ASKED, *eagle)["draft_rule"]
+    named = command.fields_of("generate", tmp_path / "qwen", *ASKED, *named_head)["draft_rule"]
     none = command.fields_of("generate", tmp_path / "qwen", *ASKED, "--draft", "off")["draft_rule"]
 
     assert (own["source"], own["name"], own["n_tokens"]) == ("mtp", "qwen (its head)", None)
-    assert (named["source"], named["name"], named["n_tokens"]) == ("eagle3", "eagle", 2)
+    assert (named["source"], named["name"], named["n_tokens"]) == ("mtp", "qwen (its head)", 2)
     assert own["weight_bytes"] > 0
     assert none is None
     assert "drafts: qwen (its head), " in command.run("generate", tmp_path / "qwen", *ASKED).stderr

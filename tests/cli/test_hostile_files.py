@@ -63,8 +63,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "simulate", "TRACE", "--pools", "CLUSTER", "--machine-from-xml", "FILE:none.json",
     ),
     "provision TRACE": ("provision", "FILE", "--rate", "1", "--slo", "table6"),
-    "provision --embeddings": ("provision", "diurnal:2,6", "--slo", "1s", "--embeddings", "FILE"),
-    "provision DAY": ("provision", "FILE", "--slo", "1s", "--embeddings", "EMBEDS"),
     "provision --machines": ("provision", "TRACE", "--rate", "1", "--machines", "FILE"),
     "tune-config --trace": (*MODELLED, "--trace", "FILE"),
     "tune-config --hidden": (*MODELLED, "--hidden", "FILE"),

@@ -36,7 +36,7 @@ def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
     [
         pytest.param(("bench", "run", "MODEL", "-p", "4", "-n", "", "-r", "1"), marks=pytest.mark.smoke),
         ("bench", "machine", "--threads", "1"),
-        ("bench", "kernels", "--shape", "64,64", "--m", "1", "-r", "1", "--peers", "none", "--cold-mib", "1"),
+        ("bench", "kernels", "--shape", "64,64", "--m", "1", "-r", "1"),
         ("tune-kernels", "--shapes", "64,64", "--format", "f32", "--max-m", "1", "--budget", "8s"),
         ("tune-config", "MODEL", "--lengths", "fixed:8/8", "--budget", "8s", "--cores", "0"),
     ],

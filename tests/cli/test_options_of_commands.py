@@ -164,11 +164,7 @@ HANDED = {
             "http://127.0.0.1:9",
             *["--rate", "3", "--slo", "ttft=1s", "--find-rate", "--seed", "1"],
         ],
-        {
-            "--length-scale": ["--length-scale", "2"],
-            "--slo-scale": ["--slo-scale", "2"],
-            "--votes": ["--votes", "5"],
-        },
+        {"--probe": ["--probe", "5"]},
     ),
     "bench kv": Handing("phasewise.workflows.bench.kv.replay.replay_policies", ["lengths.csv"], BENCH_KV),
     "bench run": Handing(
@@ -178,8 +174,8 @@ HANDED = {
     ),
     "bench kernels": Handing(
         "phasewise.workflows.bench.kernels.kernel_rows",
-        ["--peers", "none"],
-        {"--density": ["--density", "1,.5"]},
+        [],
+        {"--threads": ["--threads", "1"]},
     ),
     "models inspect": Handing(
         "phasewise.serving.loaders.inspection.densities",
@@ -339,9 +335,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
 @pytest.mark.parametrize(
     "line",
     [
-        "topo --limit 3",
-        "topo --any-size",
-        "topo --trees --svg x.svg",
         "topo --format int8",
         "topo --plan --db x.db",
         "topo m",
@@ -356,8 +349,7 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "tune-config m --emit numactl --cores 0-3",
         "generate m -p x --seed 3",
         "prune m -o out --calibration text",
-        "bench serve http://127.0.0.1:9 --votes 3",
-        "bench serve http://127.0.0.1:9 --save-detailed",
+        "bench serve http://127.0.0.1:9 --probe 3",
         "bench embed http://127.0.0.1:9 --find --slo 1s -c 3",
         "bench embed http://127.0.0.1:9 --find --slo 1s --inputs 3",
         "bench run m --wide -o json",
@@ -372,7 +364,7 @@ def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(lin
 
 def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text("[topo]\nlimit = 3\n")
+    config.write_text('[topo]\nformat = "int8"\n')
     standing = {
         "PHASEWISE_CONFIG": str(config),
         "PHASEWISE_DB": str(tmp_path / "x.db"),
@@ -380,7 +372,6 @@ def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) ->
     }
     done = run("topo", "--json", env=standing)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert run("topo", "--trees", "--json", env=standing).exit_code == 0
 
 
 @pytest.mark.parametrize(("command", "way"), [(command, way) for command, way, _ in cells()])

@@ -85,11 +85,10 @@ def test_adapters_of_latent_attention_are_refused(way: str, tmp_path: Path, cach
 
 @pytest.mark.many
 @pytest.mark.parametrize("way", WITH_DRAFTS)
-@pytest.mark.parametrize("named", ["eagle3:/nowhere/head", "/nowhere/model.gguf"])
-def test_drafts_of_what_is_not_there_are_refused(way: str, named: str, tmp_path: Path, cache: Path) -> None:
-    line = refusal(way, tmp_path, cache, "--draft", named)
+def test_drafts_of_what_is_not_there_are_refused(way: str, tmp_path: Path, cache: Path) -> None:
+    line = refusal(way, tmp_path, cache, "--draft", "/nowhere/model.gguf")
 
-    assert f"there is no file or folder '{named.removeprefix('eagle3:')}'" in line
+    assert "there is no file or folder '/nowhere/model.gguf'" in line
 
 
 def test_a_folder_of_models_refuses_what_a_model_cannot_have(tmp_path: Path, cache: Path) -> None:
@@ -111,13 +110,3 @@ def test_no_file_is_read_for_settings_that_every_model_can_have(kv_format: str) 
     check_settings("/nowhere", NATIVE, kv_format)
     for named in (None, "auto", "off", "lookup", "mtp"):
         check_draft(named)
-
-
-def test_a_head_is_a_directory_with_a_config(tmp_path: Path) -> None:
-    (tmp_path / "head.gguf").write_bytes(b"")
-    (tmp_path / "empty").mkdir()
-
-    with pytest.raises(ModelError, match="is no directory"):
-        check_draft(f"eagle3:{tmp_path}/head.gguf")
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        check_draft(f"eagle3:{tmp_path}/empty")

@@ -13,12 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers.machine_types import machine_types
-from phasewise.cluster.simulated.spec_file import shipped
 from phasewise.cluster.simulated.steps import Curve
-from phasewise.loadtest.arrivals import RequestPace
-from phasewise.workflows.capacity.embeddings import read_embedding_machine
 from tests.cli.command import fields_of, run
-from tests.support.simulated_embedding import ModelledDevice, simulate
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "planning-capacity.md").read_text()
@@ -54,12 +50,6 @@ def kept(fields: Fields) -> bool:
     slo = fields["slo"]
     assert isinstance(slo, dict)
     return bool(slo["kept"])
-
-
-def test_the_types_that_it_names_come_with_phasewise() -> None:
-    (sentence,) = re.findall(r"Three machine types come with phasewise: (.*?), those of", PAGE)
-
-    assert set(re.findall(r"`([^`]+)`", sentence)) == set(shipped())
 
 
 def test_the_file_that_tests_run_is_the_one_that_it_shows(cluster: Path) -> None:
@@ -165,40 +155,6 @@ def test_splitting_raises_no_throughput_of_two_machines(cluster: Path) -> None:
 
     assert split["n_requests"] == mixed["n_requests"]
     assert float(str(split["duration_s"])) >= float(str(mixed["duration_s"]))
-
-
-def test_without_a_policy_the_shortest_queue_is_joined(cluster: Path) -> None:
-    load = ("--rate", 2, "--duration", 20)
-
-    assert simulated(cluster, *load) == simulated(cluster, *load, "--policy", "splitwise")
-    assert simulated(cluster, *load) != simulated(cluster, *load, "--policy", "round-robin")
-
-
-def test_options_that_it_names_are_there() -> None:
-    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
-    sections = {text.partition("\n")[0]: text for text in re.split(r"^## phasewise ", reference, flags=re.M)}
-    options = set(re.findall(r"--[a-z-]+", sections["simulate"] + sections["provision"]))
-
-    assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= options
-
-
-def test_at_random_about_half_of_the_load_of_the_equations_is_kept_in_time(tmp_path: Path) -> None:
-    """The embedding machine that the page shows, by the production queues on simulated time."""
-    path = tmp_path / "embeds.toml"
-    path.write_text(re.findall(r"```toml\n(.*?)```", PAGE, re.S)[1])
-    machine = read_embedding_machine(path)
-    devices = [
-        ModelledDevice(str(rank), rank, line, line.largest_within(2.0))
-        for rank, line in enumerate((machine.accelerator, machine.cpu))
-    ]
-
-    def in_time(load: float) -> float:
-        rate = load * machine.concurrency(2.0, with_cpu=True) / 2.0
-        arrivals_s = RequestPace(rate).arrivals_s(4000, 1)
-        return sum(latency_s <= 2.0 for latency_s in simulate(devices, arrivals_s).latencies_s) / 4000
-
-    assert in_time(0.5) > 0.98
-    assert in_time(1.0) < 0.9
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.25, 2.0])

@@ -18,7 +18,6 @@ from phasewise.loadtest.arrivals import (
     parse_slo,
     poisson_arrivals_s,
     repeated,
-    scaled,
 )
 from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace import read_trace
@@ -64,21 +63,17 @@ def test_the_same_seed_draws_the_same_arrivals() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("azure.csv", AZURE), ("mooncake.jsonl", MOONCAKE)])
-def test_a_replay_keeps_order_and_scales_time_and_lengths(tmp_path: Path, name: str, text: str) -> None:
-    """By arrival, from nought on, with every gap and every length in proportion."""
+def test_a_replay_keeps_order_times_and_lengths(tmp_path: Path, name: str, text: str) -> None:
+    """By arrival, from nought on."""
     (tmp_path / name).write_text(text)
     trace = read_trace(tmp_path / name)
 
-    replayed = scaled(repeated(trace, len(trace)), 0.5, 2.0)
+    replayed = repeated(trace, len(trace))
 
     ordered = sorted(trace, key=lambda arrival: arrival.arrival_s or 0.0)
-    assert [request.prompt_tokens for request in replayed] == [
-        2 * request.prompt_tokens for request in ordered
-    ]
-    assert [request.output_tokens for request in replayed] == [
-        2 * request.output_tokens for request in ordered
-    ]
-    assert instants_of(replayed) == pytest.approx([0.5 * (request.arrival_s or 0.0) for request in ordered])
+    assert [request.prompt_tokens for request in replayed] == [request.prompt_tokens for request in ordered]
+    assert [request.output_tokens for request in replayed] == [request.output_tokens for request in ordered]
+    assert instants_of(replayed) == pytest.approx([request.arrival_s or 0.0 for request in ordered])
 
 
 @given(
@@ -106,10 +101,10 @@ def test_lengths_alone_have_no_arrivals() -> None:
     assert instants_of((RequestLengths(3, 4), RequestLengths(5, 6, 1.0))) is None
 
 
-def test_promises_are_read_and_scaled() -> None:
+def test_promises_are_read() -> None:
     assert parse_slo("ttft:2000,tpot:280") == LatencySlo(2000, 280)
     assert parse_slo("ttft=2s tpot=280ms") == LatencySlo(2000, 280)
-    assert parse_slo("e2el:500").scaled(0.5) == LatencySlo(e2el_ms=250)
+    assert parse_slo("e2el:500") == LatencySlo(e2el_ms=500)
     assert parse_slo(LatencySlo(1.5, 2, 3).describe()) == LatencySlo(1.5, 2, 3)
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.loadtest.arrivals import scaled
 from phasewise.loadtest.metrics import hit_rate
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.prompts import IdPrompts, TextPrompts
@@ -60,10 +59,10 @@ def test_a_mooncake_trace_says_which_prompts_begin_alike(tmp_path: Path) -> None
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
 
-    first, second, third = scaled(read_trace(path), 1.0, 0.5)
+    first, second, third = read_trace(path)
 
     assert (first.blocks, second.blocks, third.blocks) == ((7, 8, 9), (7, 8, 10), ())
-    assert (first.prompt_tokens, first.block_tokens) == (600, 256)
+    assert (first.prompt_tokens, first.block_tokens) == (1200, 512)
     for wrong in ([1] * 9, "abc", [-1], [1.5], [True]):
         path.write_text(json.dumps({**rows[0], "hash_ids": wrong}))
         with pytest.raises(TraceError, match="hash_ids"):

@@ -12,7 +12,6 @@ from phasewise.loadtest.arrivals import LatencySlo
 from phasewise.loadtest.metrics import (
     Measured,
     attainment,
-    attainment_by_scale,
     failures,
     flat_result,
     is_kept,
@@ -105,14 +104,6 @@ def test_goodput_counts_whole_answers_that_kept_everything(all_outcomes: list[Re
 
     assert flat_result(Measured(all_outcomes, 4.0, 0.0), SLO)["request_goodput"] == pytest.approx(good / 4)
     assert attainment(all_outcomes, SLO) == pytest.approx(good / len(all_outcomes))
-
-
-@given(all_outcomes=st.lists(outcomes(), min_size=1, max_size=30))
-def test_attainment_never_falls_with_the_scale(all_outcomes: list[RequestOutcome]) -> None:
-    shares = list(attainment_by_scale(all_outcomes, SLO).values())
-
-    assert shares == sorted(shares)
-    assert attainment_by_scale(all_outcomes, SLO)[1.0] == attainment(all_outcomes, SLO)
 
 
 @given(all_outcomes=st.lists(outcomes(), min_size=1, max_size=40))

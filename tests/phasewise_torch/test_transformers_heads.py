@@ -61,7 +61,7 @@ def test_a_head_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> N
     model = load_model(str(tmp_path / name), "f32", cache_dir=tmp_path / "cache")
     head = load_head(model, "f32", cache_dir=tmp_path / "cache")
     assert head is not None
-    ranks = LocalRanks(model, plans(), replace(OPTIONS, feeds="mtp"))
+    ranks = LocalRanks(model, plans(), replace(OPTIONS, feeds=True))
     guest = GuestHead(head, lambda: ranks, OPTIONS)
     try:
         ranks.forward(Batch("prefill", (sliced(ids[:-1]),)))

@@ -1,8 +1,7 @@
-"""Matrix products of ours and of the peers, and plain reading, timed in turns.
+"""Matrix products of ours and plain reading, timed in turns.
 
-Every round times each system once, every other round in the opposite order, so that a drift of the machine
-affects all of them; medians over the rounds are compared. Weights are used in turn, so that they come from
-memory. Our time includes converting x from float32 rows to our own form.
+Medians over the rounds are compared, so that a drift of the machine affects both. Weights are used in turn,
+so that they come from memory. A product's time includes converting x from float32 rows to our own form.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from phasewise._rows import Row, column, spread
+from phasewise._words import limit_cell, percent
 from phasewise.cython_kernels import _native, isa, limit_loops
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.kerneldb.location import locate
@@ -29,13 +30,61 @@ from phasewise.tuner.machine_limits import StreamingRead, peak_flops, peak_kinds
 from phasewise.tuner.native import default_schedule
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import copies_of, dense_format, format_name, random_weight, split_format
-from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey
-from phasewise.workflows.bench.peers.processes import FORMAT_OF, Peer, PeerCell, PeerError
 from phasewise.workflows.opening.tuned_schedules import read_schedules
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
+
+PointKey: TypeAlias = tuple[str, int, int, int]
+"""Format, n, k and m: the product that a row describes."""
+
+
+class KernelRow(Row):
+    """One product on `threads` threads: y[m, n] = x[m, k] W[n, k]^T, weights from memory, x float32."""
+
+    format: str = column("format", left=True, narrow=True)
+    n: int = column("n x k", of_row=lambda row: f"{row.n}x{row.k}", narrow=True)
+    k: int
+    m: int = column("m", narrow=True)
+    threads: int = column("threads")
+    median_ns: int = column("us", ".1f", per=1e3, narrow=True)
+    gflops: float = column("GFLOP/s", ".0f", narrow=True)
+    gbps: float = column("GB/s", ".1f")
+    """Bytes of packed weights, scales included, per nanosecond; activations are not counted."""
+    peak_fraction: float = column("peak", limit_cell, narrow=True)
+    bandwidth_fraction: float = column("bandwidth", limit_cell, narrow=True)
+    """Median over the rounds of our read rate over that of plain reading in the same round."""
+    schedule: Mapping[str, int | str]
+    schedule_source: str = column(
+        "schedule", of_row=lambda row: f"{row.schedule_source}: {schedule_text(row.schedule)}", left=True
+    )
+    """exact, neighbour or default."""
+    weight_bytes: int
+    peak_flops_per_s: float
+    read_bytes_per_s: float
+    isa: str
+    core_signature: str
+    placement_signature: str
+    steal: float
+    """Share of the cores' time that other guests had while this was timed."""
+    samples_ns: Sequence[int] = column("spread", lambda samples: percent(spread(samples)))
+
+
+def schedule_text(schedule: Mapping[str, Any]) -> str:
+    """`4x48 block 64x96x576 grid 1x2x1 nm int8_dot`; k parts and prefetch where there are any."""
+    s = schedule
+    parts = [
+        f"{s['mr']}x{16 * s['panels']}",
+        f"block {s['block_m']}x{s['block_n']}x{s['block_k']}",
+        f"grid {s['threads_m']}x{s['threads_n']}x{s['threads_k']}",
+        s["loop_order"],
+        s["compute_path"],
+        *([f"{s['k_parts']} k parts"] if s["k_parts"] > 1 else []),
+        *([f"prefetch {s['prefetch_bytes']}"] if s["prefetch_bytes"] else []),
+    ]
+    return " ".join(parts)
+
 
 SHAPES: Mapping[str, tuple[tuple[int, int], ...]] = {
     "smollm2-135m": ((960, 576), (576, 576), (1536, 576), (576, 1536)),
@@ -82,7 +131,7 @@ class KernelGrid:
     def points(self) -> Iterator[PointKey]:
         """The points in the order in which they are measured."""
         for weight_format, (n, k), m in itertools.product(self.formats, self.shapes, self.ms):
-            yield weight_format, n, k, m, len(self.cores)
+            yield weight_format, n, k, m
 
 
 @dataclass(frozen=True)
@@ -126,14 +175,6 @@ def _tuned(db: str | None, cores: Sequence[int], report: Report) -> ScheduleTabl
         return read_schedules(store, read_machine(), cores, report)
 
 
-@dataclass(frozen=True)
-class TimedSystem:
-    """A system that is ready for one product. A turn returns nanoseconds per product."""
-
-    name: str
-    turn: Callable[[], float]
-
-
 class OurKernels:
     """Our products, on a team with one thread per core."""
 
@@ -141,7 +182,8 @@ class OurKernels:
         self._team = weighed_team(cores)
         self._choose = choose
 
-    def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[TimedSystem, ChosenSchedule]:
+    def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[Callable[[], float], ChosenSchedule]:
+        """A turn, which returns nanoseconds per product, and the schedule that it runs by."""
         chosen = self._choose(packs[0], m)
         arithmetic = arithmetic_of(chosen.schedule)
         product = _native.TeamProduct(self._team, packs, m, arithmetic.compute_path, arithmetic.k_parts)
@@ -150,36 +192,29 @@ class OurKernels:
         def time_calls(calls: int) -> float:
             return float(product.time(walk, calls, prepare=True).mean())
 
-        calls = turn_calls(time_calls(len(packs)))
-        return TimedSystem("phasewise", lambda: time_calls(calls)), chosen
+        calls = max(1, math.ceil(TURN_NS / time_calls(len(packs))))
+        return lambda: time_calls(calls), chosen
 
     def close(self) -> None:
         self._team.close()
 
 
-def kernel_rows(
-    grid: KernelGrid,
-    peers: Sequence[Peer],
-    choose: Choose,
-    measured: Container[PointKey] = (),
-    report: Report = silent,
-) -> Iterator[KernelRow]:
-    """Measure the points of the grid that are not `measured`, product by product."""
-    missing = [point for point in grid.points() if point not in measured]
+def kernel_rows(grid: KernelGrid, choose: Choose, report: Report = silent) -> Iterator[KernelRow]:
+    """Measure the points of the grid, product by product."""
     with (
         closing(OurKernels(grid.cores, choose)) as ours,
         closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,
     ):
         peaks: dict[str, float] = dict.fromkeys(limit_loops.KINDS, 0.0)
-        for (weight_format, n, k), points in itertools.groupby(missing, key=lambda point: point[:3]):
+        for (weight_format, n, k), points in itertools.groupby(grid.points(), key=lambda point: point[:3]):
             packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
             kinds = peak_kinds(split_format(weight_format)[0])
             # Measured before each product, and the highest kept: other guests can only lower it.
             peaks |= {kind: max(peaks[kind], peak_flops(kind, grid.cores)) for kind in kinds}
             peak = max(peaks[kind] for kind in kinds)
-            for _, _, _, m, _ in points:
+            for _, _, _, m in points:
                 report(f"{weight_format} {n}x{k}, m = {m}")
-                yield _measure(grid, Point(weight_format, n, k, m, packs, peak), ours, peers, read, report)
+                yield _measure(grid, Point(weight_format, n, k, m, packs, peak), ours, read)
 
 
 @dataclass(frozen=True)
@@ -205,88 +240,32 @@ class Point:
         return min(cold, len(self.packs), max(LEAST_COPIES, math.ceil(TURN_NS / product_ns)))
 
 
-def _measure(
-    grid: KernelGrid,
-    point: Point,
-    ours: OurKernels,
-    peers: Sequence[Peer],
-    read: StreamingRead,
-    report: Report,
-) -> KernelRow:
-    own, chosen = ours.prepare(point.packs[: point.copies(grid.cold_bytes)], point.m)
-    settings: dict[str, str] = {}
-    systems = [own]
-    for peer in peers:
-        prepared = peer.prepare(peer_cell(point, grid.cold_bytes))
-        if prepared is not None:
-            settings[peer.name] = prepared.setting
-            systems.append(_peer_system(peer, prepared.ns))
-    watch = Watch(grid.cores)
-    samples = take_turns(TimedSystem("read", read.rate), systems, grid.rounds, report)
-    return _row(grid, point, chosen, samples, settings, watch.lap().steal)
-
-
-def _peer_system(peer: Peer, product_ns: float) -> TimedSystem:
-    calls = turn_calls(product_ns)
-    return TimedSystem(peer.name, lambda: peer.time(calls))
-
-
-def take_turns(
-    reader: TimedSystem,
-    systems: Sequence[TimedSystem],
-    rounds: int,
-    report: Report = silent,
-    sleep: Callable[[float], None] = time.sleep,
-) -> dict[str, list[float]]:
-    """Every system's results, round by round, without the peers that failed in a round.
-
-    The reader begins each round: it evicts from the caches what the last system of the round before left
-    there.
-    """
-    samples: dict[str, list[float]] = {system.name: [] for system in (reader, *systems)}
-    for number in range(rounds):
-        for system in (reader, *(systems if number % 2 else reversed(systems))):
-            if system.name in samples:
-                sleep(PAUSE_S)
-                _take_turn(system, samples, report)
-    return samples
-
-
-def _take_turn(system: TimedSystem, samples: dict[str, list[float]], report: Report) -> None:
-    try:
-        samples[system.name].append(system.turn())
-    except PeerError as error:
-        report(f"{error}: it is left out")
-        del samples[system.name]
-
-
-def turn_calls(product_ns: float) -> int:
-    """The number of products that fill a turn."""
-    return max(1, math.ceil(TURN_NS / product_ns))
-
-
-def peer_cell(point: Point, cold_bytes: int) -> PeerCell:
-    """The product for a peer, over as many copies of the weight as ours."""
-    dense, _ = split_format(point.format)  # peers have no sparse storage
-    name = FORMAT_OF.get(dense, dense)
-    return PeerCell(name, point.n, point.k, point.m, point.copies(cold_bytes))
+def _measure(grid: KernelGrid, point: Point, ours: OurKernels, read: StreamingRead) -> KernelRow:
+    """The reader begins each round: it evicts from the caches what the round before left there."""
+    turn, chosen = ours.prepare(point.packs[: point.copies(grid.cold_bytes)], point.m)
+    watch, taken = Watch(grid.cores), []
+    for _ in range(grid.rounds):
+        time.sleep(PAUSE_S)
+        rate = read.rate()
+        time.sleep(PAUSE_S)
+        taken.append((rate, turn()))
+    read_rates, own_ns = zip(*taken, strict=True)
+    return _row(grid, point, chosen, own_ns, read_rates, watch.lap().steal)
 
 
 def _row(
     grid: KernelGrid,
     point: Point,
     chosen: ChosenSchedule,
-    samples: Mapping[str, Sequence[float]],
-    settings: Mapping[str, str],
+    own_ns: Sequence[float],
+    read_rates: Sequence[float],
     steal: float,
 ) -> KernelRow:
-    own_ns, read_rates = samples["phasewise"], samples["read"]
     median_ns = statistics.median(own_ns)
     weight_bytes = point.packs[0].nbytes
     flops_per_s = 2e9 * point.m * point.n * point.k / median_ns
     shares = [weight_bytes * 1e9 / ns / rate for ns, rate in zip(own_ns, read_rates, strict=True)]
     machine = read_machine()
-    peer_samples = {name: samples[name] for name in settings if name in samples}
     return KernelRow(
         format=point.format,
         n=point.n,
@@ -299,7 +278,6 @@ def _row(
         peak_fraction=flops_per_s / point.peak_flops_per_s,
         bandwidth_fraction=statistics.median(shares),
         schedule=asdict(chosen.schedule),
-        peers={name: round(statistics.median(taken)) for name, taken in peer_samples.items()},
         schedule_source=chosen.source,
         weight_bytes=weight_bytes,
         peak_flops_per_s=point.peak_flops_per_s,
@@ -309,6 +287,4 @@ def _row(
         placement_signature=placement_signature(machine, grid.cores),
         steal=round(steal, 4),
         samples_ns=[round(ns) for ns in own_ns],
-        peer_samples_ns={name: [round(ns) for ns in taken] for name, taken in peer_samples.items()},
-        peer_settings={name: settings[name] for name in peer_samples},
     )

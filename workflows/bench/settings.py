@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise._options import OptionError, option
@@ -213,9 +212,13 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class KernelWish:
-    """The products that are timed, beside which peers, and how often."""
+    """The products that are timed, and how often."""
 
-    formats: str = option("bf16", "weight formats, e.g. f32,bf16,int8,int8c,int4", "--format")
+    formats: str = option(
+        "bf16",
+        "weight formats, e.g. f32,bf16,int8,int4; bf16s8: 8 of 16 weights kept, stored sparse",
+        "--format",
+    )
     shapes: list[str] | None = option(
         None,
         "outputs and inputs of a product, or a model whose layers to time [repeatable]",
@@ -224,20 +227,5 @@ class KernelWish:
     )
     ms: str = option("1,8,64", "rows of activations", "--m")
     threads: int | None = THREADS(None)
-    peers: str = option("auto", "any of torch, mkl, openblas, openvino, ggml", metavar="auto|none|LIST")
     rounds: int = option(7, "timed turns of each product", "-r", "--rounds", min=1, max=1000)
-    cold_mib: int | None = option(
-        None,
-        "MiB of weights that are multiplied in turn, so that none stays in a cache [default: twice the"
-        " last-level cache]",
-        min=1,
-        max=1 << 16,
-    )
-    kept: Path | None = option(
-        None,
-        "append each row to this file as it is measured, and measure only rows that it lacks",
-        "--rows",
-        metavar="FILE.jsonl",
-    )
-    density: str = option("1", "shares of weights that are not zero; below 1 stored sparse", metavar="SHARES")
     db: str | None = DB(None)

@@ -116,13 +116,6 @@ class ProvisionWish:
         "how requests are routed and scheduled",
         kind=Literal["splitwise", "round-robin", "prefix-aware"],
     )
-    embeddings: Path | None = option(
-        None,
-        "TOML file with [machine], [accelerator] and [cpu] that embed: TRACE is a day of queries then, "
-        "diurnal:MEAN,PEAK in queries/s or a file with a rate for each hour, and --slo the promised time "
-        "of an answer",
-        metavar="FILE",
-    )
 
     def check(self) -> None:
         """UsageError where these exclude each other."""

@@ -16,7 +16,6 @@ LOOKUP = "lookup"
 HEAD = "mtp"
 AUTO = "auto"
 OFF = "off"
-EAGLE3 = "eagle3:"
 NOT_NAMED = (None, AUTO)
 HEADS_READ = "those of Qwen 3 Next, Qwen 3.5, DeepSeek V3 and GLM 4.5 are"
 
@@ -26,7 +25,7 @@ class DraftRule:
     """The source of drafts, and how many of them a step may check."""
 
     source: str
-    """"mtp", "eagle3", "model" or "lookup"."""
+    """"mtp", "model" or "lookup"."""
     name: str | None
     """The head's or the model's; None for lookup."""
     weight_bytes: int
@@ -46,7 +45,7 @@ def rule_of(drafts: DraftSource | None) -> DraftRule | None:
         return None
     draft, source = drafts.model, LOOKUP
     if draft is not None:
-        source = drafts.head_kind.partition("-")[0] or "model"
+        source = HEAD if drafts.is_head else "model"
     return DraftRule(
         source,
         None if draft is None else draft.name,
@@ -58,20 +57,16 @@ def rule_of(drafts: DraftSource | None) -> DraftRule | None:
 
 
 def check_draft(name: str | None, report: Report = silent) -> None:
-    """ModelError, before any model is opened, where the head or the model that `name` names is not there.
+    """ModelError, before any model is opened, where the model that `name` names is not there.
 
     name: as `find_drafts` reads it.
     """
     if name in (*NOT_NAMED, LOOKUP, HEAD, OFF):
         return
     assert name is not None
-    from phasewise.serving.loaders import locate_eagle
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
-    if name.startswith(EAGLE3):
-        locate_eagle(name.removeprefix(EAGLE3), report=report)
-    else:
-        locate(name, cache_root(None), report)
+    locate(name, cache_root(None), report)
 
 
 def find_drafts(
@@ -81,28 +76,26 @@ def find_drafts(
     report: Report = silent,
     n_tokens: int | None = None,
     *,
-    by_itself: bool = True,
+    with_head: bool = True,
 ) -> DraftSource | None:
     """The source of drafts for a model that is open; None where there is none, or none is to be.
 
-    name: `lookup`, `mtp` (a head that the model's files have), `eagle3:` and a directory with such a head,
-    `off`, or a model as `open_model` reads it; None or `auto`: the head of a model that has one, which drafts
-    as far as that pays. by_itself: False where a head cannot be used. db: URL or file of the tuning database,
-    whose step times say what rows cost. n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model
-    or the head cannot be read, is not there, or has another vocabulary.
+    name: `lookup`, `mtp` (a head that the model's files have), `off`, or a model as `open_model` reads it;
+    None or `auto`: the head of a model that has one, else `lookup`, as far as that pays. with_head: False
+    where a head cannot be used. db: URL or file of the tuning database, whose step times say what rows cost.
+    n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model or the head cannot be read, is not
+    there, or has another vocabulary.
     """
-    if name == OFF or (name in NOT_NAMED and not by_itself):
+    if name == OFF:
         return None
     from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 
-    if name is not None and name.startswith(EAGLE3):
-        return DraftSource(_eagle_of(opened, name, report), _recorded_ns(opened, db), n_tokens)
-    if name is None or name in (AUTO, HEAD):
-        head = _head_of(opened, report, is_named=name == HEAD)
-        return None if head is None else DraftSource(head, _recorded_ns(opened, db), n_tokens)
     recorded = _recorded_ns(opened, db)
-    if name == LOOKUP:
-        return DraftSource(recorded_ns=recorded, n_tokens=n_tokens)
+    if name in (*NOT_NAMED, HEAD, LOOKUP):
+        reads_head = name == HEAD or (name != LOOKUP and with_head)
+        head = _head_of(opened, report, is_named=name == HEAD) if reads_head else None
+        return DraftSource(head, recorded, n_tokens)
+    assert name is not None
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import load_model
     from phasewise.serving.models.forward import check_generates
@@ -140,16 +133,6 @@ def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedMode
     if head is not None and not is_named:
         size = f"{head.weight_bytes / 1e6:.0f} MB"
         report(f"a head of {model.name} ({size}) drafts as far as that pays; --draft off: nothing does")
-    return head
-
-
-def _eagle_of(opened: OpenModel, name: str, report: Report) -> PackedModel:
-    from phasewise.serving.loaders import load_eagle
-    from phasewise.serving.models.draft_head import check_feeds, drafted_tokens
-
-    head = load_eagle(name.removeprefix(EAGLE3), opened.model, report=report)
-    check_feeds(opened.model.config, head.config.drafts)
-    drafted_tokens(head)
     return head
 
 

@@ -159,9 +159,12 @@ def sized(
     from phasewise.workflows.opening.drafts import find_drafts
 
     running = settings.running
-    alone = not (settings.pools.is_asked or settings.prefixes.is_asked)
-    tokens = running.draft_tokens
-    drafts = find_drafts(running.draft, opened, settings.db, report, tokens, by_itself=alone)
+    tokens, with_head = running.draft_tokens, not settings.prefixes.is_asked
+    drafts = (
+        None
+        if settings.pools.is_asked
+        else find_drafts(running.draft, opened, settings.db, report, tokens, with_head=with_head)
+    )
     return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts))
 
 

@@ -140,7 +140,7 @@ def change_of_model(
 
     budget_s: what is left of the run's. Empty where every product that was tuned keeps the kernels' own
     schedule. Kept in the database where
-    nothing was tuned before: then it is the worth of tuning, which `report` tells.
+    nothing was tuned before.
     """
     from phasewise.workflows.opening.tuned_schedules import schedules_for
 

@@ -159,7 +159,7 @@ def _change(
 def keep_changes(
     store: Store, scope: Scope, machine: Machine, opened: OpenModel, changes: Sequence[SpeedChange]
 ) -> None:
-    """Append both sides as step times of one instant, which marks them as taken in pairs (`report`)."""
+    """Append both sides as step times of one instant, which marks them as taken in pairs."""
     name = model_key(opened.model.name, opened.model.format)
     origin = Origin(scope.machine, scope.program_version, time.time_ns() // 1_000_000)
     rows = []

@@ -40,13 +40,9 @@ def embed(
     slo_s = None if load.slo is None else parse_budget(load.slo)
     if load.find and slo_s is None:
         raise typer.BadParameter("--find needs --slo")
-    if load.encoding not in ("float", "base64"):
-        raise typer.BadParameter("--encoding is float or base64")
     base = base_of(url)
     name = load.model or asyncio.run(find_model(base, load.api_key))
-    target = Target(
-        base, name, api_key=load.api_key, fields={"encoding_format": load.encoding}, makes_vectors=True
-    )
+    target = Target(base, name, api_key=load.api_key, makes_vectors=True)
     texts = _texts(load)
 
     async def run() -> dict[str, Any]:

@@ -33,16 +33,12 @@ def serve(
         str, typer.Option("--model", metavar="NAME", help="model to ask for [default: the first listed]")
     ] = "",
     output: Annotated[Form, _printed("-o", "--output", help="form of the results")] = "md",
-    save_detailed: Annotated[
-        bool, _printed("--save-detailed", help="also print every request, in csv and json")
-    ] = False,
     plot: Annotated[
         Path | None,
         _printed(
             "--plot",
             metavar="FILE.svg",
-            help="draw the distributions of latencies and, with --slo, SLO attainment over the rate and over "
-            "the SLO scale; -: stdout",
+            help="draw the distributions of latencies and, with --slo, attainment over the rate; -: stdout",
         ),
     ] = None,
 ) -> None:
@@ -64,10 +60,10 @@ def serve(
     from phasewise.loadtest.session import run_load_test
 
     check_target(plot)
-    test = load_test_of(url, model, times, lengths, asking, promises, keeps_text=save_detailed, plot=plot)
+    test = load_test_of(url, model, times, lengths, asking, promises, plot=plot)
     report = run_load_test(test, note, load_progress)
     if not owns_stdout(plot):
-        say(FORMATS[output](report, is_detailed=save_detailed), end="")
+        say(FORMATS[output](report), end="")
     if plot is not None:
         picture = draw_report(report)
         if picture is None:

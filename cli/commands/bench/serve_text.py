@@ -6,18 +6,20 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phasewise._version import SCHEMA_VERSION
 from phasewise._words import counted, number, percent
 from phasewise.cli import tables
 from phasewise.cli.present import on_one_line
 from phasewise.loadtest.metrics import (
     GOAL,
     METRICS,
-    attainment_by_scale,
+    attainment,
+    failures,
+    flat_result,
     hit_rate,
     latencies_ms,
 )
-from phasewise.loadtest.report_json import arrivals_of, detailed_fields, fields_of
-from phasewise.loadtest.session import LoadReport
+from phasewise.loadtest.session import LoadReport, RateProbe
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p99")
@@ -28,34 +30,87 @@ MOST_POINTS = 50
 LEAST_MS = 0.01
 """Tokens of one event are no time apart, and the axis is logarithmic."""
 
-TABLED_SCALES = {2.0**step for step in range(-3, 4)}
+
+def fields_of(report: LoadReport) -> dict[str, Any]:
+    """vLLM's fields first, in its order and with its meaning; ours after them."""
+    return {**_header(report), **flat_result(report.measured, report.slo), **_own_fields(report)}
 
 
-def as_json(report: LoadReport, *, is_detailed: bool = False) -> str:
+def _header(report: LoadReport) -> dict[str, Any]:
+    target, pace = report.target, report.pace
+    backend = "openai-chat" if target.is_chat else "openai"
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "date": report.date.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": backend,
+        "backend": backend,
+        "label": None,
+        "model_id": target.model,
+        "tokenizer_id": target.model,
+        "num_prompts": report.n_requests,
+        "request_rate": "inf" if pace.rate is None else pace.rate,
+        "burstiness": 1.0,
+        "max_concurrency": pace.most_at_once,
+    }
+
+
+def _own_fields(report: LoadReport) -> dict[str, Any]:
+    measured, slo = report.measured, report.slo
+    fields: dict[str, Any] = {
+        "arrivals": arrivals_of(report),
+        "prompts": report.prompts,
+        "failures": failures(measured.outcomes),
+        "cache_hit_rate": hit_rate(measured.outcomes),
+        "client_cpu_share": measured.client_cpu_share,
+        "was_interrupted": report.was_stopped,
+    }
+    if slo is not None:
+        fields["goodput_slo_ms"] = slo.promises()
+        fields["slo_attainment"] = attainment(measured.outcomes, slo)
+    if report.is_search:
+        fields["goodput_rate"] = report.found_rate
+        fields["probes"] = [_probe_fields(probe) for probe in report.probes]
+    return fields
+
+
+def arrivals_of(report: LoadReport) -> str:
+    """closed-loop, trace or poisson."""
+    pace = report.pace
+    if pace.is_closed_loop:
+        return "closed-loop"
+    return "trace" if pace.instants_s is not None else "poisson"
+
+
+def _probe_fields(probe: RateProbe) -> dict[str, Any]:
+    return {
+        "request_rate": probe.rate,
+        "is_kept": probe.is_kept,
+        "slo_attainment": probe.attainment,
+        "num_prompts": len(probe.measured.outcomes),
+        "failed": sum(not outcome.is_complete for outcome in probe.measured.outcomes),
+        "duration": probe.measured.duration_s,
+    }
+
+
+def as_json(report: LoadReport) -> str:
     """One object."""
-    return json.dumps(fields_of(report, is_detailed=is_detailed), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(fields_of(report), indent=2, ensure_ascii=False) + "\n"
 
 
-def as_csv(report: LoadReport, *, is_detailed: bool = False) -> str:
-    """One row of every field that is a number or a text; detailed: one row a request."""
-    if is_detailed:
-        columns = detailed_fields(report.measured.outcomes)
-        columns = {name: column for name, column in columns.items() if name != "itls"}
-        return tables.as_csv(columns, zip(*columns.values(), strict=True))
+def as_csv(report: LoadReport) -> str:
+    """One row of every field that is a number or a text."""
     fields = {name: value for name, value in fields_of(report).items() if not isinstance(value, dict | list)}
     return tables.as_csv(fields, [fields.values()])
 
 
-def as_md(report: LoadReport, *, is_detailed: bool = False) -> str:
-    """Tables for people; `is_detailed` adds nothing that a person would read."""
+def as_md(report: LoadReport) -> str:
+    """Tables for people."""
     fields = fields_of(report)
     parts = [_totals(report, fields)]
     if fields["completed"]:
         parts.append(_latencies(fields))
     if report.is_search:
         parts.append(_probes(report))
-    if report.slo is not None and report.measured.outcomes:
-        parts.append(_scales(report))
     if fields["failures"]:
         parts.append(_failures(report))
     return "\n".join(parts)
@@ -126,13 +181,6 @@ def _probes(report: LoadReport) -> str:
     return _table(rows, ["probe, requests/s", "promises", "attainment", "requests"])
 
 
-def _scales(report: LoadReport) -> str:
-    assert report.slo is not None
-    shares = attainment_by_scale(report.measured.outcomes, report.slo)
-    rows = [[number(scale), percent(share, 1)] for scale, share in shares.items() if scale in TABLED_SCALES]
-    return _table(rows, ["SLO scale", "attainment"])
-
-
 def _failures(report: LoadReport) -> str:
     reasons: dict[str, list[str]] = {}
     for outcome in report.measured.outcomes:
@@ -152,13 +200,10 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence
 
 
 def draw_report(report: LoadReport) -> str | None:
-    """The distributions of the latencies (Sandwich, Fig. 13); with promises attainment over the rate, where
-    there was a search, and over the promises' scale (Fig. 9 and 12). None where there is nothing to draw.
+    """The distributions of the latencies (Sandwich, Fig. 13); after a search attainment over the rate (Fig.
+    12). None where there is nothing to draw.
     """
-    panels = []
-    if report.slo is not None:
-        panels += [_rates_panel(report)] if report.probes else []
-        panels += [_scales_panel(report)] if report.measured.outcomes else []
+    panels = [_rates_panel(report)] if report.probes else []
     if report.measured.complete:
         panels.append(_latencies_panel(report))
     if not panels:
@@ -168,7 +213,7 @@ def draw_report(report: LoadReport) -> str | None:
         Chart(
             title=f"Latencies of {_short(report)}",
             caption=f"{promises}{counted(len(report.measured.complete), 'answer')}; {report.date:%Y-%m-%d}",
-            x_name="SLO scale",
+            x_name="requests/s",
             y_name="share of requests",
             limit_name=f"P{100 * GOAL:.0f}" if report.slo is None else f"goal: {percent(GOAL)}",
             emphasised=_short(report),
@@ -199,13 +244,7 @@ def distribution(samples_ms: Sequence[float]) -> list[tuple[float, float]]:
 
 def _rates_panel(report: LoadReport) -> Panel:
     points = sorted((probe.rate, probe.attainment) for probe in report.probes)
-    return Panel("attainment over the rate", {_short(report): points}, _goal(points), x_name="requests/s")
-
-
-def _scales_panel(report: LoadReport) -> Panel:
-    assert report.slo is not None
-    points = list(attainment_by_scale(report.measured.outcomes, report.slo).items())
-    return Panel(f"attainment over the scale{_rate_text(report)}", {_short(report): points}, _goal(points))
+    return Panel("attainment over the rate", {_short(report): points}, _goal(points))
 
 
 def _rate_text(report: LoadReport) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopoView:
-    """A view of a machine: itself, its trees, or plans on it."""
+    """A view of a machine: itself, or plans on it."""
 
     input_path: Path | None = option(
         None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
@@ -33,19 +33,6 @@ class TopoView:
     svg_path: Path | None = option(
         None, "write a picture of the machine here; -: stdout", "--svg", metavar="FILE"
     )
-    trees: bool = option(False, "count and draw the TopoTrees that tune-config searches", "--trees")
-    notation: str | None = option(
-        None,
-        "draw this TopoTree, written as --trees and tune-config print it",
-        "--tree",
-        metavar="NOTATION",
-    )
-    power_of_two: bool = option(
-        True,
-        "with --trees: groups of 2, 4, 8, .. members only, or of any number",
-        "--power-of-two/--any-size",
-    )
-    limit: int = option(10, "with --trees: how many groupings are drawn", min=0)
     plan: bool = option(
         False, "draw the plans of MODEL on the cores; without MODEL the default ones", "--plan"
     )
@@ -54,15 +41,8 @@ class TopoView:
     db: str | None = DB(None)
 
     def __post_init__(self) -> None:
-        chosen = {
-            "--trees": self.trees,
-            "--tree": self.notation is not None,
-            "--plan": self.plan,
-            "--plan-file": self.plan_file is not None,
-        }
-        names = [name for name, is_chosen in chosen.items() if is_chosen]
-        if len(names) > 1:
-            raise UsageError(f"{' and '.join(names)} show different things: give one")
+        if self.plan and self.plan_file is not None:
+            raise UsageError("--plan and --plan-file show different things: give one")
 
 
 @spread
@@ -78,15 +58,11 @@ def topo(
     $ phasewise topo
     $ phasewise topo --plan smollm2-135m-instruct
 
-    Other views: --trees, --tree, --plan, --plan-file.
+    Other views: --plan, --plan-file.
     """
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
-    if view.trees:
-        _show_trees(machine, view, as_json)
-    elif view.notation is not None:
-        _show_tree(machine, view.notation, view.svg_path, as_json)
-    elif view.plan or view.plan_file is not None:
+    if view.plan or view.plan_file is not None:
         _show_plans(machine, _plans(machine, model, view), view.svg_path, as_json)
     else:
         _show_machine(machine, view.svg_path, as_json)
@@ -100,31 +76,6 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
         print_json(machine_fields(machine))
     elif not owns_stdout(svg_path):
         _print(topo_lines(machine, sys.stdout.encoding))
-
-
-def _show_trees(machine: Machine, view: TopoView, as_json: bool) -> None:
-    from phasewise.cli.commands.topo.text import trees_lines
-    from phasewise.tuner.topotree import fundamental
-    from phasewise.workflows.topo.trees_json import trees_fields
-
-    shown = fundamental(machine), view.power_of_two, view.limit
-    if as_json:
-        print_json({"source": machine.source, **trees_fields(*shown)})
-    else:
-        _print(trees_lines(*shown, sys.stdout.encoding))
-
-
-def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
-    from phasewise.cli.commands.topo.text import groups_of_tree, one_tree_lines
-    from phasewise.tuner.topotree import parse
-    from phasewise.workflows.topo.trees_json import one_tree_fields
-
-    tree = parse(notation, machine)
-    _draw(machine, groups_of_tree(tree), svg_path)
-    if as_json:
-        print_json({"source": machine.source, **one_tree_fields(tree)})
-    elif not owns_stdout(svg_path):
-        _print(one_tree_lines(tree, sys.stdout.encoding))
 
 
 def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase, ServicePlan]:

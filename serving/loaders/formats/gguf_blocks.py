@@ -240,6 +240,7 @@ def _pairs(raw: Array, bits: int, count: int) -> Array:
 
 def _k_scales(raw: Array) -> tuple[Array, Array, Array, Array]:
     """Scales and minima of a Q4_K or Q5_K block, then of its 8 groups, from its 16 leading bytes."""
+    raw = np.ascontiguousarray(raw[..., :16])
     low, mid, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = np.concatenate([low & 0x3F, (high & 0x0F) | ((low >> 2) & 0x30)], axis=-1)
     mins = np.concatenate([mid & 0x3F, (high >> 4) | ((mid >> 2) & 0x30)], axis=-1)
@@ -248,8 +249,10 @@ def _k_scales(raw: Array) -> tuple[Array, Array, Array, Array]:
 
 def _k_nibbles(raw: Array) -> Array:
     """128 bytes to 8 sub-blocks of 32: each 32 bytes hold a sub-block low and the next one high."""
-    quads = raw.reshape(*raw.shape[:2], 4, 1, 32)
-    return np.concatenate([quads & 0x0F, quads >> 4], axis=-2).reshape(*raw.shape[:2], 8, 32)
+    runs, codes = raw.reshape(*raw.shape[:2], 4, 32), np.empty((*raw.shape[:2], 4, 2, 32), np.uint8)
+    np.bitwise_and(runs, 0x0F, out=codes[..., 0, :])
+    np.right_shift(runs, 4, out=codes[..., 1, :])
+    return codes.reshape(*raw.shape[:2], 8, 32)
 
 
 def _q2_k(raw: Array) -> BlockRows:
@@ -282,10 +285,12 @@ def _q5_k(raw: Array) -> BlockRows:
 
 
 def _q6_k(raw: Array) -> BlockRows:
-    rows, blocks = raw.shape[:2]
-    low = raw[..., :128].reshape(rows, blocks, 2, 1, 64) >> np.array([[0], [4]], dtype=np.uint8)
-    high = raw[..., 128:192].reshape(rows, blocks, 2, 1, 32) >> np.array([[0], [2], [4], [6]], dtype=np.uint8)
-    codes = (low & 0x0F).reshape(rows, blocks, 256) | ((high & 3) << 4).reshape(rows, blocks, 256)
+    codes = np.empty((*raw.shape[:2], 2, 4, 32), np.uint8)
+    halves = np.ascontiguousarray(raw[..., :128]).reshape(*raw.shape[:2], 2, 2, 32)
+    codes[..., :2, :], codes[..., 2:, :] = halves & 0x0F, halves >> 4
+    high = np.ascontiguousarray(raw[..., 128:192]).reshape(*raw.shape[:2], 2, 32)
+    for i, bits in enumerate((high << 4, high << 2, high, high >> 2)):
+        codes[..., i, :] |= bits & 0x30
     subs = raw[..., 192:208] ^ np.uint8(0x80)
     return BlockRows("q6_k", _rows(codes), _half(raw[..., 208:210]), None, _rows(subs), None)
 

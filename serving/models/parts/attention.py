@@ -93,8 +93,6 @@ class Attention(Mixer):
     """Positions for which queries grow."""
     distances: bool = False
     """True if scores fall with the distance of their positions (ALiBi)."""
-    of_embeddings: bool = False
-    """True if queries, keys and values have one more product each, of the token's embedding."""
 
     @property
     def q_rows(self) -> int:
@@ -112,12 +110,6 @@ class Attention(Mixer):
         return Product(letters, self.hidden, {letter: rows[letter] for letter in letters}, reader="qkv")
 
     @property
-    def embedded(self) -> Product:
-        """The same of embeddings."""
-        outputs = {f"embed_{part}": rows for part, rows in self.into.outputs.items()}
-        return Product("embed_qkv", self.hidden, outputs)
-
-    @property
     def gate(self) -> Product:
         return Product.alone("attn_gate", self.q_rows, self.hidden)
 
@@ -127,8 +119,7 @@ class Attention(Mixer):
 
     @property
     def products(self) -> tuple[Product, ...]:
-        first = (self.embedded,) if self.of_embeddings else ()
-        return (*first, self.into, *((self.gate,) if self.has_gate else ()), self.back)
+        return (self.into, *((self.gate,) if self.has_gate else ()), self.back)
 
     @property
     def vectors(self) -> dict[str, int]:
@@ -153,23 +144,9 @@ class Attention(Mixer):
         own = self.q_rows if self.has_gate else 0
         return MixingRows(self.q_rows + 2 * self.kv_rows, own, 0, self.q_rows)
 
-    def add(
-        self,
-        site: Site,
-        reads: ReadRows,
-        places: MixingRows[Place],
-        kept_as: int,
-        rows: Rows,
-        *,
-        behind: ReadRows | None = None,
-    ) -> Place:
-        """As `Mixer.add`. behind: how the stream is read where embeddings have left their products."""
+    def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
         qkv, mixed, program = places.products, places.mixed, site.program
-        if behind is None:
-            site.add(self.into, reads, qkv, factor=self.factor)
-        else:
-            parts, of_stream = site.parts(self.into), behind.options(self.factor)
-            site.linears.add(parts, of_stream, behind.source, qkv, site.stem + "qkv", add=True)
+        site.add(self.into, reads, qkv, factor=self.factor)
         q_norm, k_norm = (site.vector(f"{part}_norm") for part in "qk")
         if self.whole_qk_norm:
             keys = qkv[0] + self.q_rows, qkv[1]

@@ -64,13 +64,11 @@ class ActivationArena:
     """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
     logits: Place
     fed: Place
-    """Rows for a head that drafts: behind the last norm, or of three layers one behind the other."""
+    """Rows for a head that drafts."""
     taken: Place
-    """The rows that such a head reads, as far apart."""
-    own_rows: Place
-    """The same: rows of its own, which stand in for what it makes of those."""
+    """The rows that such a head reads."""
     embedded: Place
-    """The same: embeddings of its tokens."""
+    """Embeddings of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer
         yield running
 
 
-@pytest.mark.parametrize("encoding", ["float", "base64"])
-def test_a_closed_loop_counts_texts_tokens_and_latencies(server: EmbeddingServer, encoding: str) -> None:
-    fields = bench(server.url, "-n", 12, "-c", 2, "-c", 4, "--lengths", "3:6", "--encoding", encoding)
+def test_a_closed_loop_counts_texts_tokens_and_latencies(server: EmbeddingServer) -> None:
+    fields = bench(server.url, "-n", 12, "-c", 2, "-c", 4, "--lengths", "3:6")
 
     assert fields["model"] == "tiny"
     assert [load["concurrency"] for load in fields["loads"]] == [2, 4]
@@ -99,7 +98,6 @@ def test_inputs_from_a_file_come_over_and_over(server: EmbeddingServer, tmp_path
     ("arguments", "says"),
     [
         (("--find",), "--find needs --slo"),
-        (("--encoding", "int8"), "float or base64"),
     ],
 )
 def test_wrong_usage(server: EmbeddingServer, arguments: tuple[str, ...], says: str) -> None:

@@ -83,16 +83,9 @@ def test_status_says_where_each_instance_is_and_what_it_holds() -> None:
     assert told[3] == "prompt-0-1@5f5f5f5f: prompt, running"
     assert told[4:6] == ["  24 cores (phasewise=big), process 4194304", f"  node {NODE}"]
     assert told[6] == "  native, KV int8 in 1024 MiB"
+    assert told[7] == "  3 running, 1 waiting, 2 handing over; KV 50% used; 0 restarts"
+    assert json.loads("\n".join(lines("status", "--json")))["instances"][0]["kv_slots"] == 1024
     assert "  no node has room for it (prompt 24)" in told
-
-
-def test_metrics_are_of_each_instance_and_sums_of_pools() -> None:
-    told = lines("metrics")
-    assert told[2].split() == ["prompt-0-1@5f5f5f5f", "3", "1", "50%", "2", "0"]
-    assert told[-1].split()[-5:] == ["6", "2", "50%", "4", "0"]
-    fields = json.loads("\n".join(lines("metrics", "--json")))
-    (pool,) = fields["pools"]
-    assert (pool["instances"], pool["running"], pool["kv_slots"]) == (1, 6, 1024)
 
 
 @pytest.mark.parametrize(

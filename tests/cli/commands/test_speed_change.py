@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cli.commands.tune_kernels.text import changes_text
+from phasewise.kerneldb.records import StepTime
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.ledger import Scope
@@ -18,7 +19,6 @@ from phasewise.tuner.plans import machine_key
 from phasewise.workflows.opening.open_model import OpenModel, open_model
 from phasewise.workflows.tune_kernels.rounds import LEAST_WORTH, Shape, TuningBench, plan_rounds
 from phasewise.workflows.tune_kernels.speed_change import keep_changes, measured_change
-from phasewise.workflows.tuning_worth import worth_of
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import examples
 
@@ -101,13 +101,16 @@ def test_changes_are_kept_as_pairs(opened: OpenModel, tmp_path: Path) -> None:
     assert [change.n_sequences for change in changes] == [1, 1, 4, 8, 16]
     with open_store(tmp_path / "kept.db") as store:
         keep_changes(store, Scope(machine_key(machine), "gemm-x-1", "0.1.0"), machine, opened, changes)
-        worth = worth_of(store)
-    assert [model.step.sequences for model in worth.models] == [1, 1, 4, 8, 16]
-    for change, kept in zip(changes, worth.models, strict=True):
-        assert kept.comparison.pairs == change.comparison.pairs
-        assert kept.comparison.gain == pytest.approx(change.comparison.gain, rel=1e-3)
-        assert kept.before_tokens_per_s == pytest.approx(change.before_tokens_per_s, rel=1e-2)
-    assert not worth.unmeasured
+        rows = [*store.stream(StepTime)]
+    for change in changes:
+        sides = [
+            row for row in rows if (row.step.phase, row.step.sequences) == (change.phase, change.n_sequences)
+        ]
+        assert [row.kernels for row in sides] == ["default", "tuned"]
+        for row, rate in zip(sides, (change.before_tokens_per_s, change.after_tokens_per_s), strict=True):
+            assert len(row.samples_ns) == change.comparison.pairs
+            n_tokens = row.step.tokens * row.step.sequences
+            assert n_tokens * 1e9 / row.estimate_ns == pytest.approx(rate, rel=1e-2)
 
 
 def test_the_budget_goes_where_a_step_spends_its_time() -> None:

@@ -15,6 +15,7 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.ranks.ranks_contract import Follower
 from tests.support.servers.fake_engine import FakeRanks, make_engine
+from tests.support.servers.rude_clients import until
 
 N_LAYERS = 3
 PATIENCE_S = 60.0
@@ -109,7 +110,7 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
 
     assert left == [(layer, 0, 40) for layer in range(N_LAYERS)]
     assert link.logits.get(timeout=PATIENCE_S).shape == (257,)
-    assert not sender.n_jobs
+    until(lambda: not sender.n_jobs, "its end was told, and it is kept")
     engine.hand_over.target_ready("p")  # what the engine's queue still held
     assert engine.scheduler.acknowledge("p")
     engine.scheduler.check()

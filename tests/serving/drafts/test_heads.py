@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ from phasewise.serving.drafts.draft_ranks import GuestHead
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import open_engine
-from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import load_eagle, load_head, load_model
+from phasewise.serving.loaders import load_head, load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.ranks.open_ranks import LocalRanks
@@ -29,8 +26,7 @@ from tests.serving.engine.test_engine_kernels import plans, tokens
 from tests.serving.models.test_forward import sliced
 from tests.support.engine_sizes import engine_size
 from tests.support.models import family_cases
-from tests.support.models import family_models as families
-from tests.support.models.head_models import head_names, write_eagle, write_gguf_with_head, write_with_head
+from tests.support.models.head_models import head_names, write_gguf_with_head, write_with_head
 from tests.support.servers.fake_engine import run_all
 
 FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek3")
@@ -122,7 +118,7 @@ def test_numbers_are_those_of_the_definition(pair: Callable[..., Pair], tmp_path
     model, head = pair(weight_format="f32")
     weights = write_with_head(tmp_path / "again", "qwen35")
     ids = prompt_ids(22)
-    ranks = LocalRanks(model, plans(), replace(OPTIONS, feeds="mtp"))
+    ranks = LocalRanks(model, plans(), replace(OPTIONS, feeds=True))
     guest = GuestHead(head, lambda: ranks, OPTIONS)
     try:
         ranks.forward(Batch("prefill", (sliced(ids[:20]),)))
@@ -151,7 +147,7 @@ def test_rows_for_a_head_change_no_logit_and_do_not_depend_on_cuts(
 ) -> None:
     model, _ = pair(name)
     ids = prompt_ids(50, 1)
-    plain, feeding = (LocalRanks(model, plans(), replace(OPTIONS, feeds=feeds)) for feeds in ("", "mtp"))
+    plain, feeding = (LocalRanks(model, plans(), replace(OPTIONS, feeds=feeds)) for feeds in (False, True))
     try:
         want = plain.forward(Batch("prefill", (sliced(ids),))).copy()
         assert plain.take_fed_rows(50) is None
@@ -185,116 +181,6 @@ def test_a_gguf_files_head_is_that_of_safetensors(
         assert (weight.values == want.weights[part].values).all(), part
     for part, vector in got.vectors.items():
         assert np.allclose(vector, want.vectors[part], atol=1e-6), part
-
-
-def plain_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return norm(x, weight - 1)
-
-
-def reference_eagle(
-    w: dict[str, np.ndarray],
-    embeddings: np.ndarray,
-    rows: np.ndarray,
-    own: np.ndarray | None,
-    *,
-    normed: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and rows of a head of EAGLE-3, in float64, from its definition. own: the head's own row, behind
-    those of the model."""
-    x = rows @ w["fc.weight"].T
-    if own is not None:
-        x = np.concatenate([x, own])
-    h = plain_norm(x, w["midlayer.hidden_norm.weight"])
-    x = h if normed else x
-    both = np.concatenate([plain_norm(embeddings, w["midlayer.input_layernorm.weight"]), h], -1)
-    n, dim = len(x), 16
-    q, k, v = ((both @ w[f"midlayer.self_attn.{part}_proj.weight"].T).reshape(n, -1, dim) for part in "qkv")
-    q, k = (turned(each, 1e4, dim) for each in (q, k))
-    x = x + attended(q, k, v).reshape(n, -1) @ w["midlayer.self_attn.o_proj.weight"].T
-    h = plain_norm(x, w["midlayer.post_attention_layernorm.weight"])
-    up, gate = (h @ w[f"midlayer.mlp.{part}_proj.weight"].T for part in ("up", "gate"))
-    x = x + (up * gate * logistic(gate)) @ w["midlayer.mlp.down_proj.weight"].T
-    return plain_norm(x, w["norm.weight"]) @ w["lm_head.weight"].T, x
-
-
-@pytest.mark.parametrize("normed", [False, True])
-def test_numbers_of_eagle_heads_are_those_of_the_definition(
-    pair: Callable[..., Pair], tmp_path: Path, normed: bool
-) -> None:
-    """Over the streams before three layers of the model, which come from the model cut short."""
-    model, _ = pair("glm4moe", None, "f32")
-    drawn = write_eagle(tmp_path / "eagle", "glm4moe", normed=normed)
-    w = {name: values.astype(np.float64) for name, values in drawn.items()}
-    head = load_eagle(str(tmp_path / "eagle"), model, cache_dir=tmp_path / "cache")
-    ids = prompt_ids(22)
-    ranks = LocalRanks(model, plans(), replace(OPTIONS, feeds="eagle3"))
-    guest = GuestHead(head, lambda: ranks, OPTIONS)
-    try:
-        ranks.forward(Batch("prefill", (sliced(ids[:20]),)))
-        rows = ranks.take_fed_rows(20)
-        assert rows is not None
-        assert rows.shape == (20, 3 * model.config.hidden)
-        guest.forward_rows(Batch("prefill", (sliced(ids[1:18])._replace(wants_logits=False),)), rows[:17])
-        logits, after = guest.forward_rows(Batch("decode", (sliced(ids[18:21], 17),)), rows[17:])
-        logits = logits.copy()
-        chained, _ = guest.forward_rows(Batch("decode", (sliced(ids[21:], 20),)), after)
-        chained = chained.copy()
-    finally:
-        ranks.close()
-
-    embeddings = families.family_weights("glm4moe")["model.embed_tokens.weight"].astype(np.float64)
-    read = rows.astype(np.float64)
-    want, own = reference_eagle(w, embeddings[ids[1:21]], read, None, normed=normed)
-    again, _ = reference_eagle(w, embeddings[ids[1:]], read, own[-1:], normed=normed)
-
-    drafted = drawn["token_ids"]
-    assert np.isneginf(np.delete(logits, drafted, axis=1)).all()
-    assert np.abs(after[0] - own[-1]).max() < 1e-3
-    assert np.abs(logits[0, drafted] - want[-1]).max() < 1e-3
-    assert np.abs(chained[0, drafted] - again[-1]).max() < 1e-3
-    first = embeddings[ids[:20]]  # of four layers the third is read before it, twice, and the second
-    assert (rows[:, :64] == rows[:, 64:128]).all()
-    assert not np.allclose(rows[:, 128:], first)
-
-
-@pytest.mark.parametrize("name", ["glm4moe", "qwen35"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_answers_with_an_eagle_head_are_the_same(
-    pair: Callable[..., Pair], tmp_path: Path, name: str, ranks: int
-) -> None:
-    model, _ = pair(name)
-    write_eagle(tmp_path / "eagle", name)
-    head = load_eagle(str(tmp_path / "eagle"), model, cache_dir=tmp_path / "cache")
-
-    want, _ = answers(model)
-    got, (accepted, rejected) = answers(
-        model, DraftSource(head, CHEAP_ROWS, 3), by_phase=plans() if ranks == 1 else TWO_RANKS
-    )
-
-    assert got == want
-    assert accepted < 0.2 * rejected
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_hidden_layers": 2}, "has 2 layers"),
-        ({"hidden_size": 32, "head_dim": 16}, "a head for this model has one layer of 64"),
-        ({"vocab_size": 999}, "tokens: a head for this model"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, r"before layers \[1, 2, 3\]"),
-        ({"draft_vocab_size": 90}, r"d2t as I64 \(100,\): I64 \(90,\) expected"),
-    ],
-)
-def test_an_eagle_head_of_another_model_is_refused(
-    pair: Callable[..., Pair], tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    model, _ = pair("glm4moe")
-    write_eagle(tmp_path / "eagle", "glm4moe")
-    path = tmp_path / "eagle" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    with pytest.raises(ModelError, match=words):
-        load_eagle(str(tmp_path / "eagle"), model, cache_dir=tmp_path / "cache")
 
 
 # ---- answers

@@ -195,7 +195,7 @@ def test_a_client_that_leaves_frees_its_places() -> None:
         assert len(workers[0].seen) < 200
         assert len(await client.embed(inputs(4))) == 4
 
-    run(use, depths=[(1000, 100_000)])
+    run(use, running=run_simulated, depths=[(1000, 100_000)])
 
 
 def test_at_the_end_everything_is_told_so() -> None:
@@ -236,4 +236,4 @@ def test_a_client_with_many_inputs_keeps_no_other_one_out() -> None:
         assert workers[0].n_batches <= n_before + 2
         assert len(await greedy) == 500
 
-    run(use, depths=[(100, 10_000)])
+    run(use, running=run_simulated, depths=[(100, 10_000)])

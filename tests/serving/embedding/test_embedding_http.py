@@ -21,6 +21,7 @@ import pytest
 from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
+from phasewise.serving.embedding.lane import BATCH_INPUTS, BATCHES_AHEAD
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.routes import embeddings
 from phasewise.serving.http.transport.connection import Connection
@@ -29,7 +30,6 @@ from tests.support.servers.fake_embedding import (
     POISON,
     WIDTH,
     EmbeddingServer,
-    FakeWorker,
     embedding_server,
     vector_of,
 )
@@ -511,24 +511,25 @@ def test_an_answer_that_takes_too_much_memory_is_refused_before_it_is_computed(t
 
 
 def test_a_key_with_many_inputs_waits_for_itself(tmp_path: Path) -> None:
+    """It holds every place; the other key's input is in the batch after those that were sent."""
     folder = write_encoder(tmp_path / "bert", "bert")
-    slow = FakeWorker(delay_s=0.05)
     keys = {name: {"Authorization": f"Bearer {name}"} for name in ("greedy", "modest")}
-    ended: list[str] = []
 
-    def ask(name: str, n: int) -> int:
-        body = {"model": "tiny", "input": ["a"] * n}
-        answer = httpx.post(f"{small.url}/v1/embeddings", json=body, headers=keys[name], timeout=60)
-        ended.append(name)
-        return answer.status_code
+    def ask(name: str, *inputs: str) -> int:
+        body = {"model": "tiny", "input": inputs}
+        return httpx.post(f"{small.url}/v1/embeddings", json=body, headers=keys[name], timeout=60).status_code
 
     limits = HttpLimits(api_keys=tuple(keys))
     with (
-        embedding_server(folder, workers=[slow], depths=[(8, 10_000)], limits=limits) as small,
+        embedding_server(folder, depths=[(8, 10_000)], limits=limits) as small,
         ThreadPoolExecutor() as clients,
     ):
-        greedy = clients.submit(ask, "greedy", 2000)
-        until(lambda: small.client.n_live == 2000, "the greedy key holds every place")
-        assert ask("modest", 1) == 200
-        assert greedy.result() == 200
-    assert ended == ["modest", "greedy"]
+        with held(small):
+            greedy = clients.submit(ask, "greedy", *["a"] * 2000)
+            until(lambda: small.client.n_live == 2000, "the greedy key holds every place")
+            modest = clients.submit(ask, "modest", "b")
+            until(lambda: small.client.n_live == 2001, "the other key's input has not come")
+        assert greedy.result() == modest.result() == 200
+    seen = [tuple(ids) for ids in small.workers[0].seen]
+    (modest_ids,) = {*seen} - {seen[0]}
+    assert seen.index(modest_ids) <= (BATCHES_AHEAD + 1) * BATCH_INPUTS

@@ -287,15 +287,23 @@ def test_an_engine_can_be_stopped_while_it_waits_to_try_again() -> None:
 
 
 def test_who_left_meanwhile_is_not_run_again() -> None:
-    ranks = FakeRanks()
+    has_left = threading.Event()
+
+    class Waiting(FakeRanks):
+        def reopen(self) -> None:
+            assert has_left.wait(BOUND_S)
+            super().reopen()
+
+    ranks = Waiting()
     with running(ranks) as (thread, heard):
         ranks.reopen_errors = [RanksError("not yet")] * 2
         ranks.lose()
         thread.send(ask("r", max_tokens=500))
         thread.send(Abort("r"))
+        has_left.set()
         answered(thread, heard, "s")
 
-    assert not heard.ended("r")
+    assert heard.of("r") == []
     assert ranks.n_reopened == 1
 
 

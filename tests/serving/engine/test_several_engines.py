@@ -91,8 +91,10 @@ def test_requests_of_batches_wait_while_another_engine_computes_for_others() -> 
     """Not those of others to the same engine. Later nothing is left of any."""
     came: list[Delivery] = []
     host = SeveralEngines(came.append)
+    endless = 1 << 20
     for name in ("batches", "busy"):
-        host.put(name, partial(EngineThread, make_engine(FakeRanks(next_letter))))
+        engine = make_engine(FakeRanks(next_letter), kv_slots=endless, context_length=endless)
+        host.put(name, partial(EngineThread, engine))
     host.start()
 
     def steps() -> list[str]:
@@ -109,12 +111,13 @@ def test_requests_of_batches_wait_while_another_engine_computes_for_others() -> 
     n_busy = steps().count("busy")
     assert steps()[:n_busy] == ["busy"] * n_busy
 
-    host.send(Submit("longer", (97,), 1000, GREEDY, model="busy"))
+    host.send(Submit("longer", (97,), endless - 1, GREEDY, model="busy"))
     until(lambda: steps().count("busy") > n_busy, "it does not begin")
     host.send(Submit("batch too", (97,), 8, GREEDY, model="batches", in_shadow=True))
     host.send(Submit("short", (97,), 2, GREEDY, model="batches"))
     until(lambda: "short" in ends(), "it waits with those of batches")
-    assert "longer" not in ends()
+    assert "batch too" not in ends()
+    host.send(Abort("longer"))
     until(lambda: "batch too" in ends(), "it does not go on")
     assert host.stop()
 

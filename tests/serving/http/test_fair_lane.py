@@ -66,14 +66,14 @@ def test_clients_take_turns(clients: str) -> None:
 
 
 def test_no_more_jobs_run_than_there_are_threads() -> None:
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, two = 0, 0, threading.Lock(), threading.Barrier(2)
 
     def work() -> None:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        threading.Event().wait(0.005)
+        two.wait(ENOUGH_S)
         with lock:
             running -= 1
 

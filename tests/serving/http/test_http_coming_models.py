@@ -64,12 +64,16 @@ def test_a_batch_has_the_room_that_others_leave(tmp_path: Path) -> None:
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
 
         may_run = threading.Event()
+
+        def step() -> None:
+            until(lambda: may_run.is_set() or server.states()["c"] != "unloaded", "nobody waits for room")
+            may_run.wait(0.05)
+
+        server.folder.before_step = step
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
         until(lambda: bool(server.folder.opened), "no model is loaded for the batch")
-        (first,) = list(server.folder.opened)
-        server.folder.opened[first].ranks.before_step = lambda: may_run.wait(0.01)
         answer = server.complete("c", "q", 5)
         assert answer.json()["choices"][0]["text"] == said_by("c", "q", 5)
         may_run.set()

@@ -4,11 +4,9 @@ construction.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from tests.support.models import family_cases, family_gguf_files
 from tests.support.models import family_models as families
@@ -110,46 +108,3 @@ def write_gguf_with_head(path: Path, name: str) -> Path:
         if not tensor.endswith(("embed_tokens.weight", "shared_head.head.weight"))
     }
     return family_gguf_files.write_family_gguf(path, name, head)
-
-
-def write_eagle(
-    folder: Path, name: str, *, normed: bool = False, n_drafted: int = 100
-) -> dict[str, np.ndarray]:
-    """A random head of EAGLE-3 for a family's model, as checkpoints have it; its tensors."""
-    f = family_cases.FAMILY_CASES[name].fields
-    hidden, ffn, vocab_size = f["hidden_size"], f["intermediate_size"], f["vocab_size"]
-    heads, kv_heads, dim = 4, 2, 16
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, 3 * hidden),
-        "midlayer.self_attn.q_proj.weight": (heads * dim, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (kv_heads * dim, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (kv_heads * dim, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, heads * dim),
-        "midlayer.mlp.gate_proj.weight": (ffn, hidden),
-        "midlayer.mlp.up_proj.weight": (ffn, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, ffn),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (n_drafted, hidden),
-    }
-    weights = {tensor: raw_values(f"{name}/eagle/{tensor}", shape) for tensor, shape in shapes.items()}
-    token_ids = np.sort(np.random.default_rng(4).permutation(vocab_size)[:n_drafted])
-    folder.mkdir(parents=True)
-    save_file(
-        {
-            **weights,
-            "d2t": token_ids - np.arange(n_drafted),
-            "t2d": np.isin(np.arange(vocab_size), token_ids),
-        },
-        folder / "model.safetensors",
-    )
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": ffn, "num_hidden_layers": 1, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": dim, "vocab_size": vocab_size, "rms_norm_eps": 1e-5,
-        "draft_vocab_size": n_drafted, "max_position_embeddings": 256, "norm_before_residual": normed,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return {**weights, "token_ids": token_ids}

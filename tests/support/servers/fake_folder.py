@@ -52,6 +52,7 @@ class FakeModel:
         self._folder = folder
         step = step_of(name)
         self.ranks = FakeRanks(lambda token: ALPHABET[(ALPHABET.find(token) + step) % 26])
+        self.ranks.before_step = folder.before_step
         self.engine: Engine = make_engine(self.ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT)
         self.adapted: list[ServedModel] = []
         self.served = ServedModel(
@@ -96,6 +97,7 @@ class FakeFolder:
     host: SeveralEngines = field(init=False)
     before_open: Callable[[str], object] = lambda _name: None
     before_measure: Callable[[], object] = lambda: None
+    before_step: Callable[[], object] = lambda: None
     after_close: Callable[[], object] = lambda: None
     lost_at_once: set[str] = field(default_factory=set)
     """Models whose engines give up, once, before anybody knows that they are open."""

@@ -118,8 +118,7 @@ def drained(address: str, url: str) -> dict[str, object]:
         "back": [instance["state"] for instance in back],
         "last": last,
         "unknown": command(address, "drain", "nobody"),
-        "metrics": json.loads(command(address, "metrics", "--json")[1]),
-        "status_text": command(address, "status")[1] + command(address, "metrics")[1],
+        "status_text": command(address, "status")[1],
     }
 
 

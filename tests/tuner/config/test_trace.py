@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.tuner.config import trace_files
-from phasewise.tuner.config.day import HOURS, PEAK_HOUR, day_curve, diurnal
 from phasewise.tuner.config.lengths import MAX_TOKENS, RequestLengths, parse_distribution
 from phasewise.tuner.config.trace import (
     default_trace,
@@ -337,38 +336,3 @@ def test_a_bad_length_log_is_told_in_one_line(tmp_path: Path, text: str, told: s
     with pytest.raises(TraceError, match=told) as error:
         read_trace(path)
     assert "\n" not in str(error.value)
-
-
-@given(peak=st.floats(1e-3, 1e6), share=st.floats(1 / HOURS + 0.001, 1.0))
-def test_a_drawn_day_has_its_mean_and_its_peak_at_the_peak_hour(peak: float, share: float) -> None:
-    day = diurnal(share * peak, peak)
-
-    assert day.mean == pytest.approx(share * peak, rel=1e-3)
-    assert day.peak == day.rates[PEAK_HOUR] == pytest.approx(peak)
-    assert min(day.rates) >= 0
-
-
-@pytest.mark.parametrize("text", ["1\n2\n3\n", "hour,queries_per_s\n0,1\n1,2\n2,3\n", "0,1\n\n1,2\n2,3"])
-def test_a_file_has_a_rate_in_each_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "day.csv").write_text(text)
-
-    assert day_curve(str(tmp_path / "day.csv")).rates == (1.0, 2.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "1\n", "rate\n", "1\nmany\n", "1\n-2\n", "1\nnan\n", "1\ninf\n", "0\n0\n", "1\n" * 2000]
-)
-def test_a_file_that_is_no_day_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "day.csv").write_text(text)
-
-    with pytest.raises(TraceError) as refused:
-        day_curve(str(tmp_path / "day.csv"))
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "text", ["diurnal:", "diurnal:3", "diurnal:9,3", "diurnal:0,0", "diurnal:1,60", "diurnal:..,1", "nofile"]
-)
-def test_a_day_that_cannot_be_is_refused(text: str) -> None:
-    with pytest.raises(TraceError):
-        day_curve(text)

@@ -129,8 +129,10 @@ LONG_HEAD = b"GET / HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 8000
 def test_a_head_that_cannot_be_is_told_so_in_our_shape(
     hasty: FakeServer, sent: bytes, status: bytes, code: str
 ) -> None:
-    with connect(hasty.url) as raw:
+    with hasty.loop_held():
+        raw = connect(hasty.url)
         raw.sendall(sent)
+    with raw:
         head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
 
     assert head.startswith(b"HTTP/1.1 " + status)

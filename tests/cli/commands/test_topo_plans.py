@@ -1,4 +1,4 @@
-"""`phasewise topo --trees`, `--tree` and `--plan`: what a machine can be made to do, drawn within bounds."""
+"""`phasewise topo --plan` and `--plan-file`: plans drawn on their machines, within bounds."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import re
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from phasewise.cli.commands.topo.text import one_tree_lines, plan_lines, trees_lines
+from phasewise.cli.commands.topo.text import plan_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
-from phasewise.topology import Machine, read_lstopo
+from phasewise.topology import read_lstopo
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
-from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental, parse
+from phasewise.tuner.topotree import OperatorLimits, configurations, parse
 from phasewise.workflows.topo.plan_json import model_name, picture_groups, plan_fields, read_plans
-from phasewise.workflows.topo.trees_json import trees_fields
 from tests.cli import command
 from tests.support.machines.paper_machines import epyc, kunpeng
 
@@ -37,84 +35,6 @@ def _figure_5_plans() -> dict[str, ServicePlan]:
     limits = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
     candidates = configurations(parse(FIGURE_5, kunpeng()), limits)
     return {"prefill": default_plan(kunpeng(), "prefill"), "decode": candidates[-1].plan("decode")}
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize(
-    "machine", [kunpeng(), epyc(), read_lstopo(HYBRID)], ids=lambda machine: machine.source
-)
-def test_trees_fit_80_columns_and_any_encoding(machine: Machine, encoding: str) -> None:
-    lines = list(trees_lines(fundamental(machine), True, 40, encoding))
-    lines += one_tree_lines(fundamental(machine).tree, encoding)
-
-    assert max(map(len, lines)) <= 80
-    for line in lines:
-        line.encode(encoding)
-
-
-def test_every_printed_notation_can_be_given_back() -> None:
-    """The listing and the search speak one language."""
-    text = "\n".join(trees_lines(fundamental(kunpeng()), True, 30, "utf-8"))
-    notations = re.findall(r"^\d+\. (fundamental.*)$", text, re.MULTILINE)
-
-    assert len(notations) == 30
-    for notation in notations:
-        assert parse(notation, kunpeng()).notation == notation
-
-
-def test_the_output_is_bounded_and_says_what_it_leaves_out() -> None:
-    text = "\n".join(trees_lines(fundamental(kunpeng()), True, 2, "utf-8"))
-
-    assert "1. fundamental" in text
-    assert "3. " not in text
-    assert "and 205 more groupings" in text
-
-
-def test_json_counts_trees_and_states_the_bounds() -> None:
-    """Counts by level multiply to the total, distinct trees are no more than groupings times removals."""
-    fields = trees_fields(fundamental(epyc()), True, 3)
-    counts = fields["counts"]
-
-    product = 1
-    for level in counts["groupings_by_level"]:
-        product *= level["groupings"]
-    assert product == counts["groupings"] <= fields["bounds"]["groupings"]
-    assert counts["distinct_trees"] <= counts["groupings_and_removals"] == 256 * counts["groupings"]
-    assert len(fields["groupings"]) == 3
-    assert fields["elapsed_s"] >= 0
-
-
-def test_trees_command_reads_a_machine_and_names_what_is_left_out() -> None:
-    fields = _fields("--trees", "--any-size", "--input", HYBRID)
-
-    assert fields["power_of_two"] is False
-    assert [left["reason"] for left in fields["left_out"]] == ["hybrid"]
-    assert "left to the system" in _run("--trees", "--input", HYBRID)
-
-
-def test_a_machine_with_too_many_trees_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phasewise.workflows.topo.trees_json.MAX_COUNTED", 100)
-
-    assert "at most 39,744, not counted" in "\n".join(trees_lines(fundamental(kunpeng()), True, 1, "utf-8"))
-
-
-def test_one_tree_is_drawn_with_its_neighbours(tmp_path: Path) -> None:
-    picture = tmp_path / "tree.svg"
-
-    text = _run("--tree", "fundamental | remove(1,1)", "--input", V2, "--svg", picture)
-
-    assert "1 of 2 x numa" in text
-    assert "One removal from:\n  fundamental\n" in text
-    ElementTree.parse(picture)
-    fields = _fields("--tree", "fundamental", "--input", V2)
-    assert fields["parents"] == []
-    assert "fundamental | remove(1,1)" in fields["removals"]
-
-
-def test_a_tree_that_cannot_be_is_one_line() -> None:
-    line = _invoke("--tree", "fundamental | group(3,1,1)", "--input", V2).refusal
-
-    assert "group(3,1,1) cannot tile the 2 children" in line
 
 
 def test_plans_are_drawn_where_they_run() -> None:
@@ -244,7 +164,7 @@ def test_no_colour_means_both_phases(n_prefill: int, n_decode: int) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--trees", "--plan"], ["--tree", "fundamental", "--trees"], ["model"], ["model", "--trees"]],
+    [["--plan", "--plan-file", "plans.json"], ["model"]],
 )
 def test_views_that_do_not_go_together_are_wrong_usage(arguments: list[str]) -> None:
     assert _invoke(*arguments, "--input", V2).usage_error
