@@ -239,7 +239,8 @@ class _Read(Collector):
             ("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost()),
         ):
             yield _metric(COUNTER, name, meaning, count)
-        if threads := {(phase,): count for phase, count in gauges.threads().items()}:
+        threads: dict[Labels, int] = {(phase,): count for phase, count in gauges.threads().items()}
+        if threads:
             yield _metric(GAUGE, "threads", "threads of a phase, as it runs now", threads, ("phase",))
             moves = "times that an engine went on by other plans because its cores had changed"
             yield _metric(COUNTER, "core_moves", moves, recoveries.core_moves)
@@ -251,7 +252,7 @@ class _Read(Collector):
         if (models := gauges.models()) is not None:
             yield from _of_rows(_OF_MODELS, {(): models})
         if gauges.products:
-            states = {
+            states: dict[Labels, int] = {
                 (model, state) if self._model else (state,): count
                 for model, states in gauges.products.items()
                 for state, count in states.items()
@@ -261,7 +262,7 @@ class _Read(Collector):
         if adapters := gauges.adapters():
             yield _lora_requests_info(adapters)
         if (load := gauges.load()) is not None:
-            loads = (
+            loads: dict[Labels, EngineLoad] = (
                 {(): load} if not self._model else {(name,): of for name, of in (load.by_model or {}).items()}
             )
             yield from _of_loads(loads, self._model)
@@ -380,7 +381,7 @@ def _of_hand_overs(counts: HandOverCounts) -> Iterator[Family]:
         ("hand_overs_failed", "hand-overs that failed, by reason", counts.failed),
         ("kv_frames_refused", "frames of keys and values thrown away, by reason", counts.frames_refused),
     ):
-        values = {(reason,): count for reason, count in sorted(failed.items())}
+        values: dict[Labels, int] = {(reason,): count for reason, count in sorted(failed.items())}
         yield _metric(COUNTER, name, meaning, values, ("reason",))
 
 
