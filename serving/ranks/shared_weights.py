@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -69,22 +69,6 @@ class Places:
     n_bytes: int
     weights: Mapping[str, WeightPlace]
     vectors: Mapping[str, ArrayPlace]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Places:
-        """The places that `to_json` wrote."""
-        weights = {
-            name: WeightPlace(
-                **{**weight, "arrays": tuple(_array_place(array) for array in weight["arrays"])}
-            )
-            for name, weight in fields["weights"].items()
-        }
-        return cls(
-            fields["n_bytes"], weights, {name: _array_place(v) for name, v in fields["vectors"].items()}
-        )
 
     def views(self, segment: Mapped) -> tuple[dict[str, PackedWeight], dict[str, Array]]:
         """Weights and vectors over `segment`, by name."""
@@ -319,10 +303,6 @@ def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:
         weight.is_sparse,
         tuple(ArrayPlace.of(array, offset) for array, offset in arrays),
     )
-
-
-def _array_place(fields: Mapping[str, Any]) -> ArrayPlace:
-    return ArrayPlace(fields["offset"], tuple(fields["shape"]), fields["dtype"])
 
 
 _log = logging.getLogger(__name__)
