@@ -13,8 +13,8 @@ from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoa
 from phasewise.serving.errors import RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.openai_objects import Choice, CompletionRendering, Form, Reply
-from phasewise.serving.http.answers.send_answer import Events, respond
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.routes.generation_service import Events, respond
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 
 LOAD = EngineLoad(0, 0, 0, 64)

@@ -27,8 +27,8 @@ from phasewise.serving.http.answers.openai_objects import (
     Rendering,
     Reply,
 )
-from phasewise.serving.http.answers.send_answer import Events, _said
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.routes.generation_service import Events, _said
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.serving.text.turn_form import TurnForm
 from phasewise.serving.tools.dialect import dialect_of
