@@ -172,6 +172,11 @@ class Answer(NamedTuple):
     logit_digests: tuple[str, ...] = ()
     """Those made since the piece before, where evidence is asked for."""
 
+    @property
+    def counts(self) -> Answer:
+        """The piece without its text and tokens."""
+        return self._replace(text="", tokens=(), prompt=None)
+
 
 class Failure(NamedTuple):
     """The request ends here, without the rest of its answer. `error` says why."""

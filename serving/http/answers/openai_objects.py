@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Progress, Submit
+from phasewise.serving.engine.messages import Answer, Evidence, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import ServedModel
@@ -80,45 +80,28 @@ COMMENT, PING, SPACE = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+NOTHING_YET = Answer("", "", (), 0, 0)
+"""The last piece of an answer that has none."""
+
+
 @dataclass(slots=True)
 class Choice:
     """The arrived part of one choice."""
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
-    n_generated: int = 0
-    n_cached: int = 0
-    finish_reason: FinishReason | None = None
-    drafts: DraftCounts | None = None
-    evidence: Evidence | None = None
-    stop_text: str | None = None
+    last: Answer = NOTHING_YET
+    """The counts and ends of the newest piece."""
     first_ns: int = 0
-    last_ns: int = 0
-    """The time at which its first and its newest token were chosen, on `time.perf_counter_ns`."""
+    """The time at which its first token was chosen."""
     prompt: tuple[PromptToken, ...] | None = None
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
         self.tokens.extend(piece.tokens)
-        self.n_generated = piece.n_generated
-        self.n_cached = piece.n_cached
-        self.finish_reason = piece.finish_reason
-        self.drafts = piece.drafts
-        self.evidence = piece.evidence
-        self.stop_text = piece.stop_text
+        self.last = piece.counts
         self.first_ns = self.first_ns or piece.at_ns
-        self.last_ns = piece.at_ns
         self.prompt = self.prompt or piece.prompt
-
-
-class Used(NamedTuple):
-    """Tokens of one choice."""
-
-    n_generated: int
-    n_cached: int
-    """Tokens of its prompt that were not computed again."""
-    drafts: DraftCounts | None
-    """None where drafts are off."""
 
 
 class EventWriter(ABC):
@@ -159,38 +142,36 @@ class Reply:
 
     requests: Sequence[Submit]
     n_choices_per_prompt: int
-    rendering: Rendering
+    rendering: Rendering | Form
     streamed: bool
     include_usage: bool
     tells_progress: bool = False
     """Events tell how much of each prompt is computed."""
-    form: Form | None = None
-    """The form in which it is written out; None: as choices of a completion or a chat."""
     receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
     """Makes and keeps the receipt of a choice that has ended; None where none is asked for."""
     clamped: int | None = None
     """The tokens that there is room for, where an answer of more was asked for."""
 
-    def with_receipt(self, index: int, said: Json, ended: Answer | Choice) -> Json:
+    def with_receipt(self, index: int, said: Json, ended: Answer) -> Json:
         """The choice as it is said, and its receipt where it has ended and shall have one."""
         if self.receipt is None or ended.evidence is None or ended.finish_reason is None:
             return said
         return {**said, "receipt": self.receipt(self.requests[index], ended.evidence, ended.finish_reason)}
 
-    def usage(self, counts: Sequence[Used]) -> Json:
-        """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""
+    def usage(self, said: Sequence[Answer]) -> Json:
+        """Tokens of all prompts, each once, and of all answers. said: the last piece of each choice."""
         firsts = self.requests[:: self.n_choices_per_prompt]
         n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
-        n_generated = sum(used.n_generated for used in counts)
+        n_generated = sum(piece.n_generated for piece in said)
         usage: Json = {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_generated,
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {
-                "cached_tokens": sum(used.n_cached for used in counts[:: self.n_choices_per_prompt])
+                "cached_tokens": sum(piece.n_cached for piece in said[:: self.n_choices_per_prompt])
             },
         }
-        drafts = [used.drafts for used in counts if used.drafts is not None]
+        drafts = [piece.drafts for piece in said if piece.drafts is not None]
         if drafts:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": sum(each.accepted for each in drafts),
@@ -321,9 +302,6 @@ def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
 class Rendering(ABC):
     """The form of one kind of response: the fields of every object, and how tokens are written out."""
 
-    is_plain = True
-    """True if an event may carry a piece's text as it is."""
-
     def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = NOT_SCORED) -> None:
         self._fixed = {
             "id": response_id,
@@ -405,12 +383,12 @@ class CompletionRendering(Rendering):
 
     def whole(self, index: int, choice: Choice) -> Json:
         echo = self._scoring.echo(index)
-        said, text = [self._generated(index, choice.tokens, choice.finish_reason)], choice.text
+        said, text = [self._generated(index, choice.tokens, choice.last.finish_reason)], choice.text
         if echo is not None:
             text = echo.text + text
             if echo.has_logprobs and choice.prompt is not None:
                 said.insert(0, self._echoed(echo, choice.prompt))
-        whole = self._choice(index, text, _joined(said), choice.finish_reason)
+        whole = self._choice(index, text, _joined(said), choice.last.finish_reason)
         if self._scoring.n_top is not None and choice.prompt is not None:
             whole["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
         return whole
@@ -465,7 +443,6 @@ class ChatRendering(Rendering):
         super().__init__(response_id, model, scoring)
         self._reading = reading
         self._streamed: dict[int, _ReadChoice] = {}
-        self.is_plain = reading is None
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "chat.completion.chunk" if streamed else "chat.completion"}
@@ -492,7 +469,7 @@ class ChatRendering(Rendering):
 
     def whole(self, index: int, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        reason: str | None = choice.finish_reason
+        reason: str | None = choice.last.finish_reason
         logprobs = self._logprobs(self._scored(choice.tokens, reason))
         if self._reading is not None:
             read = _ReadChoice(self._reading)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from phasewise.serving.http.answers.openai_objects import (
 )
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.models.served_models import HoldModels, ServedModels
+from phasewise.serving.http.models.served_models import HoldModels, ListedModel, ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
@@ -62,11 +61,7 @@ Body = TypeVar("Body", bound=Strict)
 
 _IN_CHAT = {"prompt": "messages"}
 """The names in these requests of the fields of the others that they are made into."""
-NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
-"""The names that requests may use for a model, and what /v1/models says of it."""
-Cards = Callable[[], Awaitable[list[NamedCard]]]
-"""The models as they are now."""
-_EXPOSED = (*("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After"),)
+_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After")
 
 
 @dataclass(frozen=True)
@@ -108,19 +103,16 @@ def create_app(
     loop that runs it. `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
     routes, keys = Routes(), ApiKeys(limits.api_keys)
     bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
-    cards: list[Cards] = []
     _add_health(routes, life, metrics)
     if generation is not None:
         _add_generation(routes, generation, bodies, life, metrics, surroundings)
-        cards.append(_cards_of(generation.models))
     if embeddings is not None:
         generates = _nothing if generation is None else generation.models.generates
         metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
         most_bytes, model = limits.max_response_bytes, embeddings.model
         own = EmbeddingRoutes(model, embeddings.client, bodies, life, most_bytes, generates)
         add_embedding_routes(routes, own)
-        cards.append(_cards_of_embedder(model))
-    _add_models(routes, cards)
+    _add_models(routes, generation, embeddings)
     layers = _layers(limits, metrics, surroundings, keys, routes)
     if generation is not None and generation.models.shelf is not None:
         layers.append(Middleware(HoldModels))
@@ -225,39 +217,26 @@ def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
         return told()
 
 
-def _cards_of_embedder(model: EmbeddingModel) -> Cards:
-    async def cards() -> list[NamedCard]:
-        return [(model.names, model.card)]
-
-    return cards
-
-
-def _cards_of(models: ServedModels) -> Cards:
-    async def cards() -> list[NamedCard]:
-        return [(model.names, model.card) for model in await models.listed()]
-
-    return cards
-
-
-def _add_models(routes: Routes, sources: Sequence[Cards]) -> None:
-    """sources: of the models' names and cards."""
-
-    async def named_cards() -> list[NamedCard]:
-        return [card for cards in sources for card in await cards()]
+def _add_models(
+    routes: Routes, generation: TextGeneration | None, embeddings: ServedEmbeddings | None
+) -> None:
+    async def served() -> list[ListedModel | EmbeddingModel]:
+        generating = [] if generation is None else await generation.models.listed()
+        return [*generating, *(() if embeddings is None else (embeddings.model,))]
 
     @routes.add("/v1/models", "GET")
     async def list_models(_request: Request) -> Json:
         """The models that are served."""
-        return {"object": "list", "data": [card() for _, card in await named_cards()]}
+        return {"object": "list", "data": [model.card() for model in await served()]}
 
     @routes.add("/v1/models/{name:path}", "GET")
     async def show_model(_request: Request, name: str) -> Json:
         """The model, by its id or by the name it was started with."""
-        cards = await named_cards()
-        for names, card in cards:
-            if name in names:
-                return card()
-        raise unknown_model(name, " and ".join(names[0] for names, _ in cards))
+        models = await served()
+        for model in models:
+            if name in model.names:
+                return model.card()
+        raise unknown_model(name, " and ".join(model.names[0] for model in models))
 
 
 def _add_completions(routes: Routes, service: GenerationService) -> None:

@@ -18,12 +18,13 @@ from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Pieces
 from phasewise.serving.http.answers.openai_objects import (
     EVENT_STREAM,
+    NOTHING_YET,
     Choice,
     EventWriter,
+    Form,
     Json,
     Rendering,
     Reply,
-    Used,
     encode,
 )
 from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
@@ -67,14 +68,15 @@ class Events(EventWriter):
     """Those of one stream, made of its pieces as they come."""
 
     def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-        self._head = encode(reply.rendering.head(streamed=True))[:-1]
-        self._said = [Used(0, 0, None)] * len(reply.requests)
-        """Counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
+        assert isinstance(reply.rendering, Rendering)
+        self._reply, self._rendering = reply, reply.rendering
+        self._head = encode(self._rendering.head(streamed=True))[:-1]
+        self._said = [NOTHING_YET] * len(reply.requests)
+        """The counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
 
     def opening(self) -> bytes:
         """Before the first piece."""
-        openings = [self._reply.rendering.opening(index) for index in range(len(self._said))]
+        openings = [self._rendering.opening(index) for index in range(len(self._said))]
         return "".join([self._event(opening) for opening in openings if opening is not None]).encode()
 
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
@@ -108,16 +110,16 @@ class Events(EventWriter):
             "processed": progress.n_computed,
             "time_ms": progress.took_ns // 1_000_000,
         }
-        choice = encode(self._reply.rendering.waiting(index))
+        choice = encode(self._rendering.waiting(index))
         return f'data: {self._head},"choices":[{choice}],"prompt_progress":{encode(said)}}}\n\n'
 
     def _delta(self, index: int, piece: Answer) -> str:
         delta = None
         if piece.text or piece.tokens or piece.finish_reason or piece.prompt:
-            delta = self._reply.rendering.delta(index, piece)
+            delta = self._rendering.delta(index, piece)
         if delta is not None:
             delta = self._reply.with_receipt(index, delta, piece) if piece.evidence is not None else delta
-        self._said[index] = Used(piece.n_generated, piece.n_cached, piece.drafts)
+        self._said[index] = piece.counts
         return "" if delta is None else self._event(delta)
 
     def _event(self, choice: Json) -> str:
@@ -156,7 +158,9 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
     )
     leaving = _closing_when_gone(stream, request)
     first = asyncio.ensure_future(stream.take())
-    media_type = reply.form.media_type if reply.form else EVENT_STREAM
+    form = reply.rendering
+    events = form.events() if isinstance(form, Form) else Events(reply)
+    media_type = form.media_type if isinstance(form, Form) else EVENT_STREAM
     every_s = client.sign_of_life_s
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
@@ -171,7 +175,6 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         leaving.cancel()
         stream.close()
         raise
-    events = reply.form.events() if reply.form else Events(reply)
     return _EventStream(events, first, stream, leaving, every_s, media_type)
 
 
@@ -225,15 +228,16 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
 
 def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
     """Choice by choice: a thread that writes a long text gives way to none while it does."""
-    if reply.form is not None:
-        return reply.form.whole(choices)
+    rendering = reply.rendering
+    if isinstance(rendering, Form):
+        return rendering.whole(choices)
     whole = [
-        encode(reply.with_receipt(index, reply.rendering.whole(index, choice), choice))
+        encode(reply.with_receipt(index, rendering.whole(index, choice), choice.last))
         for index, choice in enumerate(choices)
     ]
-    head = encode(reply.rendering.head(streamed=False))
-    used = [Used(choice.n_generated, choice.n_cached, choice.drafts) for choice in choices]
-    beside = encode({"usage": reply.usage(used), **reply.rendering.rest(choices)})
+    head = encode(rendering.head(streamed=False))
+    used = [choice.last for choice in choices]
+    beside = encode({"usage": reply.usage(used), **rendering.rest(choices)})
     return f'{head[:-1]},"choices":[{",".join(whole)}],{beside[1:]}'.encode()
 
 
@@ -391,7 +395,7 @@ class GenerationService:
 def reply_of(
     body: GenerationRequest,
     requests: Sequence[Submit],
-    rendering: Rendering,
+    rendering: Rendering | Form,
     model: ServedModel,
 ) -> Reply:
     """The reply to a request that has been prepared."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,6 @@ from starlette.responses import Response
 from phasewise.serving.engine.messages import Answer
 from phasewise.serving.http.answers.openai_objects import (
     PING,
-    ChatRendering,
     Choice,
     Form,
     Json,
@@ -326,13 +325,13 @@ class Messaging(KnownBefore):
 
     def ending(self, choice: Choice, *, has_called: bool) -> Json:
         """The reason that the answer ended."""
-        if choice.finish_reason == "length":
+        if choice.last.finish_reason == "length":
             reason = "max_tokens" if self.is_capped else "model_context_window_exceeded"
-        elif choice.stop_text is not None:
+        elif choice.last.stop_text is not None:
             reason = "stop_sequence"
         else:
             reason = "tool_use" if has_called else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": choice.stop_text}
+        return {"stop_reason": reason, "stop_sequence": choice.last.stop_text}
 
 
 _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}
@@ -350,7 +349,7 @@ def whole(messaging: Messaging, choices: Sequence[Choice]) -> bytes:
             has_called = True
             block["input"] = parsed(block["input"]) or {}
     ending = messaging.ending(choice, has_called=has_called)
-    usage = messaging.usage(choice.n_cached, choice.n_generated)
+    usage = messaging.usage(choice.last.n_cached, choice.last.n_generated)
     return encode(messaging.message(content, ending, usage)).encode()
 
 
@@ -404,7 +403,7 @@ class MessageEvents(PartEvents):
     def closing(self) -> bytes:
         """After the last piece."""
         out = self._close()
-        usage = self._messaging.usage(self._choice.n_cached, self._choice.n_generated)
+        usage = self._messaging.usage(self._choice.last.n_cached, self._choice.last.n_generated)
         ending = self._messaging.ending(self._choice, has_called=self._has_called)
         out.append(_event("message_delta", delta=ending, usage=usage))
         return "".join([*out, _event("message_stop")]).encode()
@@ -481,7 +480,7 @@ def add_messages(routes: Routes, service: GenerationService) -> None:
             is_capped=asked.max_tokens is not None,
         )
         form = Form(partial(whole, messaging), partial(MessageEvents, messaging))
-        reply = replace(reply_of(chat, requests, ChatRendering("", model), model), form=form)
+        reply = reply_of(chat, requests, form, model)
         with naming(_NAMES):
             return await service.answer(reply, request)
 

@@ -11,7 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +25,6 @@ from phasewise.serving.engine.messages import Answer
 from phasewise.serving.http.answers.openai_objects import (
     JSON_LINES,
     SPACE,
-    ChatRendering,
     Choice,
     Form,
     Json,
@@ -294,13 +293,13 @@ class OllamaAnswering(KnownBefore):
         """The line that ends the answer, with its counts, and its times in nanoseconds."""
         return {
             **self.line(said, done=True),
-            "done_reason": choice.finish_reason,
-            "total_duration": choice.last_ns - self.began_ns,
+            "done_reason": choice.last.finish_reason,
+            "total_duration": choice.last.at_ns - self.began_ns,
             "load_duration": 0,
             "prompt_eval_count": self.n_prompt,
             "prompt_eval_duration": choice.first_ns - self.began_ns,
-            "eval_count": choice.n_generated,
-            "eval_duration": choice.last_ns - choice.first_ns,
+            "eval_count": choice.last.n_generated,
+            "eval_duration": choice.last.at_ns - choice.first_ns,
         }
 
 
@@ -472,7 +471,7 @@ async def _answer(
         is_chat=isinstance(body, OllamaChatRequest),
     )
     form = Form(partial(whole, answering), partial(OllamaLines, answering), JSON_LINES)
-    reply = replace(reply_of(meant, requests, ChatRendering("", model), model), form=form)
+    reply = reply_of(meant, requests, form, model)
     return await service.answer(reply, request)
 
 

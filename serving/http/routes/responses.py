@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from phasewise.serving.engine.messages import Answer
 from phasewise.serving.http.answers.openai_objects import (
-    ChatRendering,
     Choice,
     CustomCall,
     Form,
@@ -307,7 +306,7 @@ class _Response:
 
     def ended(self, output: _Output, choice: Choice) -> Json:
         """The whole of it."""
-        cut = choice.finish_reason == "length"
+        cut = choice.last.finish_reason == "length"
         items = [item.to_json("completed") for item in output.items]
         if cut and items:
             items[-1]["status"] = "incomplete"
@@ -316,12 +315,12 @@ class _Response:
         usage = {
             "input_tokens": n_prompt,
             "input_tokens_details": {
-                "cached_tokens": choice.n_cached,
-                "cache_write_tokens": n_prompt - choice.n_cached,
+                "cached_tokens": choice.last.n_cached,
+                "cache_write_tokens": n_prompt - choice.last.n_cached,
             },
-            "output_tokens": choice.n_generated,
-            "output_tokens_details": {"reasoning_tokens": min(n_reasoning, choice.n_generated)},
-            "total_tokens": n_prompt + choice.n_generated,
+            "output_tokens": choice.last.n_generated,
+            "output_tokens_details": {"reasoning_tokens": min(n_reasoning, choice.last.n_generated)},
+            "total_tokens": n_prompt + choice.last.n_generated,
         }
         return {
             **self._fixed,
@@ -472,7 +471,7 @@ def add_responses(routes: Routes, service: GenerationService) -> None:
             namespaces=namespaces_of(body),
         )
         form = Form(partial(whole, responding), partial(ResponseEvents, responding))
-        reply = replace(reply_of(chat, requests, ChatRendering("", model), model), form=form)
+        reply = reply_of(chat, requests, form, model)
         with naming(_NAMES):
             return await service.answer(reply, request)
 

@@ -12,13 +12,11 @@ from starlette.types import Message as AsgiMessage
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
 from phasewise.serving.errors import RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.answers.openai_objects import Choice, CompletionRendering, Form, Reply
-from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.routes.generation_service import Events, respond
-from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+from phasewise.serving.http.answers.openai_objects import Choice, Form, Reply
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.routes.generation_service import respond
 
 LOAD = EngineLoad(0, 0, 0, 64)
-MODEL = ServedModel(("m",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
 
 
 async def _stays() -> AsgiMessage:
@@ -32,14 +30,14 @@ def request_of_one_that_stays() -> Request:
 
 def reply_of(n_choices: int) -> Reply:
     """Its body is the texts of its choices, with a `|` between two."""
-    rendering = CompletionRendering("id", MODEL)
 
     def whole(choices: Sequence[Choice]) -> bytes:
         return "|".join(choice.text for choice in choices).encode()
 
     requests = [Submit(f"c-0-{index}", (1,), 4) for index in range(n_choices)]
-    form = Form(whole, lambda: Events(reply_of(n_choices)))
-    return Reply(requests, n_choices, rendering, False, False, form=form)
+    return Reply(
+        requests, n_choices, Form(whole, lambda: pytest.fail("no stream is asked for")), False, False
+    )
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -279,22 +279,19 @@ def streamed_and_whole(kind: str, tokens: Sequence[bytes], pieces: Sequence[Answ
     )
     reading = AnswerReading(lambda: DIALECT.reader(None, in_thought=False), lambda: "c")
 
-    def reply(*, streamed: bool) -> Reply:
-        rendering = (
-            CompletionRendering("id", model)
-            if kind == "completion"
-            else ChatRendering("id", model, reading if kind == "thoughts" else None)
-        )
-        request = Submit("0", (1,), sampling=SamplingParams(top_logprobs=1))
-        return Reply([request], 1, rendering, streamed, include_usage=False)
+    def rendering() -> Rendering:
+        if kind == "completion":
+            return CompletionRendering("id", model)
+        return ChatRendering("id", model, reading if kind == "thoughts" else None)
 
-    events = Events(reply(streamed=True))
+    request = Submit("0", (1,), sampling=SamplingParams(top_logprobs=1))
+    events = Events(Reply([request], 1, rendering(), True, include_usage=False))
     sent = b"".join(events.of([(0, piece)]) for piece in pieces).decode()
     choices = [json.loads(line[6:])["choices"][0] for line in sent.split("\n\n") if line]
     choice = Choice()
     for part in pieces:
         choice.add(part)
-    return [_facts(choices), _facts([reply(streamed=False).rendering.whole(0, choice)])]
+    return [_facts(choices), _facts([rendering().whole(0, choice)])]
 
 
 def _facts(choices: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
