@@ -22,8 +22,6 @@ from sysconfig import get_config_var, get_platform
 from Cython.Build import cythonize
 from Cython.Compiler.Options import get_directive_defaults
 from setuptools import Extension, setup
-from setuptools._distutils.ccompiler import new_compiler
-from setuptools._distutils.sysconfig import customize_compiler
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
@@ -185,23 +183,6 @@ class build_kernels(build_ext):
         return target
 
 
-class reference_names(build_kernels):
-    """Writes the names of this tree's kernels, as this compiler makes them, into the reference build's file.
-
-    Run at a release by the compiler that builds its wheels: `python setup.py reference_names`.
-    """
-
-    def run(self) -> None:
-        names = []
-        customize_compiler(compiler := new_compiler())
-        for isa, own in ISA_FLAGS.items():
-            macros = abi_macros(KERNELS, isa, compiler.compiler_so, [*COMMON_FLAGS, *own])
-            names += [value.strip('"') for _, value in macros]
-        file = Path("phasewise/kerneldb/reference_build.json")
-        recorded = json.loads(file.read_text())
-        file.write_text(json.dumps({**recorded, MACHINE: sorted(names)}, indent=4, sort_keys=True) + "\n")
-
-
 def files_like(*patterns: str) -> list[str]:
     return [str(path) for pattern in patterns for path in sorted(KERNELS.glob(pattern))]
 
@@ -234,6 +215,6 @@ DIRECTIVES = {"binding": True, **HINTS}
 
 setup(
     ext_modules=cythonize(extensions, language_level=3, compiler_directives=DIRECTIVES, quiet=True),
-    cmdclass={"build_ext": build_kernels, "reference_names": reference_names},
+    cmdclass={"build_ext": build_kernels},
     options={"bdist_wheel": {"py_limited_api": STABLE_ABI}} if HAS_STABLE_ABI else {},
 )

@@ -44,7 +44,7 @@ def grown_database(
     folder.mkdir(parents=True, exist_ok=True)
     fleet, file = str(folder / "fleet.db"), folder / "fleet.jsonl"
     with open_store(fleet, print) as store:
-        if not store.timed_keys():
+        if not store.key_counts():
             fill(store, MILLION)
     with contextlib.ExitStack() as stack:
         socket = stack.enter_context(postgres_socket()) if postgres else None

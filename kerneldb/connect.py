@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import sqlite3
@@ -12,7 +11,6 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -72,36 +70,15 @@ MAX_REASON_CHARS = 160
 """Longest part of a driver's message that is shown: SQLite may quote the whole definition of a table."""
 
 
-def json_of(value: Any) -> str:
-    """JSON text of a column. Samples and conditions, which most are, need no encoder."""
-    if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
-        return repr([*value])
-    if (
-        type(value) is dict
-        and set(map(type, value.values())) == {float}
-        and all(map(math.isfinite, value.values()))
-    ):
-        return "{" + ", ".join([f"{_quoted(name)}: {number!r}" for name, number in value.items()]) + "}"
-    return json.dumps(value)
-
-
-_quoted = lru_cache(maxsize=1024)(json.dumps)
-
-
 def _json_or_none(text: str) -> Any:
     """A damaged value becomes None, which no record accepts; the row is then refused by name."""
     try:
-        if isinstance(text, str):
-            value, end = _DECODER.raw_decode(text)
-            if end == len(text):
-                return value
         return json.loads(text)
     except (ValueError, RecursionError, TypeError):
         return None
 
 
-_DECODER = json.JSONDecoder()
-_JSON: dict[str, Any] = {"json_serializer": json_of, "json_deserializer": _json_or_none}
+_JSON: dict[str, Any] = {"json_deserializer": _json_or_none}
 
 
 def engine_for(location: Location, read_only: bool) -> Engine:

@@ -41,22 +41,15 @@ class Key:
 
 @dataclass(frozen=True)
 class KeyCount:
-    """The number of measurements of one key."""
+    """The number of measurements of one key, those made here and those imported."""
 
     key: Key
     verified: int = 0
     imported: int = 0
 
-
-@dataclass(frozen=True)
-class TimedKey:
-    """A key that has measurements, and where these were taken."""
-
-    key: Key
-    is_verified: bool
-    """One or more were measured here."""
-    is_imported: bool
-    """One or more were imported."""
+    @property
+    def total(self) -> int:
+        return self.verified + self.imported
 
 
 @dataclass(frozen=True)
@@ -105,15 +98,6 @@ def count_by_key(connection: Connection, report: Report, *where: ColumnElement[b
         key = made_keys(key_columns)
         if key is not None:
             yield KeyCount(key, counts[True], counts[False])
-
-
-def timed_keys(connection: Connection, report: Report, core_sig: str | None) -> Iterator[TimedKey]:
-    """As `count_by_key`, without the numbers: what it takes goes by keys, not by measurements."""
-    made_keys = _keys(connection, report)
-    for *columns, is_verified, is_imported in connection.execute(queries.keys_by_seeking(core_sig)):
-        key = made_keys(tuple(columns))
-        if key is not None:
-            yield TimedKey(key, bool(is_verified), bool(is_imported))
 
 
 def promoted_keys(connection: Connection, verified: bool, *where: ColumnElement[bool]) -> set[Key]:

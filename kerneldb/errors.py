@@ -1,17 +1,4 @@
-"""Errors of the tuning database.
-
-KernelDbError                the base: one clear line for the user, exit code 1
-├── RecordError              a value that no record may hold (also a ValueError)
-├── DatabaseNameError        what is given names no database that can be opened
-├── DatabaseTooNewError      written by a newer phasewise; nothing was touched
-├── DatabaseTooOldError      of an older schema: read where this program can, and not changed
-├── ForeignDatabaseError     a database, or a file, that is not ours
-├── DamagedDatabaseError     ours, but its bytes or rows make no sense
-├── ReadOnlyDatabaseError    a write was asked for where only reading is possible
-├── BusyDatabaseError        another process held the write lock for too long
-├── ExportFileError          a file that `import` cannot read at all, or that `export` cannot write
-└── DatabaseFullError        no space left; what was committed before is kept
-"""
+"""Errors of the tuning database: each is one clear line for the user, and exit code 1."""
 
 from __future__ import annotations
 

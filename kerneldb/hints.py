@@ -12,9 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.store import Store
 
 
 class HintTrust(IntEnum):
@@ -49,19 +52,11 @@ class Hint:
         return self.measurement.sample.schedule
 
 
-class HintStore(Protocol):
-    """The part of a store that hints are read from."""
-
-    def promoted_measurements(self, machine: MachineKey, *, verified: bool) -> list[Measurement]: ...
-
-    def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]: ...
-
-
 Hints: TypeAlias = Mapping[Problem, Hint]
 
 
 def waiting_hints(
-    store: HintStore, machine: MachineKey, kernel_abi: str, shipped: Iterable[Measurement] = ()
+    store: Store, machine: MachineKey, kernel_abi: str, shipped: Iterable[Measurement] = ()
 ) -> Hints:
     """The hints for products of one build of a kernel family on one kind of machine.
 
@@ -95,18 +90,12 @@ def waiting_hints(
         own_way = (schedule.compute_path, schedule.k_parts)
         if arithmetics.setdefault(weight, own_way) == own_way:
             best.setdefault(problem, hint)
-    return {
-        problem: hint
-        for problem, hint in best.items()
-        if not _was_timed(store, problem, hint.schedule, machine, kernel_abi)
-    }
 
+    def was_timed(hint: Hint) -> bool:
+        rows = store.measurements(hint.problem, machine, kernel_abi)
+        return any(row.origin.verified and row.sample.schedule == hint.schedule for row in rows)
 
-def _was_timed(
-    store: HintStore, problem: Problem, schedule: Schedule, machine: MachineKey, kernel_abi: str
-) -> bool:
-    rows = store.measurements(problem, machine, kernel_abi)
-    return any(row.origin.verified and row.sample.schedule == schedule for row in rows)
+    return {problem: hint for problem, hint in best.items() if not was_timed(hint)}
 
 
 def same_kernels(kernel_abi: str, other: str) -> bool:

@@ -203,10 +203,6 @@ def row_line(row: StoredRow) -> str:
     return f"{content[:-1]},{digest}}}" if word < "sha256" else f"{{{digest},{content[1:]}"
 
 
-def _row_digest(content: Mapping[str, Any]) -> str:
-    return _digest_of(canonical(content))
-
-
 def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ROW_DIGITS]
 
@@ -276,7 +272,7 @@ def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[StoredRow]:
                 _check_end(content, rows, lines, refuse)
                 return
             rows += 1
-            yield _row(content, line)
+            yield _row(content)
         except (ValueError, RecursionError) as error:
             refuse(lines.number, textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ..."))
     refuse(lines.number + 1, "the file ends without its closing line: it was cut short")
@@ -375,12 +371,12 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_
 
 def read_row(line: bytes) -> StoredRow:
     """The row of a line, unverified. ValueError or RecursionError where it holds none."""
-    return _row(_parsed(line), line)
+    return _row(_parsed(line))
 
 
-def _row(content: dict[str, Any], line: bytes) -> StoredRow:
+def _row(content: dict[str, Any]) -> StoredRow:
     digest = content.pop("sha256", None)
-    if digest is None or (digest != _digest_as_written(line) and digest != _row_digest(content)):
+    if digest is None or digest != _digest_of(canonical(content)):
         raise RecordError("the row does not fit its checksum")
     word = next(iter(content), "")
     if len(content) != 1 or word not in KINDS:
@@ -389,17 +385,6 @@ def _row(content: dict[str, Any], line: bytes) -> StoredRow:
     fields = _object(f"a {word.replace('_', ' ')}", content[word], _names(record))
     row: StoredRow = _made(record, fields, fields.get("kernel_abi"))
     return row
-
-
-def _digest_as_written(line: bytes) -> str | None:
-    """The digest of a line that is written as ours are, by its bytes: nothing is written again."""
-    if line[-30:-19] == b',"sha256":"':
-        body = line[:-30] + b"}"
-    elif line.startswith(b'{"sha256":"'):
-        body = b"{" + line[29:-1]
-    else:
-        return None
-    return hashlib.sha256(body).hexdigest()[:ROW_DIGITS]
 
 
 @cache

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.records import MachineKey, Problem
-from phasewise.kerneldb.shipped import shipped_measurements
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import builds_set_aside
 
@@ -37,32 +36,6 @@ class ProductCounts:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class ShippedCounts:
-    """Numbers of the schedules that the package brings for one kind of core."""
-
-    brought: int = 0
-    judged: int = 0
-    """Those whose product has a verdict of this build of the kernels."""
-    in_use: int = 0
-    """Those that are in use by it."""
-
-
-def count_shipped(store: Store, core_sig: str, builds: Collection[str]) -> ShippedCounts:
-    """The package's schedules for one kind of core, and what was made of them here."""
-    rows = shipped_measurements(core_sig)
-    machines = {row.origin.machine for row in rows}
-    used = {
-        (own.problem, own.origin.machine): own.sample.schedule
-        for machine in machines
-        for own in store.promoted_measurements(machine)
-        if own.kernel_abi in builds
-    }
-    judged = [row for row in rows if (row.problem, row.origin.machine) in used]
-    in_use = [row for row in judged if used[row.problem, row.origin.machine] == row.sample.schedule]
-    return ShippedCounts(len(rows), len(judged), len(in_use))
-
-
 def count_products(
     store: Store,
     core_sig: str,
@@ -80,9 +53,9 @@ def count_products(
     promoted = [key for key in store.promoted_keys(core_sig=core_sig) if is_wanted(key)]
     tuned = {(key.problem, key.machine) for key in promoted if key.kernel_abi in builds}
     imported = {
-        (timed.key.problem, timed.key.machine)
-        for timed in store.timed_keys(core_sig)
-        if timed.is_imported and is_wanted(timed.key)
+        (count.key.problem, count.key.machine)
+        for count in store.key_counts(core_sig=core_sig)
+        if count.imported and is_wanted(count.key)
     }
     set_aside = sum(builds_set_aside(promoted, builds).values())
     return ProductCounts(len(tuned), len(imported), len(imported & tuned), set_aside)

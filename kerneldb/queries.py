@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import (
@@ -13,7 +12,6 @@ from sqlalchemy import (
     Delete,
     Select,
     and_,
-    bindparam,
     delete,
     exists,
     func,
@@ -79,22 +77,6 @@ def _problem_ids(problem: Problem, but: str = "") -> AnySelect:
     return select(PROBLEM.c.id).where(*same)
 
 
-@cache
-def measurement_count() -> AnySelect:
-    """The number of measurements of the key that `key_parameters` names.
-
-    Built once: a run asks before every batch, and building takes several times as long as the answer.
-    """
-    same = [column == bindparam(column.name) for column in PROBLEM.c if column.name != "id"]
-    same += [MEASUREMENT.c[name] == bindparam(name) for name in BUILD_FIELDS]
-    return select(func.count()).select_from(MEASUREMENT.join(PROBLEM)).where(*same)
-
-
-def key_parameters(problem: Problem, machine: MachineKey, kernel_abi: str) -> dict[str, Any]:
-    """The bound parameters of one key, for a query that was built before."""
-    return flattened(problem) | flattened(machine) | {"kernel_abi": kernel_abi}
-
-
 def key_of(table: Any) -> tuple[Any, ...]:
     """The columns that rows must share to be compared, in the order of their index."""
     return tuple(table.c[name] for name in KEY_FIELDS)
@@ -154,42 +136,6 @@ def counts_by_build() -> AnySelect:
     return select(*columns, func.count(), verified).group_by(*columns)
 
 
-def keys_by_seeking(core_sig: str | None = None) -> AnySelect:
-    """Each key that has measurements, once; then whether one is verified, and whether one is not.
-
-    A seek in the index leads from each value of a column to the next one, so that what it takes goes by keys:
-    grouping reads an entry for every measurement. core_sig: of one kind of core.
-    """
-    keys: Any = None
-    for name in KEY_FIELDS:
-        keys = _next_values(keys, name, core_sig)
-    row = MEASUREMENT.alias()
-    same = [row.c[column.key] == column for column in keys.c]
-    kinds = (select(row.c.id).where(*same, row.c.verified == state).exists() for state in (True, False))
-    return select(*keys.c, *kinds).where(keys.c.problem_id.is_not(None))
-
-
-def _next_values(keys: Any, name: str, core_sig: str | None) -> Any:
-    """The values of one more column behind each of `keys`, ascending; the last is null."""
-    row = MEASUREMENT.alias()
-    names = [] if keys is None else [column.key for column in keys.c]
-    own = () if core_sig is None else (row.c.core_sig == core_sig,)
-
-    def least(behind: Any, *where: Any) -> Any:
-        same = (row.c[other] == behind.c[other] for other in names)
-        query = select(func.min(row.c[name])).where(*same, *own, *where).correlate(behind)
-        return query.scalar_subquery().label(name)
-
-    if keys is None:
-        first = select(least(None))
-    else:
-        first = select(*keys.c, least(keys)).where(keys.c[names[-1]].is_not(None))
-    values = first.cte(f"each_{name}", recursive=True)
-    here = values.c[name]
-    beyond = select(*(values.c[other] for other in names), least(values, row.c[name] > here))
-    return values.union_all(beyond.where(here.is_not(None)))
-
-
 # ---- clean-up ---------------------------------------------------------------------------------------------
 
 
@@ -214,37 +160,6 @@ def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
         .join(ranked, and_(*(a == b for a, b in zip(columns, of_schedule, strict=True))))
         .where(ranked.c.place > keep, ~exists().where(_same_key(), named))
     )
-
-
-def imported_hints(builds: Collection[str], current_build: str) -> AnySelect:
-    """Ids of timings of imported winners of these builds that are hints for another one (`hints`).
-
-    Of a product and a kind of machine the newest one; none where that build has a winner of its own, here or
-    imported, or timed the schedule here.
-    """
-    row, timed = MEASUREMENT.c, MEASUREMENT.alias()
-    place = (row.core_sig, row.placement_sig, row.problem_id)
-
-    def of_current(table: Any) -> Condition:
-        return (*(table.c[column.key] == column for column in place), table.c.kernel_abi == current_build)
-
-    was_timed = (*of_current(timed), timed.c.verified, timed.c.schedule_id == row.schedule_id)
-    rank = func.row_number().over(partition_by=place, order_by=(row.created_at_ms.desc(), row.id.desc()))
-    ranked = (
-        select(row.id, rank.label("rank"))
-        .where(
-            row.id.in_(promoted_ids(False, PROMOTION.c.kernel_abi.in_(builds))),
-            ~exists().where(*of_current(PROMOTION)),
-            ~exists().where(*was_timed),
-        )
-        .subquery()
-    )
-    return select(ranked.c.id).where(ranked.c.rank == 1)
-
-
-def without_timing(builds: Collection[str]) -> ColumnElement[bool]:
-    """Promotions of these builds whose schedule has no timing of its own trust."""
-    return and_(PROMOTION.c.kernel_abi.in_(builds), ~exists().where(_same_key(), *_same_schedule()))
 
 
 def old_rows(kind: type[StoredRow], keep: int) -> AnySelect:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
-from phasewise._words import WIDEST, is_proven, percent
+from phasewise._words import is_proven, percent
 from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.fields import (
     MAX_DIMENSION,
@@ -192,11 +192,6 @@ class Comparison(CheckedRecord):
     def proves_faster(self) -> bool:
         """The candidate is faster than the incumbent, beyond doubt of the comparison's confidence."""
         return self.gain_low > 1.0 and self._is_proven
-
-    @property
-    def is_undecided(self) -> bool:
-        """The interval is so wide that the timings say little: the machine was busy."""
-        return not self._is_proven and self.gain_high > WIDEST * self.gain_low
 
     @property
     def proves_slower(self) -> bool:

@@ -8,11 +8,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import JSON, Connection, Insert, Table, bindparam, exists, insert, select, tuple_
+from sqlalchemy import JSON, Connection, bindparam, insert, select, tuple_
 from sqlalchemy.exc import IntegrityError
 
 from phasewise.kerneldb import queries
-from phasewise.kerneldb.connect import json_of
 from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.fields import flat_parts, flattened, is_shared, made, parts, shared
 from phasewise.kerneldb.queries import batched
@@ -133,9 +132,8 @@ def _by_ids(kind: Any) -> AnySelect:
 
 
 def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
-    """Insert them in their order, with problems and schedules that are new.
-
-    In few statements: other processes wait for the transaction, and most of it would be SQLAlchemy.
+    """Insert them in their order, with problems and schedules that are new, in few statements: other
+    processes wait for the transaction.
     """
     by_kind: dict[Any, list[StoredRow]] = {}
     for row in rows:
@@ -150,25 +148,7 @@ def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
             elif part.name not in TABLES[kind].c:
                 for values in columns:
                     del values[part.name]
-        _insert(connection, TABLES[kind], columns)
-
-
-def _insert(connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
-    """Insert rows that have the same columns, by the driver: SQLAlchemy would look at each value of each."""
-    own, dialect = [table.c[key] for key in rows[0]], connection.dialect
-    values: list[list[Any]] = [[row[column.key] for row in rows] for column in own]
-    for place, column in enumerate(own):
-        if isinstance(column.type, JSON):
-            values[place] = [*map(json_of, values[place])]
-    into = f"INSERT INTO {table.name} ({', '.join(column.name for column in own)})"
-    if dialect.name == "sqlite":
-        marks = ", ".join("?" * len(own))
-        connection.exec_driver_sql(f"{into} VALUES ({marks})", [*zip(*values, strict=True)])
-    elif dialect.driver == "psycopg":  # one statement, and so one answer to wait for
-        arrays = ", ".join(f"%s::{column.type.compile(dialect)}[]" for column in own)
-        connection.exec_driver_sql(f"{into} SELECT * FROM unnest({arrays})", tuple(values))
-    else:
-        connection.execute(insert(table), [*rows])
+        connection.execute(insert(TABLES[kind]), columns)
 
 
 def _ids_of(connection: Connection, kind: type, records: Iterable[Any]) -> dict[Any, int | None]:
@@ -195,7 +175,7 @@ def _found_ids(
 
 def _insert_new(connection: Connection, kind: type, records: Sequence[Any]) -> None:
     """Insert those that have no row. Another process may be quicker with one of them: then one by one."""
-    statement, new = _insertion_where_absent(kind), [flattened(record) for record in records]
+    statement, new = insert(TABLES[kind]), [flattened(record) for record in records]
     try:
         with connection.begin_nested():
             connection.execute(statement, new)
@@ -206,14 +186,6 @@ def _insert_new(connection: Connection, kind: type, records: Sequence[Any]) -> N
                     connection.execute(statement, key)
             except IntegrityError:
                 continue
-
-
-@cache
-def _insertion_where_absent(kind: type) -> Insert:
-    _, *key = TABLES[kind].c
-    parameters = {column.name: bindparam(column.name, type_=column.type) for column in key}
-    is_there = exists().where(*(column == parameters[column.name] for column in key))
-    return insert(TABLES[kind]).from_select([*parameters], select(*parameters.values()).where(~is_there))
 
 
 @cache

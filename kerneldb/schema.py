@@ -24,18 +24,13 @@ REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 HEAD = REVISIONS[-1]
 
 BREAKING = ("0001", "0002")
-"""Revisions whose rows a program of the revision before would misread. All others only add: tables, and
-columns without which the other columns still mean what they meant. A database states the newest breaking
-revision up to its own, from which on programs may read it.
+"""Revisions that changed what older rows mean. All others only add: tables, and columns without which the
+other columns still mean what they meant.
 """
 
 VERSION_TABLE = "phasewise_schema"
 """Not Alembic's usual name: Optuna keeps its own Alembic history, perhaps in the same database."""
 
-_READABLE_FROM = "readable_from"
-"""A column of ours in Alembic's table, `0007:0002`: the database's revision, and the oldest one whose
-programs read it. It says nothing of any other revision.
-"""
 
 _UPGRADE_LOCK = (
     0x7068617365  # any number that other programs are unlikely to lock in the same PostgreSQL database
@@ -50,16 +45,9 @@ class SchemaChange:
     after: str
 
 
-def is_newer(revision: str | None) -> bool:
-    """True if a revision is of programs after this one."""
-    return revision is not None and revision not in REVISIONS
-
-
 def is_readable(revision: str) -> bool:
-    """True if this program reads the rows of a schema of its own or of an older one: none since then broke
-    with what they mean.
-    """
-    return revision in REVISIONS and not set(REVISIONS[REVISIONS.index(revision) + 1 :]) & set(BREAKING)
+    """True if the rows of this schema still mean what they meant: no later revision was a breaking one."""
+    return not set(REVISIONS[REVISIONS.index(revision) + 1 :]) & set(BREAKING)
 
 
 def absent_tables(connection: Connection) -> frozenset[str]:
@@ -68,14 +56,12 @@ def absent_tables(connection: Connection) -> frozenset[str]:
 
 
 def read_revision(connection: Connection, name: str) -> str | None:
-    """The revision of our tables, None where there are no tables at all. It is none of REVISIONS where the
-    database is newer than this program and states that this program may read it.
+    """The revision of our tables, None where there are no tables at all.
 
-    Refuses a database of another program, one without exactly one revision, and any other newer one.
+    Refuses a database of another program, one without exactly one revision, and a newer one.
     """
-    further_guards: list[str] = []
     if connection.dialect.name == "sqlite":
-        further_guards = _refuse_computed_rows(connection, name)
+        _refuse_computed_rows(connection, name)
     elif connection.dialect.name == "postgresql":
         _refuse_views(connection, name)
     if not connection.dialect.has_table(connection, VERSION_TABLE):
@@ -88,38 +74,12 @@ def read_revision(connection: Connection, name: str) -> str | None:
         raise DamagedDatabaseError(
             f"database {name} states {len(stated)} schema revisions instead of one; restore a copy"
         )
-    if stated[0] in REVISIONS:
-        if further_guards:
-            raise _computing(name, "trigger", further_guards[0])
-        return str(stated[0])
-    if _oldest_reader(connection, str(stated[0])) not in REVISIONS:
+    if stated[0] not in REVISIONS:
         raise DatabaseTooNewError(
             f"database {name} has schema {stated[0]!s:.40}, newer than this phasewise knows ({HEAD}): "
             "upgrade phasewise, or name another database with --db"
         )
-    return f"{stated[0]!s:.40}"
-
-
-def _oldest_reader(connection: Connection, revision: str) -> str | None:
-    """The revision that the database states; None where it states nothing."""
-    if not _has_statement(connection):
-        return None
-    stated = connection.scalar(select(column(_READABLE_FROM)).select_from(table(VERSION_TABLE)))
-    of_revision, _, oldest = str(stated).partition(":")
-    return oldest if of_revision == revision else None
-
-
-def _state_oldest_reader(connection: Connection) -> None:
-    if not _has_statement(connection):
-        connection.execute(text(f"ALTER TABLE {VERSION_TABLE} ADD COLUMN {_READABLE_FROM} VARCHAR(80)"))
-    oldest = [revision for revision in REVISIONS if revision in BREAKING][-1]
-    connection.execute(
-        text(f"UPDATE {VERSION_TABLE} SET {_READABLE_FROM} = :stated"), {"stated": f"{HEAD}:{oldest}"}
-    )
-
-
-def _has_statement(connection: Connection) -> bool:
-    return _READABLE_FROM in {facts["name"] for facts in inspect(connection).get_columns(VERSION_TABLE)}
+    return str(stated[0])
 
 
 _GUARDED = frozenset(record.kind.table for record in KINDS.values())
@@ -133,30 +93,22 @@ _COMPUTES = """
 """
 
 
-def _refuse_computed_rows(connection: Connection, name: str) -> list[str]:
-    """A file from elsewhere may give a view our table's name, whose rows never end; triggers, virtual tables
-    and generated columns compute as well. Ours are the triggers that forbid to edit rows; Optuna has none.
-    Returns the names of such triggers on tables that this program does not know: a newer one may have them.
+def _refuse_computed_rows(connection: Connection, name: str) -> None:
+    """Refuse views, triggers and the like, whose rows may never end. The triggers that forbid to edit rows
+    are ours, those of a newer program's tables included; Optuna has none.
     """
-    further = []
     for kind, what, where, definition in connection.execute(text(_COMPUTES)):
         if kind != "trigger" or definition != _guard_of(where):
-            raise _computing(name, kind, what)
-        if where not in _GUARDED:
-            further.append(str(what))
+            raise _computing(name, f"a {kind} {what!s:.60}")
     for kind, what, definition in connection.execute(text(_DEFINITIONS)):
         computed = _computed_part(kind, str(definition))
         if computed is not None:
-            raise ForeignDatabaseError(
-                f"database {name} has {computed} in {kind} {what!s:.60}, which no database of phasewise has:"
-                " do not use it"
-            )
-    return further
+            raise _computing(name, f"{computed} in {kind} {what!s:.60}")
 
 
-def _computing(name: str, kind: str, what: str) -> ForeignDatabaseError:
+def _computing(name: str, what: str) -> ForeignDatabaseError:
     return ForeignDatabaseError(
-        f"database {name} has a {kind} {what!s:.60}, which no database of phasewise has: do not use it"
+        f"database {name} has {what}, which no database of phasewise has: do not use it"
     )
 
 
@@ -188,9 +140,7 @@ def _refuse_views(connection: Connection, name: str) -> None:
     ours = [VERSION_TABLE, *METADATA.tables]
     view = connection.scalar(text(_VIEWS), {"names": ours})
     if view is not None:
-        raise ForeignDatabaseError(
-            f"database {name} has a view {view!s:.60}, which no database of phasewise has: do not use it"
-        )
+        raise _computing(name, f"a view {view!s:.60}")
 
 
 def _guard_of(table_name: str) -> str:
@@ -218,21 +168,17 @@ def upgrade(
 ) -> SchemaChange:
     """Bring the database to HEAD inside the caller's transaction, which on SQLite holds the write lock.
 
-    before_changing: called where there are rows of an older schema. Nothing is done to a newer one.
+    before_changing: called where there are rows of an older schema.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
     before = read_revision(connection, name)
-    if before is not None and is_newer(before):
-        return SchemaChange(before, before)
-    if before != HEAD:
+    if before is None and connection.dialect.name == "sqlite":
+        _create_file(connection)
+    elif before != HEAD:
         if before is not None:
             before_changing()
-        if before is None and connection.dialect.name == "sqlite":
-            _create_file(connection)
-        else:
-            _migrate(connection)
-        _state_oldest_reader(connection)
+        _migrate(connection)
     return SchemaChange(before, HEAD)
 
 

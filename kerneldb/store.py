@@ -5,7 +5,7 @@ Promises that every backend keeps (tests/kerneldb/test_store.py runs them on eac
 - Keys are content: the same problem or schedule is one row, whichever process writes it first.
 - A row that breaks its record's bounds is skipped and reported, and does not hide the good ones.
 - Several processes may read and write at once. A `Store` itself belongs to one thread at a time.
-- A newer schema is read where the database states that this program may; else refused, nothing touched.
+- A newer schema is refused, and nothing is touched.
 - An older one is read too where it cannot be upgraded: what it has no table for has no rows.
 - SQLite is copied beside itself before its schema is upgraded; a server's is upgraded when that is asked for.
 """
@@ -18,17 +18,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, delete, func, select, text
 
 from phasewise.kerneldb import connect, counts, queries, schema, summaries
-from phasewise.kerneldb.counts import Key, KeyCount, StoreStats, TimedKey
+from phasewise.kerneldb.counts import Key, KeyCount, StoreStats
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
-    DatabaseTooNewError,
     DatabaseTooOldError,
     KernelDbError,
     ReadOnlyDatabaseError,
@@ -53,7 +51,7 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.rows import SharedRecords, add_rows, missing_rows, rows_of
 from phasewise.kerneldb.schema import SchemaChange
 from phasewise.kerneldb.summaries import Summarised
-from phasewise.kerneldb.tables import MEASUREMENT, PROBLEM, PROMOTION, TABLES
+from phasewise.kerneldb.tables import MEASUREMENT, PROBLEM, TABLES
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
@@ -126,8 +124,6 @@ class Store:
         """Check the revision; create or upgrade. Only then are Alembic and the write lock needed."""
         with self._engine.connect() as connection:
             before = schema.read_revision(connection, self.name)
-        if before is not None and schema.is_newer(before):
-            return self._only_read(before)
         if not self.writable:
             if before is None:
                 raise ReadOnlyDatabaseError(f"database {self.name} is empty and cannot be written")
@@ -146,28 +142,22 @@ class Store:
             change = schema.upgrade(
                 connection, self.name, lambda: copies.extend(map(connect.copy_beside, files))
             )
-        if schema.is_newer(change.after):  # by another process, since it was looked at
-            return self._only_read(change.after)
         if change.before not in (None, schema.HEAD):
             kept = "".join(f"; {copy} is what it was" for copy in copies)
             self._report(f"database {self.name} upgraded from schema {change.before} to {change.after}{kept}")
         return change
 
     def _only_read(self, revision: str, remedy: str = "") -> SchemaChange:
-        """A newer program states that the database can be read, or none since an older one broke with it."""
-        has = f"database {self.name} has schema {revision}"
-        if schema.is_newer(revision):
-            self._obstacle = DatabaseTooNewError(f"{has}, newer than this phasewise's {schema.HEAD}")
-            advice = "; upgrade phasewise"
-        else:
-            self._obstacle = DatabaseTooOldError(f"{has}, older than this phasewise's {schema.HEAD}{remedy}")
-            advice = ""
-            if not schema.is_readable(revision):
-                raise self._obstacle
-            with self._engine.connect() as connection:
-                self._absent_tables = schema.absent_tables(connection)
+        """Read an older schema as it is; refuse one whose rows have another meaning by now."""
+        self._obstacle = DatabaseTooOldError(
+            f"database {self.name} has schema {revision}, older than this phasewise's {schema.HEAD}{remedy}"
+        )
+        if not schema.is_readable(revision):
+            raise self._obstacle
+        with self._engine.connect() as connection:
+            self._absent_tables = schema.absent_tables(connection)
         self.writable = False
-        self._report(f"{self._obstacle}: it is read, and nothing new is kept{advice}")
+        self._report(f"{self._obstacle}: it is read, and nothing new is kept")
         return SchemaChange(revision, revision)
 
     def add(self, rows: Iterable[StoredRow]) -> None:
@@ -201,12 +191,10 @@ class Store:
         return [*self._read(Measurement, *queries.of_weight(problem, machine, kernel_abi))]
 
     def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
-        """The number of rows that `measurements` reads; tells cheaply whether another process has added
-        some.
-        """
-        key = queries.key_parameters(problem, machine, kernel_abi)
+        """The number of rows that `measurements` reads."""
+        key = queries.of(Measurement, problem=problem, machine=machine, kernel_abi=kernel_abi)
         with self._reading() as connection:
-            return connection.scalar(queries.measurement_count(), key) or 0
+            return connection.scalar(select(func.count()).select_from(MEASUREMENT).where(*key)) or 0
 
     def begun_ms(
         self, problems: Sequence[Problem], machine: MachineKey, kernel_abi: str, since_ms: int = 0
@@ -228,20 +216,10 @@ class Store:
         order = MEASUREMENT.c.estimate_ns, MEASUREMENT.c.id
         return next(self._read(Measurement, *queries.of(Measurement, **key), order=order, at_once=1), None)
 
-    def key_counts(self, machine: MachineKey | None = None, *, core_sig: str | None = None) -> list[KeyCount]:
-        """Every key that has measurements, and how many: of one kind of machine or core, or of all."""
-        where = queries.of(
-            Measurement,
-            **({} if machine is None else {"machine": machine}),
-            **({} if core_sig is None else {"core_sig": core_sig}),
-        )
+    def key_counts(self, **equal: object) -> list[KeyCount]:
+        """Every key that has measurements with these values (as in `rows`), and how many."""
         with self._reading() as connection:
-            return [*counts.count_by_key(connection, self._tell, *where)]
-
-    def timed_keys(self, core_sig: str | None = None) -> list[TimedKey]:
-        """The keys of `key_counts`, without counting: of one kind of core, or of all."""
-        with self._reading() as connection:
-            return [*counts.timed_keys(connection, self._tell, core_sig)]
+            return [*counts.count_by_key(connection, self._tell, *queries.of(Measurement, **equal))]
 
     def promoted_keys(self, *, verified: bool = True, core_sig: str | None = None) -> set[Key]:
         """The keys of `promoted_measurements`: of one kind of core, or of all."""
@@ -301,26 +279,14 @@ class Store:
             add_rows(connection, missing)
         return len(missing)
 
-    def delete_builds(
-        self, stale_builds: Collection[str], *, dry_run: bool, successors: Mapping[str, str] | None = None
-    ) -> Mapping[str, int]:
+    def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
         """Delete rows of the builds, with problems and schedules that nothing names any more.
 
-        successors: by stale build the one of the same kernels that its imported winners are hints for; those
-        stay (`queries.imported_hints`). Returns the rows deleted by table, or those that would be.
+        Returns the rows deleted by table, or those that would be.
         """
-        followed = successors or {}
-        hints = [
-            MEASUREMENT.c.id.not_in(queries.imported_hints([*same], current))
-            for current, same in groupby(sorted(followed, key=followed.__getitem__), followed.__getitem__)
-        ]
+        tables = [TABLES[kind] for kind in (Measurement, Promotion, StorageDuel, StepTime)]
         deletions = {
-            MEASUREMENT: delete(MEASUREMENT).where(MEASUREMENT.c.kernel_abi.in_(stale_builds), *hints),
-            PROMOTION: delete(PROMOTION).where(queries.without_timing(stale_builds)),
-            **{
-                TABLES[kind]: delete(TABLES[kind]).where(TABLES[kind].c.kernel_abi.in_(stale_builds))
-                for kind in (StorageDuel, StepTime)
-            },
+            **{table: delete(table).where(table.c.kernel_abi.in_(stale_builds)) for table in tables},
             **{TABLES[kind]: queries.delete_unnamed(kind) for kind in (Problem, Schedule)},
         }
         deleted: Counter[str] = Counter()

@@ -7,14 +7,13 @@ fastest one measured here, else what was in use where the rows came from, else t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
 from phasewise._words import counted
-from phasewise.kerneldb.counts import Key, TimedKey
-from phasewise.kerneldb.hints import same_kernels
+from phasewise.kerneldb.counts import Key, KeyCount
 from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Schedule
 from phasewise.kerneldb.store import Report, Store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, TIDY_ABOVE_ROWS
@@ -47,29 +46,20 @@ class Preferred:
         return self.measurement.sample.schedule
 
 
-def standings(store: Store, core_sig: str | None = None) -> dict[Key, PreferenceReason]:
+def standings(store: Store) -> dict[Key, PreferenceReason]:
     """Every key that has timings, and why its preferred one is; in the order of problems.
 
-    Read from indexes: what it takes in time and memory goes by keys, not by timings. core_sig: of one kind
-    of core.
+    Read from indexes: memory goes by keys, not by timings.
     """
     in_use = store.promoted_keys()
-    reasons = {timed.key: _standing(timed, timed.key in in_use) for timed in store.timed_keys(core_sig)}
+    reasons = {count.key: _standing(count, count.key in in_use) for count in store.key_counts()}
     return dict(sorted(reasons.items(), key=lambda item: order_of(item[0])))
 
 
-def _standing(timed: TimedKey, in_use: bool) -> PreferenceReason:
+def _standing(count: KeyCount, in_use: bool) -> PreferenceReason:
     if in_use:
         return PreferenceReason.IN_USE
-    return PreferenceReason.MEASURED if timed.is_verified else PreferenceReason.IMPORTED
-
-
-def preferred(store: Store, reasons: Mapping[Key, PreferenceReason]) -> Iterator[Preferred]:
-    """The preferred timing of each of these keys of `standings`, read while they are taken."""
-    for key, standing in reasons.items():
-        best = preferred_of(store, key, standing)
-        if best is not None:
-            yield best
+    return PreferenceReason.MEASURED if count.verified else PreferenceReason.IMPORTED
 
 
 def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferred | None:
@@ -147,40 +137,32 @@ class Collected:
     summarised: int
     spared: Mapping[str, int]
     """Stale builds that stay, with the number of winners that wait to be timed again."""
-    hints: int
-    """Imported winners of stale builds that stay: to be timed first here, or for searches to begin from."""
 
 
 def collect_garbage(
     store: Store, current_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
 ) -> Collected:
-    """Delete rows of stale builds but those whose winners wait to be timed again. What was imported goes too
-    but for winners that are hints. Of each key keep raw samples of the `keep_schedules` fastest schedules and
-    of what promotions name, and of all others a summary; and as many of the newest plans and scores.
+    """Delete rows of stale builds but those whose winners here wait to be timed again. Of each key keep raw
+    samples of the `keep_schedules` fastest schedules and of what promotions name, and of all others a
+    summary; and as many of the newest plans and scores.
 
     dry_run: only count.
     """
     spared = builds_set_aside(store.promoted_keys(), current_builds)
-    successors, n_stale = dict[str, str](), 0
-    for build in store.stats().builds:
-        name = build.kernel_abi
-        if name not in spared and is_stale(name, current_builds):
-            n_stale += build.measurements
-            successors[name] = next(now for now in current_builds if same_kernels(now, name))
-    stale = [*successors]
-    deleted = Counter(store.delete_builds(stale, dry_run=dry_run, successors=successors))
-    n_hints = n_stale - deleted["measurement"]
+    builds = {build.kernel_abi for build in store.stats().builds}
+    stale = [name for name in sorted(builds - spared.keys()) if is_stale(name, current_builds)]
+    deleted = Counter(store.delete_builds(stale, dry_run=dry_run))
     if keep_schedules is None:
-        return Collected(deleted, 0, spared, n_hints)
+        return Collected(deleted, 0, spared)
     lost = store.summarise_losers(keep_schedules, except_builds=stale, dry_run=dry_run)
     deleted["measurement"] += lost.deleted
     deleted.update(store.delete_old(keep_schedules, dry_run=dry_run))
-    return Collected(deleted, lost.summarised, spared, n_hints)
+    return Collected(deleted, lost.summarised, spared)
 
 
 def tidy(store: Store, machine: MachineKey, report: Report) -> None:
     """Summarise what lost where more than TIDY_ABOVE_ROWS timings are of this kind of machine."""
-    if sum(count.verified + count.imported for count in store.key_counts(machine)) <= TIDY_ABOVE_ROWS:
+    if sum(count.total for count in store.key_counts(machine=machine)) <= TIDY_ABOVE_ROWS:
         return
     lost = store.summarise_losers(KEEP_SCHEDULES, machine)
     if lost.deleted or lost.summarised:

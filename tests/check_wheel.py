@@ -44,7 +44,7 @@ def sources(*patterns: str) -> set[str]:
 
 def must_ship() -> set[str]:
     guide = {f"phasewise/cli/guide/{path.name}" for path in (ROOT / "docs" / "guide").glob("*.md")}
-    return sources("*.py", "*.mako", "*.jsonl.gz", "reference_build.json") | guide | {"phasewise/py.typed"}
+    return sources("*.py", "*.mako", "*.jsonl.gz") | guide | {"phasewise/py.typed"}
 
 
 def check_contents(wheel: Path) -> None:

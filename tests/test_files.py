@@ -337,7 +337,6 @@ OTHER_READERS = {
     "cython_kernels.abi": "a file of the package",
     "ir.running.checking": "files in a temporary directory",
     "kerneldb.connect": "a copy of a database, once SQLite has made it",
-    "kerneldb.reference_build": "a file of the package",
     "kerneldb.shipped": "a file of the package",
     "phasewise._files": "the readers",
     "serving.http.routes.openapi": "a file of the package",

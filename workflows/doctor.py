@@ -36,11 +36,9 @@ def snapshot_host(root: Path) -> Host:
 def this_host(db: str | None) -> Host:
     """The running host: watched for WATCH_S, its system calls tried, its tuning database counted."""
     from phasewise.cython_kernels import isa
-    from phasewise.cython_kernels._native import kernel_abis
-    from phasewise.kerneldb.reference_build import is_reference_build
     from phasewise.topology import read_machine
     from phasewise.tuner.conditions import Watch
-    from phasewise.tuner.doctor import BuildFacts, Host, IsaUse
+    from phasewise.tuner.doctor import Host, IsaUse
 
     machine = read_machine()
     watch = Watch(machine.allowed_pus)
@@ -51,10 +49,8 @@ def this_host(db: str | None) -> Host:
         environment=os.environ,
         isa=IsaUse(isa.usable(), isa.active(), os.environ.get("PHASEWISE_ISA")),
         tuned=_tuned(db, machine),
-        build=BuildFacts(kernel_abis(), is_reference_build(kernel_abis())),
         conditions=watch.lap(),
         refused_calls=_refused_calls(),
-        shm_bytes=_shm_bytes,
     )
 
 
@@ -62,24 +58,22 @@ def _tuned(db: str | None, machine: Machine) -> TunedCounts:
     """The number of rows for cores of this kind. An absent database is not created."""
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.location import locate
-    from phasewise.kerneldb.product_counts import ShippedCounts, count_products, count_shipped
+    from phasewise.kerneldb.product_counts import count_products
     from phasewise.kerneldb.records import PlanRecord
-    from phasewise.kerneldb.shipped import shipped_count, shipped_kinds
+    from phasewise.kerneldb.shipped import shipped_kinds, shipped_measurements
     from phasewise.topology import core_signature
     from phasewise.tuner.doctor import TunedCounts
 
     location, core = locate(db), core_signature(machine)
-    kinds = shipped_kinds()
+    kinds, brought = shipped_kinds(), len(shipped_measurements(core))
     if location.is_absent:
-        brought = ShippedCounts(shipped_count(core))
         return TunedCounts(f"{location.name} (absent)", 0, 0, shipped=brought, shipped_kinds=kinds)
     from phasewise.kerneldb.store import open_store
 
     with open_store(db) as store:
-        timings = sum(count.verified + count.imported for count in store.key_counts(core_sig=core))
+        timings = sum(count.total for count in store.key_counts(core_sig=core))
         plans = sum(plan.origin.machine.core_sig == core for plan in store.rows(PlanRecord))
         products = count_products(store, core, kernel_abis())
-        brought = count_shipped(store, core, kernel_abis())
     return TunedCounts(location.name, plans, timings, products, brought, kinds)
 
 
@@ -115,14 +109,6 @@ def _errno_of_pidfd() -> int:
     except OSError as error:
         return error.errno or errno.EIO
     return 0
-
-
-def _shm_bytes() -> int | None:
-    try:
-        status = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return status.f_blocks * status.f_frsize
 
 
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 32

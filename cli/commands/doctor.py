@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
@@ -65,15 +66,22 @@ def doctor(
     Nothing is changed. The exit code is 0 whatever is found, unless --strict is given. With --bits, which
     takes a minute at most, it is 1 if any bit is wrong: the build is broken, or a core is.
     """
+    examining = {"root": root, "strict": strict}
+    given = [name for name, value in examining.items() if value]
+    kept = [] if db is None else ["db"]
     if bits:
+        refuse_unused("with --bits", [*given, *kept, *([] if decode is None else ["decode"])])
         _check_bits(as_json)
         return
     if decode is not None:
+        refuse_unused("with --decode", given)
         _explain_decode(decode, db, as_json)
         return
     from phasewise.tuner.doctor import examine
     from phasewise.workflows.doctor import snapshot_host, this_host
 
+    if root is not None:
+        refuse_unused("with --root", kept)
     host = this_host(db) if root is None else snapshot_host(root)
     findings = examine(host)
     if as_json:
@@ -129,13 +137,8 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
             for own in computing_processes(host)
         ],
         "products": None if host.tuned is None else host.tuned.products.by_state(),
-        "shipped": None if host.tuned is None else host.tuned.shipped.brought,
-        "shipped_judged": None if host.tuned is None else host.tuned.shipped.judged,
-        "shipped_in_use": None if host.tuned is None else host.tuned.shipped.in_use,
+        "shipped": None if host.tuned is None else host.tuned.shipped,
         "shipped_kinds": None if host.tuned is None else list(host.tuned.shipped_kinds),
-        "kernels": None
-        if host.build is None
-        else {"names": list(host.build.kernel_abis), "reference": host.build.is_reference},
     }
 
 
@@ -184,30 +187,19 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _facts(host: Host) -> Iterator[str]:
-    """The state of what was tuned, and of the kernels that it was tuned for; no finding follows from it."""
+    """The state of what was tuned, and the memory of processes; no finding follows from it."""
     if host.tuned is not None:
         yield f"Products of these cores: {host.tuned.products.describe()}."
-        if host.tuned.shipped.brought:
+        if host.tuned.shipped:
             yield (
-                f"The package brings {counted(host.tuned.shipped.brought, 'schedule')} for such cores: "
-                "lowest in trust, timed here before any is used. "
-                f"{host.tuned.shipped.judged} of their products were tuned here, and "
-                f"{host.tuned.shipped.in_use} of them are in use."
+                f"The package brings {counted(host.tuned.shipped, 'schedule')} for such cores: "
+                "lowest in trust, timed here before any is used."
             )
         elif host.tuned.shipped_kinds:
             kinds = "; ".join(host.tuned.shipped_kinds)
             yield f"The package brings schedules for {kinds}, but none for such cores."
-    if host.build is not None:
-        yield f"Kernels: {_REFERENCE[host.build.is_reference]}."
     for process in computing_processes(host):
         yield f"Memory of phasewise's process {process.pid}: {process.describe()}."
-
-
-_REFERENCE = {
-    True: "the reference build's, so that timings of released wheels are for them",
-    False: "not the reference build's, so that timings of released wheels are hints here, timed first",
-    None: "built in a checkout, which has no list of the reference build's to compare them with",
-}
 
 
 def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:

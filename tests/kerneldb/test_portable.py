@@ -17,7 +17,8 @@ from phasewise.kerneldb.errors import ExportFileError
 from phasewise.kerneldb.fields import MAX_NS, MAX_SAMPLES
 from phasewise.kerneldb.portable import (
     Taken,
-    _row_digest,
+    _digest_of,
+    canonical,
     export_lines,
     groups_of,
     import_rows,
@@ -114,7 +115,7 @@ def import_into(store: Store, content: bytes) -> tuple[Taken, dict[int, str]]:
 
 def line_of(row: dict[str, Any]) -> bytes:
     """A row with a checksum that fits, as only somebody who means it would write."""
-    return (json.dumps({**row, "sha256": _row_digest(row)}) + "\n").encode()
+    return (json.dumps({**row, "sha256": _digest_of(canonical(row))}) + "\n").encode()
 
 
 def one_row_file(line: bytes) -> bytes:

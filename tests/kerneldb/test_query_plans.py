@@ -34,9 +34,8 @@ OF_OWN_ROWS: dict[str, Callable[[Store], Any]] = {
     "timings of a weight": lambda store: store.measurements_of_every_m(PROBLEM, OWN, ABI),
     "timings of a machine": lambda store: [*store.stream(Measurement, machine=OWN)],
     "count of a key": lambda store: store.measurement_count(PROBLEM, OWN, ABI),
-    "count of a machine": lambda store: store.key_counts(OWN),
+    "count of a machine": lambda store: store.key_counts(machine=OWN),
     "count of a core": lambda store: store.key_counts(core_sig=OWN.core_sig),
-    "keys of a core": lambda store: store.timed_keys(OWN.core_sig),
     "beginning of a weight": lambda store: store.begun_ms([PROBLEM], OWN, ABI),
     "promotions of a key": lambda store: store.rows(Promotion, problem=PROBLEM, machine=OWN, kernel_abi=ABI),
     "timings of a user's kernel": lambda store: store.rows(
@@ -103,16 +102,6 @@ def test_what_counts_all_reads_an_index_and_no_row(store: Store, name: str) -> N
 
     assert all("COVERING INDEX" in line for line in scanned(lines) if line.startswith("SCAN measurement"))
     assert not any("TEMP B-TREE" in line for line in plans_of(store, lambda store: store.key_counts()))
-
-
-def test_keys_are_found_by_seeks_alone(store: Store) -> None:
-    """A listing takes as many steps as there are keys, however many timings each has."""
-    lines = plans_of(store, lambda store: store.timed_keys())
-
-    assert scanned(lines) == []
-    seeks = [line for line in lines if re.match(r"SEARCH measurement", line)]
-    assert all("COVERING INDEX ix_measurement_key" in line for line in seeks)
-    assert any("problem_id>?" in line for line in seeks)
 
 
 def test_a_scan_would_be_noticed(store: Store) -> None:

@@ -7,7 +7,6 @@ import resource
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from phasewise.kerneldb import schema, store
 from phasewise.kerneldb.errors import (
     DatabaseTooNewError,
     DatabaseTooOldError,
-    ForeignDatabaseError,
     KernelDbError,
     ReadOnlyDatabaseError,
 )
@@ -110,10 +108,9 @@ def test_the_revisions_are_those_of_the_migration_files() -> None:
 
 def test_a_new_file_is_what_the_migrations_make_of_none(connection: Connection) -> None:
     """The statement of each table and index, but for comments and the order of columns; triggers and the
-    statement of the revision in every letter.
+    revision in every letter.
     """
     schema._migrate(connection)
-    schema._state_oldest_reader(connection)
     migrated = _schema_of(connection)
     engine = create_engine("sqlite://")
     with engine.begin() as other:
@@ -128,11 +125,8 @@ def _schema_of(connection: Connection) -> list[tuple[str, list[str]]]:
     statements = connection.execute(
         text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
     )
-    stated = connection.execute(text(f"SELECT version_num, readable_from FROM {schema.VERSION_TABLE}"))
-    return [
-        *((name, _normal(sql)) for name, sql in statements),
-        *((before, [after]) for before, after in stated),
-    ]
+    revisions = connection.scalars(text(f"SELECT version_num FROM {schema.VERSION_TABLE}"))
+    return [*((name, _normal(sql)) for name, sql in statements), *((own, []) for own in revisions)]
 
 
 def _normal(sql: str) -> list[str]:
@@ -221,103 +215,6 @@ def test_a_newer_schema_is_refused_untouched(released: Path, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == [released.name]
 
 
-# ---- programs of two schemas and one database -------------------------------------------------------------
-
-
-def as_program_of(patch: pytest.MonkeyPatch, revision: str, folder: Path) -> None:
-    """This program as it was when `revision` was the newest; its queries are today's."""
-    revisions = schema.REVISIONS[: schema.REVISIONS.index(revision) + 1]
-    versions = folder / f"versions-{revision}"
-    versions.mkdir()
-    for number in revisions:
-        (path,) = (MIGRATIONS / "versions").glob(f"v{number}_*.py")
-        shutil.copy(path, versions)
-    original = schema._alembic_config
-
-    def with_fewer() -> Config:
-        config = original()
-        config.set_main_option("version_locations", str(versions))
-        return config
-
-    patch.setattr(schema, "_alembic_config", with_fewer)
-    patch.setattr(schema, "REVISIONS", revisions)
-    patch.setattr(schema, "HEAD", revision)
-
-
-@pytest.mark.parametrize(("older", "newer"), [*pairwise(schema.REVISIONS)])
-def test_a_program_one_schema_older_reads_what_a_newer_one_upgraded(
-    older: str, newer: str, tmp_path: Path
-) -> None:
-    """Every saved database, both directions: the rows are the same to both, and the older one adds none.
-
-    Where a revision changed what rows mean, the older program refuses, and says so.
-    """
-    file, said = Path(shutil.copy(FIXTURES / f"{older}.db", tmp_path)), list[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        as_program_of(patch, newer, tmp_path)
-        with open_store(file, said.append) as opened:
-            assert opened.schema_change == schema.SchemaChange(older, newer)
-            assert opened.rows(PlanRecord) == [PLAN]
-    copy = tmp_path / f"{older}.db.before-upgrade"
-    assert said == [f"database {file} upgraded from schema {older} to {newer}; {copy} is what it was"]
-    assert list(_dump(copy)) == list(_dump(FIXTURES / f"{older}.db"))
-    with pytest.MonkeyPatch.context() as patch:
-        as_program_of(patch, older, tmp_path)
-        before = list(_dump(file))
-        if newer in schema.BREAKING:
-            with pytest.raises(DatabaseTooNewError, match=newer), open_store(file):
-                pass
-            return
-        said.clear()
-        with open_store(file, said.append) as opened:
-            assert not opened.writable
-            assert opened.rows(PlanRecord) == [PLAN]
-            assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
-            assert [*opened.stream(Promotion)] == [PROMOTION]
-            with pytest.raises(DatabaseTooNewError, match="nothing can be added"):
-                opened.add([PLAN])
-        assert list(_dump(file)) == before
-    assert len(said) == 1
-    assert f"newer than this phasewise's {older}: it is read, and nothing new is kept" in said[0]
-
-
-def test_a_table_that_a_newer_program_guards_does_not_hide_the_others(
-    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rows are never edited either, which a trigger sees to. In a schema of ours nobody has put it."""
-    then = f'op.execute("CREATE TABLE weather (id)"); op.execute("""{schema._guard_of("weather")}""")'
-    with monkeypatch.context() as patch:
-        _add_revision(patch, tmp_path, then=then)
-        with open_store(released):
-            pass
-    with open_store(released) as opened:
-        assert opened.rows(PlanRecord) == [PLAN]
-        assert not opened.writable
-    with sqlite3.connect(released) as raw:
-        raw.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '{schema.HEAD}'")
-    raw.close()
-    with pytest.raises(ForeignDatabaseError, match="trigger"), open_store(released):
-        pass
-
-
-@pytest.mark.parametrize(
-    "stated",
-    ["'9999:9999'", "'9999:0000'", "'9998:0002'", "'9999'", "x'ff'", "NULL", "''", "zeroblob(99999)"],
-)
-def test_what_a_newer_database_states_is_not_taken_for_more_than_it_is(
-    stated: str, released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        _add_revision(patch, tmp_path)
-        with open_store(released):
-            pass
-    with sqlite3.connect(released) as raw:
-        raw.execute(f"UPDATE {schema.VERSION_TABLE} SET readable_from = {stated}")
-    raw.close()
-    with pytest.raises(DatabaseTooNewError, match="9999, newer"), open_store(released):
-        pass
-
-
 def test_without_room_for_the_copy_nothing_is_upgraded(
     released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +257,7 @@ def test_the_copy_has_what_the_log_holds_and_the_mode_of_the_database(
         assert opened.writable
 
 
-def test_a_servers_database_is_changed_by_db_upgrade_alone_and_an_older_host_goes_on_reading(
+def test_a_servers_database_is_changed_by_db_upgrade_alone(
     postgres: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, before, said = new_database_url(postgres), schema.HEAD, list[str]()
@@ -378,13 +275,8 @@ def test_a_servers_database_is_changed_by_db_upgrade_alone_and_an_older_host_goe
             opened.add([PLAN])
         assert len(said) == 1
         assert said[0].endswith(f"upgraded from schema {before} to 9999")
-    with open_store(url, said.append) as opened:
-        assert opened.rows(PlanRecord) == [PLAN, PLAN]
-        with pytest.raises(DatabaseTooNewError, match="nothing can be added"):
-            opened.add([PLAN])
-    assert "it is read, and nothing new is kept" in said[1]
-    with open_store(url, said.append, upgrades_server=True) as opened:
-        assert opened.schema_change.after == "9999"
+    with pytest.raises(DatabaseTooNewError), open_store(url):
+        pass
 
 
 @pytest.mark.parametrize("revision", schema.REVISIONS)

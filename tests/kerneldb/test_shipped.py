@@ -13,13 +13,11 @@ import pytest
 from phasewise.kerneldb import shipped
 from phasewise.kerneldb.errors import ExportFileError
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, in_use_groups, rows_of
-from phasewise.kerneldb.product_counts import ShippedCounts, count_shipped
 from phasewise.kerneldb.records import Measurement, PlanRecord
 from phasewise.kerneldb.shipped import (
     FOLDER,
     MAX_FILE_BYTES,
     read_shipped,
-    shipped_count,
     shipped_kinds,
     shipped_measurements,
 )
@@ -53,8 +51,6 @@ def test_the_package_brings_figures_of_a_few_hundred_kilobytes() -> None:
     assert shipped_measurements("a core that nobody has") == []
     assert "GenuineIntel 6/207, 2 threads" in shipped_kinds()
     assert len(shipped_kinds()) == len({row.origin.machine for row in rows})
-    assert shipped_count() == len(rows)
-    assert shipped_count(core) == len(shipped_measurements(core))
 
 
 def content_of(rows: list[Measurement]) -> bytes:
@@ -65,35 +61,25 @@ NAMES = ("arm.jsonl.gz", "here.jsonl.gz")
 
 
 @pytest.fixture
-def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A package that brings figures of two kinds of cores; the names of files whose rows were made."""
+def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that brings figures of two kinds of cores."""
     elsewhere = replace(ORIGIN, machine=OTHER_MACHINE)
     contents = dict(
         zip(NAMES, map(content_of, ([measured(7, origin=elsewhere)], [MEASUREMENT])), strict=True)
     )
-    opened = list[str]()
-
-    def counting(content: bytes, name: str) -> list[Measurement]:
-        opened.append(name)
-        return read_shipped(content, name)
-
     monkeypatch.setattr(shipped, "shipped_names", lambda: NAMES)
     monkeypatch.setattr(shipped, "_content", contents.__getitem__)
-    monkeypatch.setattr(shipped, "read_shipped", counting)
-    for kept in (shipped._rows, shipped._counts):
-        kept.cache_clear()
-    yield opened
-    for kept in (shipped._rows, shipped._counts):
-        kept.cache_clear()
+    shipped._rows.cache_clear()
+    yield
+    shipped._rows.cache_clear()
 
 
-def test_rows_are_made_of_the_asked_kind_of_core_alone(two_kinds: list[str]) -> None:
-    assert shipped_count() == 2
+@pytest.mark.usefixtures("two_kinds")
+def test_rows_are_of_the_asked_kind_of_core_alone() -> None:
     assert shipped_kinds() == ("ARM 8/0xd4f, 4 threads", shipped._in_words(MACHINE))
     assert shipped_measurements("a core that nobody has") == []
-    assert two_kinds == [], "counting makes no rows"
     assert [row.sample for row in shipped_measurements(MACHINE.core_sig)] == [MEASUREMENT.sample]
-    assert two_kinds == [NAMES[1]]
+    assert len(shipped_measurements()) == 2
 
 
 def test_a_start_opens_none_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,26 +90,12 @@ def test_a_start_opens_none_of_the_files(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shipped, "_content", refused)
-    for kept in (shipped._rows, shipped._counts):
-        kept.cache_clear()
+    shipped._rows.cache_clear()
     with open_store(tmp_path / "tuned.db"):
         pass
     model = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     for db in (tmp_path / "tuned.db", tmp_path / "none.db"):
         assert open_model(model, threads=1, db=str(db)).plans
-
-
-def test_what_became_of_the_packages_schedules_is_counted(two_kinds: list[str]) -> None:
-    """Of those for such cores: how many products were tuned here, and how many use one."""
-    builds = (MEASUREMENT.kernel_abi,)
-    with open_store(":memory:") as opened:
-        assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1)
-        opened.add([MEASUREMENT, measured(3, OTHER_SCHEDULE)])
-        opened.add([PROMOTION])
-        assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1, 1, 1)
-        assert count_shipped(opened, MACHINE.core_sig, ("another",)) == ShippedCounts(1)
-        opened.add([replace(PROMOTION, schedule=OTHER_SCHEDULE)])
-        assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1, 1, 0)
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def _of_a_future_program(file: Path) -> None:
     import sqlite3
 
     with sqlite3.connect(file) as raw:
-        raw.execute("UPDATE phasewise_schema SET version_num = '9999', readable_from = NULL")
+        raw.execute("UPDATE phasewise_schema SET version_num = '9999'")
     raw.close()
 
 

@@ -7,7 +7,6 @@ import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from random import Random
 from typing import Any, cast
 
 import pytest
@@ -25,7 +24,6 @@ from phasewise.kerneldb.records import (
     MAX_SEQUENCES,
     MAX_STEP_TOKENS,
     MAX_TIME_MS,
-    MachineKey,
     Measurement,
     Origin,
     PlanRecord,
@@ -119,24 +117,6 @@ class TestStoreContract:
 
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
         assert [count.verified for count in store.key_counts()] == [1] * len(others)
-
-    def test_keys_are_those_that_are_counted(self, store: Store) -> None:
-        """Seeking from key to key finds what grouping every row finds, in any order of letters."""
-        dice = Random(0)
-        for _ in range(60):
-            core, placement, abi = (dice.choice(["a", "A", "a b", "a-b", "ab", "b"]) for _ in range(3))
-            origin = Origin(MachineKey(core, placement), "1", 1, verified=dice.random() < 0.5)
-            problem = dataclasses.replace(PROBLEM, m=dice.randint(1, 3))
-            store.add([dataclasses.replace(MEASUREMENT, problem=problem, kernel_abi=abi, origin=origin)])
-
-        for core_sig in (None, "a", "no such core"):
-            counted = {
-                count.key: (count.verified > 0, count.imported > 0)
-                for count in store.key_counts(core_sig=core_sig)
-            }
-            timed_keys = store.timed_keys(core_sig)
-            assert {timed.key: (timed.is_verified, timed.is_imported) for timed in timed_keys} == counted
-            assert len(timed_keys) == len(counted)
 
     def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
         """Every m, oldest first; still only of one build and one kind of machine."""

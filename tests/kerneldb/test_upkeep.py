@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.diff import diff
-from phasewise.kerneldb.hints import waiting_hints
 from phasewise.kerneldb.portable import import_rows, rows_of
 from phasewise.kerneldb.records import (
     Comparison,
@@ -23,7 +21,6 @@ from phasewise.kerneldb.records import (
     PlanRecord,
     PredictorScore,
     Problem,
-    Promotion,
     StepTime,
 )
 from phasewise.kerneldb.store import Store, open_store
@@ -33,12 +30,12 @@ from phasewise.kerneldb.upkeep import (
     Preferred,
     collect_garbage,
     is_stale,
+    newest_plans,
     plans_in_use,
-    preferred,
+    preferred_of,
     standings,
     tidy,
 )
-from phasewise.workflows.database.json import labels, plan_fields
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
@@ -89,7 +86,8 @@ def summarised(measurement: Measurement) -> Measurement:
 
 def preferred_now(store: Store) -> dict[Key, Preferred]:
     """The preferred timing of each key."""
-    return {timing.key: timing for timing in preferred(store, standings(store))}
+    timings = (preferred_of(store, key, standing) for key, standing in standings(store).items())
+    return {timing.key: timing for timing in timings if timing is not None}
 
 
 @pytest.fixture(params=["memory", "postgresql"])
@@ -169,13 +167,11 @@ class TestDiff:
                     [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
             in_use, plans = plans_in_use(store), store.rows(PlanRecord)
-            shown = [*plan_fields(plans, labels(plan.origin.machine for plan in plans))]
+            shown = newest_plans(plans)
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
                 assert in_use.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
-                own = [fields for fields in shown if fields["phase"] == phase and fields["in_use"]]
-                assert len(own) == (started is not None)
-                assert all(started and fields["verified"] == started.origin.verified for fields in own)
+                assert shown.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")
@@ -269,50 +265,12 @@ class TestGarbage:
         store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00")])
 
         collected = collect_garbage(store, self.CURRENT, None, dry_run=False)
-        assert (collected.spared, collected.hints) == ({"gemm-avx2-00": 1}, 0)
+        assert collected.spared == {"gemm-avx2-00": 1}
         assert [*store.stream(Measurement)] == old
         store.add([measured(5, kernel_abi="gemm-avx2-aa")])
         store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")])
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).spared == {}
         assert {row.kernel_abi for row in store.stream(Measurement)} == {"gemm-avx2-aa"}
-
-    def test_imported_winners_of_other_builds_stay_as_hints(self, store: Store) -> None:
-        """The newest of a product and a kind of machine, until the build that runs here has one."""
-        other = dataclasses.replace(PROBLEM, n=3200)
-        machines = (MACHINE, OTHER_MACHINE)
-        rows, promotions = list[Measurement](), list[Promotion]()
-        for age, abi in enumerate(("gemm-avx2-22", "gemm-avx2-11")):
-            for machine, problem in itertools.product(machines, (PROBLEM, other)):
-                origin = dataclasses.replace(THERE, machine=machine, created_at_ms=1000 - age)
-                rows += [
-                    measured(7 + age, kernel_abi=abi, problem=problem, origin=origin),
-                    measured(5, OTHER_SCHEDULE, kernel_abi=abi, problem=problem, origin=origin),
-                ]
-                promotions.append(
-                    dataclasses.replace(PROMOTION, kernel_abi=abi, problem=problem, origin=origin)
-                )
-        store.add(rows)
-        store.add(promotions)
-        hints = [row for row in rows if row.kernel_abi == "gemm-avx2-22" and row.sample.schedule == SCHEDULE]
-        before = waiting_hints(store, MACHINE, "gemm-avx2-aa")
-        assert {hint.measurement for hint in before.values()} == {hints[0], hints[1]}
-
-        counted = collect_garbage(store, self.CURRENT, None, dry_run=True)
-        assert counted == collect_garbage(store, self.CURRENT, None, dry_run=False)
-        assert (counted.hints, counted.deleted["measurement"], counted.deleted["promotion"]) == (4, 12, 4)
-        assert [*store.stream(Measurement)] == hints
-        assert waiting_hints(store, MACHINE, "gemm-avx2-aa") == before
-        assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted["measurement"] == 0
-
-        promoted_here = dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")
-        own = measured(6, kernel_abi="gemm-avx2-aa")
-        lost = measured(8, kernel_abi="gemm-avx2-aa", problem=other)
-        store.add([own, lost])
-        store.add([promoted_here])
-        assert collect_garbage(store, self.CURRENT, None, dry_run=False).hints == 2, "both were judged here"
-        assert {
-            row.origin.machine for row in store.stream(Measurement) if row.kernel_abi != own.kernel_abi
-        } == {OTHER_MACHINE}
 
     def test_step_times_of_a_build_that_nothing_else_names_go_too(self, store: Store) -> None:
         """And other machines' stay."""

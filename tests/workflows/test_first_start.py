@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 
+from phasewise._words import WIDEST
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb import shipped
 from phasewise.kerneldb.portable import import_rows
@@ -32,6 +33,11 @@ from tests.cli import command
 from tests.support.models.tiny_models import tiny_gguf
 
 MOST_S = 20.0
+
+
+def is_undecided(duel: Comparison) -> bool:
+    """The interval is so wide that the timings say little: the machine was busy."""
+    return duel.gain_high > WIDEST * duel.gain_low
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +107,7 @@ def test_a_lying_remote_leaves_no_slower_schedule(tmp_path: Path, model: OpenMod
     lies = {(row.problem, row.schedule) for row in lying_rows(model, machine) if isinstance(row, Promotion)}
     for row in verdicts:
         duel = row.comparison
-        assert duel.proves_faster or duel.is_undecided or (row.problem, row.schedule) not in lies
+        assert duel.proves_faster or is_undecided(duel) or (row.problem, row.schedule) not in lies
     counts = products_of(started, [started.plans], db, machine)
     assert counts is not None
     assert counts.imported > 0
@@ -148,7 +154,7 @@ def test_a_tuning_run_pulls_too(tmp_path: Path, model: OpenModel, remote: Remote
         for row in store.stream(Promotion):
             is_lie = (row.problem, row.schedule) in lies
             duel = row.comparison  # on a machine too busy to tell, it proves nothing: neither has lost
-            assert not (row.origin.verified and is_lie) or duel.proves_faster or duel.is_undecided
+            assert not (row.origin.verified and is_lie) or duel.proves_faster or is_undecided(duel)
     assert lies
     assert any(row.origin.verified for row in rows)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from phasewise.tuner.doctor import cores, memory, software
 from phasewise.tuner.doctor.cores import CPU
 from phasewise.tuner.doctor.host import (
-    BuildFacts,
     Finding,
     FindingEvidence,
     Host,
@@ -20,7 +19,6 @@ from phasewise.tuner.doctor.host import (
 
 __all__ = [
     "CHECKS",
-    "BuildFacts",
     "Finding",
     "FindingEvidence",
     "Host",
@@ -42,19 +40,14 @@ CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
     "energy-preference": cores.preference,
     "boost-off": cores.boost,
     "frequency-cap": cores.capped,
-    "thermal-throttle": cores.heat,
     "huge-pages-off": memory.huge_pages_denied,
     "huge-pages-reserved": memory.huge_pages_reserved,
     "numa-balancing": memory.balancing,
     "memory-policy-denied": memory.policy_denied,
     "memory-remote": memory.remote_memory,
-    "shm-small": memory.small_shm,
     "memory-limit": memory.limited,
-    "memlock": memory.memlock,
-    "overcommit": memory.overcommit,
     "isa-forced": software.forced,
     "isa-unused": software.unused,
-    "isa-hidden": software.hidden,
     "kernel-old": software.old_kernel,
     "untuned": software.untuned,
     "tuned-before-upgrade": software.set_aside,

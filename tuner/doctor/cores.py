@@ -1,5 +1,5 @@
 """Checks of cores and their time: threads counted as cores, clocks that are slow by governor, preference,
-cap, boost or heat; quotas and throttling, CPUs that may not be used, stolen time, co-tenants.
+cap or boost; quotas and throttling, CPUs that may not be used, stolen time, co-tenants.
 """
 
 from __future__ import annotations
@@ -118,23 +118,6 @@ def capped(host: Host) -> Iterator[Finding]:
             ),
             "Prefill is bound by arithmetic, and loses in proportion to the clock.",
             f"sudo cpupower frequency-set -u {limit}kHz",
-        )
-
-
-def heat(host: Host) -> Iterator[Finding]:
-    """Finds cores that have throttled because they were hot."""
-    path = "thermal_throttle/core_throttle_count"
-    counts = {cpu: host.number(f"{CPU}/cpu{cpu}/{path}") or 0 for cpu in host.allowed()}
-    hot = {cpu: count for cpu, count in counts.items() if count}
-    if hot:
-        worst = max(hot, key=lambda cpu: hot[cpu])
-        yield Finding(
-            "thermal-throttle",
-            Severity.low,
-            f"{counted(len(hot), 'CPU')} slowed by heat",
-            (host.seen(f"{CPU}/cpu{worst}/{path}"),),
-            "The count is since boot. While it grows, long runs are slower than short ones.",
-            "sudo turbostat shows whether it goes on; better cooling, or a lower power limit that holds",
         )
 
 

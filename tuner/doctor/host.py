@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
+from phasewise.kerneldb.product_counts import ProductCounts
 from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
 from phasewise.topology.process_limits import cgroup_files, read_text
@@ -49,7 +49,7 @@ class Finding:
 MAX_VALUE_CHARS = 160
 
 
-NONE_TUNED, NONE_SHIPPED = ProductCounts(), ShippedCounts()
+NONE_TUNED = ProductCounts()
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,10 @@ class TunedCounts:
     service_plans: int
     measurements: int
     products: ProductCounts = NONE_TUNED
-    shipped: ShippedCounts = NONE_SHIPPED
+    shipped: int = 0
     """Schedules that the package brings for cores of this kind."""
     shipped_kinds: tuple[str, ...] = ()
     """Kinds of machine that the package brings schedules for, all together."""
-
-
-@dataclass(frozen=True)
-class BuildFacts:
-    """The kernels' names, and those of the reference build for the same instruction sets."""
-
-    kernel_abis: tuple[str, ...]
-    is_reference: bool | None
-    """True for kernels of the reference build; None: a checkout does not know its names."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +84,10 @@ class Host:
     environment: Mapping[str, str] = field(default_factory=dict)
     isa: IsaUse | None = None
     tuned: TunedCounts | None = None
-    build: BuildFacts | None = None
     conditions: Conditions | None = None
     """The load of the machine, measured just now; None: only the sums since boot are known."""
     refused_calls: Mapping[str, str] | None = None
     """System calls that were tried and refused, with the error; None: not tried."""
-    shm_bytes: Callable[[], int | None] = lambda: None
-    """Size of /dev/shm where mountinfo does not give it."""
 
     def text(self, path: str) -> str | None:
         """A file's text without its last newline; None if absent or unreadable."""

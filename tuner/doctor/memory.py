@@ -17,17 +17,13 @@ from phasewise.tuner.doctor.host import Finding, FindingEvidence, Host, Severity
 
 THP = "sys/kernel/mm/transparent_hugepage/enabled"
 GIB = 1 << 30
-SMALL_SHM_BYTES = GIB
-SMALL_MEMLOCK_BYTES = 64 << 20
 LEAST_LIMIT_SHARE = 0.9
 """Share of the machine's memory above which a limit is no limit."""
 
 SMALL_LIMIT_BYTES = 4 * GIB
 MUCH_RESERVED = 0.05
-COMMIT_FULL = 0.8
 CAP_SYS_NICE = 23
 SECCOMP_FILTER = "2"
-SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def huge_pages_denied(host: Host) -> Iterator[Finding]:
@@ -114,28 +110,6 @@ def _filtered(host: Host) -> tuple[FindingEvidence, ...]:
     return (FindingEvidence("/proc/self/status", f"Seccomp: {SECCOMP_FILTER}, CapEff: {status['CapEff']}"),)
 
 
-def small_shm(host: Host) -> Iterator[Finding]:
-    """Finds shared memory as small as container runtimes make it."""
-    for line in (host.text("proc/self/mountinfo") or "").splitlines():
-        head, _, tail = line.partition(" - ")
-        fields, options = head.split(), tail.split()
-        if len(fields) > 4 and fields[4] == "/dev/shm" and options[:1] == ["tmpfs"]:
-            written = re.search(r"(?:^|,)size=(\d{1,15})([kmgt]?)(?:,|$)", options[-1])
-            size = int(written[1]) * SIZES.get(written[2], 1) if written else host.shm_bytes()
-            if size is not None and size < SMALL_SHM_BYTES:
-                yield Finding(
-                    "shm-small",
-                    Severity.low,
-                    f"/dev/shm holds {format_memory(size)}",
-                    (host.seen("proc/self/mountinfo", f"/dev/shm {options[-1]}"),),
-                    "phasewise shares memory without it; PyTorch, vLLM and MPI do not, and end with a "
-                    "bus error when "
-                    "it is full.",
-                    "docker run --shm-size 8g (or --ipc host)",
-                )
-            return
-
-
 def limited(host: Host) -> Iterator[Finding]:
     """Finds a cgroup's memory limit below what the machine has."""
     total = (whole_number(host.words("proc/meminfo").get("MemTotal", "").split(" ")[0]) or 0) << 10
@@ -157,46 +131,6 @@ def limited(host: Host) -> Iterator[Finding]:
             "read from disk "
             "again in every step, or killed.",
             f"docker run --memory {-(-total // GIB)}g (Kubernetes: resources.limits.memory)",
-        )
-
-
-def memlock(host: Host) -> Iterator[Finding]:
-    """Finds a small limit of memory that may be locked."""
-    for line in (host.text("proc/self/limits") or "").splitlines():
-        if line.startswith("Max locked memory"):
-            size = whole_number(line.removeprefix("Max locked memory").split()[0])
-            if size is not None and size < SMALL_MEMLOCK_BYTES:
-                yield Finding(
-                    "memlock",
-                    Severity.low,
-                    f"{format_memory(size)} may be locked in memory",
-                    (host.seen("proc/self/limits", " ".join(line.split())),),
-                    "Weights cannot be kept from being dropped when memory is short; engines with "
-                    "--mlock fail.",
-                    "docker run --ulimit memlock=-1 (a shell: ulimit -l unlimited; systemd: "
-                    "LimitMEMLOCK=infinity)",
-                )
-            return
-
-
-def overcommit(host: Host) -> Iterator[Finding]:
-    """Finds a kernel that promises no more memory than it has, and has promised most of it."""
-    path = "proc/sys/vm/overcommit_memory"
-    words = host.words("proc/meminfo")
-    limit, promised = (
-        whole_number(words.get(name, "").split(" ")[0]) or 0 for name in ("CommitLimit", "Committed_AS")
-    )
-    if host.text(path) == "2" and promised > COMMIT_FULL * limit:
-        yield Finding(
-            "overcommit",
-            Severity.medium,
-            "the kernel refuses memory that is not there, and little is left to promise",
-            (
-                host.seen(path),
-                FindingEvidence("/proc/meminfo", f"CommitLimit: {limit} kB, Committed_AS: {promised} kB"),
-            ),
-            "KV cache is reserved at once and used bit by bit: the reservation fails though memory is free.",
-            "sudo sysctl vm.overcommit_memory=0, or a larger vm.overcommit_ratio",
         )
 
 

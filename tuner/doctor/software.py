@@ -20,14 +20,6 @@ PROMISED = (
 """Sets of kernels, fastest first, each with the flags of /proc/cpuinfo that a CPU lists if it can run
 them."""
 
-AMX_MODELS = {
-    "143": "Sapphire Rapids",
-    "173": "Granite Rapids",
-    "174": "Granite Rapids",
-    "207": "Emerald Rapids",
-}
-"""Models of Intel's family 6 that have AMX in silicon."""
-
 AMX_KERNEL = (5, 16)
 OLDEST_KERNEL = (5, 3)
 """The oldest kernel with pidfd_open, by which a rank's end is noticed; memfd_create came with 3.17."""
@@ -71,27 +63,6 @@ def unused(host: Host) -> Iterator[Finding]:
         if is_old
         else "docker run --security-opt seccomp=unconfined: arch_prctl must be allowed",
     )
-
-
-def hidden(host: Host) -> Iterator[Finding]:
-    """Finds a virtual machine whose CPU model has more than the hypervisor shows."""
-    cpu = host.machine.cpu
-    name = AMX_MODELS.get(cpu.model or "") if (cpu.vendor, cpu.family) == ("GenuineIntel", "6") else None
-    if name is not None and "amx_tile" not in cpu.features:
-        yield Finding(
-            "isa-hidden",
-            Severity.medium,
-            f"the CPU ({name}) has AMX, and this system does not see it",
-            (
-                FindingEvidence(
-                    "/proc/cpuinfo", f"cpu family {cpu.family}, model {cpu.model}, no amx_tile in flags"
-                ),
-            ),
-            "Prefill in bf16 and 8 bits would be several times as fast on its tiles.",
-            "a virtual machine with the host's CPU model (libvirt: <cpu mode='host-passthrough'/>, QEMU: "
-            "-cpu host), "
-            "or an instance type that exposes AMX",
-        )
 
 
 def old_kernel(host: Host) -> Iterator[Finding]:

@@ -71,9 +71,7 @@ def export_rows(
     """
     wanted, exported = wanted_machines(signatures), Exported()
     with existing_store(db, report) as store:
-        timings = sum(
-            count.verified + count.imported for count in store.key_counts() if wanted(count.key.machine)
-        )
+        timings = sum(count.total for count in store.key_counts() if wanted(count.key.machine))
         if timings > MAX_ROWS:
             raise ExportFileError(too_many(timings))
         shared = SharedPlans(report)

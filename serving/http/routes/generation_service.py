@@ -72,7 +72,7 @@ class Events(EventWriter):
         self._reply, self._rendering = reply, reply.rendering
         self._head = encode(self._rendering.head(streamed=True))[:-1]
         self._said = [NOTHING_YET] * len(reply.requests)
-        """The counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
+        """Counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
 
     def opening(self) -> bytes:
         """Before the first piece."""

@@ -255,7 +255,7 @@ def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
         "problem": 0,
         "schedule": 0,
     }
-    told = {"deleted": deleted, "summarised": 0, "spared": {}, "hints": 0}
+    told = {"deleted": deleted, "summarised": 0, "spared": {}}
     assert run_json("gc", "--dry-run") == {"dry_run": True, **told}
     assert run("gc", "--dry-run") == "would delete 1 measurement\n"
     assert run_json("gc") == {"dry_run": False, **told}

@@ -1,6 +1,5 @@
 """A tiny model of every family, from a Hugging Face directory and from GGUF, beside what transformers
-computes of it.
-"""
+computes of it."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ LEAST_MARGIN = 0.01
 @pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_the_best_token_of_every_step_is_best_by_a_margin(name: str) -> None:
     """By transformers' logits: what another order of sums changes cannot change a token. A prompt is longer
-    than windows and chunks.
-    """
+    than windows and chunks."""
     expected = np.load(layout.FIXTURES / "families.npz")
     prompts = families.family_prompts(name)
 

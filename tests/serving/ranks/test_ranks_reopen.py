@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ from tests.serving.ranks.test_ranks_processes import (
     TWO,
     alive,
     descriptors,
-    eventually,
     opened,
     plans,
     shared_mappings,
@@ -38,6 +36,8 @@ from tests.serving.ranks.test_ranks_processes import (
 )
 from tests.support.models.reference_forward import tiny_config, tiny_model
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
+from tests.support.process_trees import children_of
+from tests.support.servers.rude_clients import until
 from tests.support.tiers import first_is_smoke
 
 STEP = Batch("decode", (SequenceSlice([1], 0, 0, True),))
@@ -73,7 +73,7 @@ def kill(ranks: ProcessRanks, how: signal.Signals = signal.SIGKILL) -> None:
     """The ranks of other processes; what comes of it is known when this returns."""
     for pid in ranks.pids.values():
         os.kill(pid, how)
-    assert eventually(lambda: ranks.lost is not None)
+    until(lambda: ranks.lost is not None, "nobody notices")
 
 
 def tokens(ranks: ProcessRanks) -> np.ndarray:
@@ -112,14 +112,6 @@ def test_the_packed_file_may_be_gone_by_then(in_file: PackedModel, tmp_path: Pat
     finally:
         hidden.rename(in_file.file.path)
         ranks.close()
-
-
-def test_ranks_that_live_may_be_opened_again_too(two: ProcessRanks) -> None:
-    wanted, before = tokens(two), two.pids
-    two.reopen()
-
-    assert (tokens(two) == wanted).all()
-    assert not any(map(alive, before.values()))
 
 
 def step_until_late(ranks: ProcessRanks, n_copied: int) -> None:
@@ -173,13 +165,13 @@ def test_signals_for_a_whole_service_are_the_engines_to_answer(two: ProcessRanks
 
 
 def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRanks) -> None:
-    wanted, first = tokens(two), set(children())
+    wanted, first = tokens(two), children_of(os.getpid())
     kill(two)
     stop = threading.Event()
 
     def kill_what_starts() -> None:
         while not stop.wait(0.01):
-            for pid in set(children()) - first:
+            for pid in children_of(os.getpid()) - first:
                 os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_what_starts)
@@ -192,15 +184,6 @@ def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRa
     assert (tokens(two) == wanted).all()
 
 
-def children() -> list[int]:
-    """Processes that this one has started. A thread may end while its folder is read."""
-    pids: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):
-            pids += map(int, (task / "children").read_text().split())
-    return pids
-
-
 def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:
     told: list[str | None] = []
     two.watch(lambda: told.append(two.lost))
@@ -208,7 +191,7 @@ def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:
     two.reopen()
     kill(two)
 
-    assert eventually(lambda: len(told) == 2)
+    until(lambda: len(told) == 2, "it is not told")
     assert all(reason and "SIGKILL" in reason for reason in told)
 
 
@@ -221,7 +204,7 @@ def test_closed_ranks_are_not_opened_again(two: ProcessRanks) -> None:
 @pytest.mark.slow
 def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
     """Descriptors, mappings of what was shared, processes and threads are as many after each of them."""
-    before = set(children())
+    before = children_of(os.getpid())
     ranks = open_two(in_memory)
     held = []
     for _ in range(3):
@@ -231,7 +214,7 @@ def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
             ranks.forward(STEP)
         ranks.reopen()
         gc.collect()
-        n_children = len(set(children()) - before)
+        n_children = len(children_of(os.getpid()) - before)
         held.append((len(descriptors()), len(shared_mappings()), n_children, threading.active_count()))
         assert caught.value.__cause__ is None
     ranks.close()
@@ -239,7 +222,7 @@ def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
     gc.collect()
 
     assert len(set(held)) == 1, held
-    assert not set(children()) - before
+    assert not children_of(os.getpid()) - before
 
 
 def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(
@@ -377,14 +360,4 @@ def test_weights_that_lie_on_nodes_are_divided_anew(model: PackedModel, wanted: 
             ranks.move(plans(sizes, sizes, nodes), None)
         ranks.reopen()
         assert (token_by_token(ranks, BOTH) == wanted).all()
-    ranks.close()
-
-
-def test_more_ranks_than_heads_are_refused(model: PackedModel, wanted: np.ndarray) -> None:
-    ranks = opened(model, TWO, TWO)
-    nine = (1,) * 9
-    with pytest.raises(RanksError, match=r"9 ranks, but .* 8 query heads"):
-        ranks.move(plans(nine, nine), None)
-
-    assert (token_by_token(ranks, BOTH) == wanted).all()
     ranks.close()

@@ -18,10 +18,10 @@ from phasewise.serving.sandbox.confined import (
     Bounds,
     CancelToken,
     ConfinedProcess,
-    JobRefused,
     Overrun,
     Unserved,
 )
+from tests.support.process_trees import children_of, tree_of
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.servers.rude_clients import until
 
@@ -36,7 +36,6 @@ def job(schema: object) -> bytes:
 
 HARMLESS = job({"type": "object"})
 ENDLESS = job({"allOf": [{"type": "string", "pattern": f".*a.{{{index}}}b.*"} for index in range(30)]})
-REFUSED = job({"not": {}})
 
 
 @pytest.fixture
@@ -55,23 +54,15 @@ def opened(started: list[ConfinedProcess], bounds: Bounds) -> ConfinedProcess:
 
 
 def descendants() -> set[int]:
-    pids = [os.getpid()]
-    for pid in pids:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                pids += map(int, task.read_text().split())
-            except OSError:  # it has just ended
-                continue
-    return set(pids[1:])
+    return set(tree_of(os.getpid())[1:])
 
 
 def stop_working(process: ConfinedProcess) -> set[int]:
     """Stop the processes that do its jobs, as a machine does that is busy with others."""
     assert process._process is not None
     keeper = process._process.pid
-    children = Path(f"/proc/{keeper}/task/{keeper}/children")
-    until(lambda: children.read_text() != "", "it has a process for jobs")
-    pids = set(map(int, children.read_text().split()))
+    until(lambda: bool(children_of(keeper)), "it has a process for jobs")
+    pids = children_of(keeper)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     return pids
@@ -156,13 +147,6 @@ def test_a_job_ends_with_the_wait_for_it(started: list[ConfinedProcess]) -> None
     assert int(process.ask(HARMLESS)) >= 0
 
 
-def test_what_the_job_refuses_is_told_in_its_words(started: list[ConfinedProcess]) -> None:
-    process = opened(started, ROOMY)
-
-    with pytest.raises(JobRefused, match="cannot be used"):
-        process.ask(REFUSED)
-
-
 def test_a_process_that_was_killed_is_started_again(started: list[ConfinedProcess]) -> None:
     others = descendants()
     process = opened(started, ROOMY)
@@ -183,23 +167,3 @@ def test_nothing_is_left_of_it(started: list[ConfinedProcess]) -> None:
 
     until(lambda: descendants() == before, "its processes have ended")
     assert len(os.listdir("/proc/self/fd")) < n_descriptors
-
-
-def test_only_one_job_runs_at_a_time(started: list[ConfinedProcess]) -> None:
-    process, cancel = opened(started, ROOMY), CancelToken()
-    told: list[bytes] = []
-
-    def wait() -> None:
-        with pytest.raises(Abandoned):
-            process.ask(ENDLESS, cancel)
-
-    first = threading.Thread(target=wait)
-    first.start()
-    until(process._turn.locked, "the first job does not run")
-    second = threading.Thread(target=lambda: told.append(process.ask(HARMLESS)))
-    second.start()
-    assert not told
-    cancel.end()
-    first.join()
-    second.join()
-    assert int(told[0]) >= 0

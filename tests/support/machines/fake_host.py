@@ -15,15 +15,12 @@ NODE = "sys/devices/system/node"
 CGROUP = "sys/fs/cgroup/job"
 FLAGS = "fma f16c avx2 avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16"
 
-MOUNTS = """30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw
-31 23 0:27 / /dev/shm rw,nosuid - tmpfs tmpfs rw,size=8388608k"""
+MOUNTS = """30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw"""
 MEMINFO = """MemTotal:       67108864 kB
 MemAvailable:   60000000 kB
 HugePages_Total:       0
 HugePages_Free:        0
-Hugepagesize:       2048 kB
-CommitLimit:    33554432 kB
-Committed_AS:    1000000 kB"""
+Hugepagesize:       2048 kB"""
 
 
 def _cpus(n: int, threads: int, nodes: int) -> dict[str, str]:
@@ -42,7 +39,6 @@ def _cpus(n: int, threads: int, nodes: int) -> dict[str, str]:
             f"{folder}/cpufreq/energy_performance_preference": "performance",
             f"{folder}/cpufreq/scaling_max_freq": "3800000",
             f"{folder}/cpufreq/cpuinfo_max_freq": "3800000",
-            f"{folder}/thermal_throttle/core_throttle_count": "0",
         }
     for node in range(nodes):
         files[f"{NODE}/node{node}/cpulist"] = f"{node * n // nodes}-{(node + 1) * n // nodes - 1}"
@@ -61,10 +57,8 @@ def clean_files(n: int = 4, threads: int = 1, nodes: int = 1) -> dict[str, str]:
         "proc/self/cgroup": "0::/job",
         "proc/self/mountinfo": MOUNTS,
         "proc/self/status": f"Cpus_allowed_list:\t0-{n - 1}\nCapEff:\t000001ffffffffff\nSeccomp:\t0",
-        "proc/self/limits": "Max locked memory         unlimited            unlimited            bytes",
         "proc/sys/kernel/osrelease": "6.8.0-45-generic",
         "proc/sys/kernel/numa_balancing": "0",
-        "proc/sys/vm/overcommit_memory": "0",
         f"{CGROUP}/cpu.max": "max 100000",
         f"{CGROUP}/cpu.stat": "usage_usec 5\nnr_periods 1000\nnr_throttled 0\nthrottled_usec 0",
         f"{CGROUP}/cpuset.cpus.effective": f"0-{n - 1}",

@@ -1,11 +1,10 @@
-"""The reference build: one name for equal sources, flags and compilers, wherever a tree lies."""
+"""Names of kernels: one for equal sources, flags and compilers, wherever a tree lies."""
 
 from __future__ import annotations
 
 import pytest
 
 from phasewise.cython_kernels.abi import code_flags, kernel_abi
-from phasewise.kerneldb import reference_build
 
 SOURCES = {"isa/avx2.h": "int a;", "families/gemm.c": "int f(void) { return 1; }"}
 FLAGS = ["-O3", "-mavx2"]
@@ -33,20 +32,3 @@ def test_no_folder_and_no_debug_table_is_in_a_name(flag: str) -> None:
 @pytest.mark.parametrize("flag", ["-ffast-math", "-O2", "-fwrapv", "-march=native", "-DX=1"])
 def test_what_code_may_follow_from_is_in_it(flag: str) -> None:
     assert code_flags([flag]) == [flag]
-
-
-@pytest.mark.parametrize(
-    ("names", "mine", "told"),
-    [
-        (set(), ("a",), None),
-        ({"a", "b"}, ("a",), True),
-        ({"a", "b"}, ("a", "c"), False),
-        ({"b"}, ("a",), False),
-    ],
-)
-def test_a_tree_says_if_its_kernels_are_the_references(
-    monkeypatch: pytest.MonkeyPatch, names: set[str], mine: tuple[str, ...], told: bool | None
-) -> None:
-    monkeypatch.setattr(reference_build, "reference_names", lambda: frozenset(names))
-
-    assert reference_build.is_reference_build(mine) is told
