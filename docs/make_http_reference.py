@@ -53,8 +53,7 @@ Anthropic's servers run, and answers that the client has begun are refused. The 
 Ollama's clients work with `OLLAMA_HOST=http://127.0.0.1:8000`: `/api/tags`, `/api/show`, `/api/ps`, `/api/chat` and `/api/generate` (with an embedding model `/api/embed`), streamed as lines of JSON unless `stream` is false. Models are not pulled, made or
 removed there, and `keep_alive` concerns those of `--models` alone; a name may end in `:latest`. Of `options` those that the table names have an effect. Refusals are `{"error": MESSAGE}`.
 
-With `--models DIR` a model is loaded when a request names it, and the request waits, a stream with signs of life: what fails then is told in the stream. With the header `X-Model-Loading: refuse` it does not wait: it gets 503 (`model_loading`) with `Retry-After`, and
-loading begins. `/v1/models` has all models with their `state`: `loaded`, `loading`, `unloading`, `unloaded`, or `failed` for the 5 s in which one that could not be loaded (503, `model_not_loaded`) is not tried again.
+With `--models DIR` a model is loaded when a request names it, and the request waits. `/v1/models` has all models with their `state`: `loaded`, `loading`, `unloading`, `unloaded`, or `failed` for the 5 s in which one that could not be loaded (503, `model_not_loaded`) is not tried again.
 
 The first delta of a tool call has its id and name; its `arguments` follow in pieces of the same `index`, as they are generated. Where no grammar holds the call (its schema cannot be compiled, or `ignore_eos`), it comes whole, in one delta. A call that `max_tokens` cuts off within its arguments stays a call, with `finish_reason` `length`. Thoughts are in `reasoning_content`. `finish_reason` is `tool_calls` where an answer that ended by itself has calls.
 A call that does not parse is text.
