@@ -147,10 +147,6 @@ def open_pool(policy: str, n_slots: int, settings: PoolSettings) -> KvPool:
     return POLICIES[policy](n_slots, settings)
 
 
-def _odma(n_slots: int, settings: PoolSettings) -> KvPool:
-    return ContiguousPool(n_slots, LearntSizes(settings))
-
-
 def _paged(n_slots: int, settings: PoolSettings) -> KvPool:
     if n_slots < settings.page_slots:
         raise ServingError(
@@ -161,6 +157,6 @@ def _paged(n_slots: int, settings: PoolSettings) -> KvPool:
 
 
 POLICIES: Mapping[str, Callable[[int, PoolSettings], KvPool]] = {
-    "odma": _odma,
+    "odma": lambda n_slots, settings: ContiguousPool(n_slots, LearntSizes(settings)),
     "paged": _paged,
 }

@@ -96,7 +96,10 @@ def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[Live
 
 def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
     """True if nothing can be computed but requests in shadow."""
-    return not any(map(_can_go_on, running_of(running, in_shadow=False)))
+    return not any(
+        sequence.n_pending and not (sequence.request.in_shadow or sequence.awaits_kv or sequence.is_restored)
+        for sequence in running
+    )
 
 
 def n_answering(running: Sequence[LiveSequence]) -> int:
@@ -168,10 +171,6 @@ def batch_of(
     names = tuple(sequence.request_id for sequence, _ in parts)
     n_in_shadow = sum(sequence.request.in_shadow for sequence, _ in parts)
     return Batch(phase, tuple(slices), names, tuple(copies), n_in_shadow)
-
-
-def _can_go_on(sequence: LiveSequence) -> bool:
-    return sequence.n_pending > 0 and not (sequence.awaits_kv or sequence.is_restored)
 
 
 def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -> None:

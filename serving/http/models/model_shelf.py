@@ -238,10 +238,13 @@ class ModelShelf:
         files = await self.files()
         if name not in files:
             raise unknown_model(name, ", ".join(files) or "an empty folder")
-        self._refuse_failed(name)
+        until_s, error = self._failed.get(name, (0.0, None))
+        if error is not None and time.monotonic() < until_s:
+            raise error
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, {})[waiter] = in_shadow
-        self._begin_loading(name)
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.ensure_future(self._load(name))
         try:
             await waiter
         except asyncio.CancelledError:
@@ -263,21 +266,13 @@ class ModelShelf:
         after_s = max(1, math.ceil(expected_s))
         return ApiError(503, f"{why}; try again in {after_s} s", code="model_loading", retry_after_s=after_s)
 
-    def _refuse_failed(self, name: str) -> None:
-        until_s, error = self._failed.get(name, (0.0, None))
-        if error is not None and time.monotonic() < until_s:
-            raise error
-
     # ---- loading -----------------------------------------------------------------------------------------
-
-    def _begin_loading(self, name: str) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = asyncio.ensure_future(self._load(name))
 
     async def _load(self, name: str) -> None:
         try:
             async with self._one_at_a_time:
-                await self._unload_lost(name)
+                while (resident := self.room.residents.get(name)) is not None and resident.is_leaving:
+                    await self._when_unused([name])  # one that is here and takes no requests goes first
                 if name not in self.room.residents:
                     await self._bring(name)
         except Exception as error:
@@ -289,11 +284,6 @@ class ModelShelf:
             for resident in self.room.residents.values():  # room enough was made
                 resident.is_leaving = resident.name in self._lost
         self._look()
-
-    async def _unload_lost(self, name: str) -> None:
-        """One that is here and takes no requests goes first."""
-        while (resident := self.room.residents.get(name)) is not None and resident.is_leaving:
-            await self._when_unused([name])
 
     async def _bring(self, name: str) -> None:
         began_s = time.monotonic()

@@ -27,7 +27,7 @@ from phasewise.serving.embedding.encoder.input_tokens import (
     Tokens,
     too_long,
 )
-from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
+from phasewise.serving.embedding.encoder.pooling import PRECISIONS, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
@@ -180,7 +180,12 @@ class EmbeddingRoutes:
         """Vectors of texts or of token ids."""
         body = await self._read(request, EmbeddingRequest)
         vectors, n_tokens = await self._embedded(request, body)
-        write = _base64 if body.encoding_format == "base64" else _numbers_as(body.encoding_format or "float")
+
+        def write(vector: Floats) -> str | list[float]:
+            if body.encoding_format == "base64":  # float32, little-endian, as OpenAI's clients read it
+                return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            return _numbers(PRECISIONS[body.encoding_format or "float"](vector))
+
         written = await asyncio.to_thread(_written, vectors, write, self.model.model_id, n_tokens)
         return Response(written, media_type="application/json")
 
@@ -395,17 +400,8 @@ def _written(
     return b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:]
 
 
-def _base64(vector: Floats) -> str:
-    """float32, little-endian, as OpenAI's clients read it."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
 def _numbers(vector: npt.NDArray[Any]) -> list[float]:
     return list(vector.tolist())
-
-
-def _numbers_as(precision: Precision) -> Callable[[Floats], list[float]]:
-    return lambda vector: _numbers(PRECISIONS[precision](vector))
 
 
 def _logistic(score: float) -> float:

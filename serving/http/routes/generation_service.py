@@ -93,12 +93,11 @@ class Events(EventWriter):
         return f"data: {encode(error.body())}\n\n".encode()
 
     def closing(self) -> bytes:
-        """After the last piece."""
-        return (self.total() if self._reply.include_usage else b"") + DONE
-
-    def total(self) -> bytes:
-        """The usage event, once the last piece has come, for a request that asks for it."""
-        return f'data: {self._head},"choices":[],"usage":{encode(self._usage())}}}\n\n'.encode()
+        """After the last piece: the usage for a request that asks for it, and the end."""
+        if not self._reply.include_usage:
+            return DONE
+        usage = encode(self._reply.usage(self._said))
+        return f'data: {self._head},"choices":[],"usage":{usage}}}\n\n'.encode() + DONE
 
     def _progress(self, index: int, progress: Progress) -> str:
         """As llama-server tells it; of a prompt's first choice, for the others take it over."""
@@ -124,9 +123,6 @@ class Events(EventWriter):
 
     def _event(self, choice: Json) -> str:
         return f'data: {self._head},"choices":[{encode(choice)}]}}\n\n'
-
-    def _usage(self) -> Json:
-        return self._reply.usage(self._said)
 
 
 _TOKENS_WORTH_A_THREAD = 256

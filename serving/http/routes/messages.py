@@ -257,7 +257,8 @@ def _of_others(message: Message) -> Iterator[Json]:
                     said = []
                 result = content_of(block.content or "", _BETWEEN)
                 if block.is_error:
-                    result = joined([{"type": "text", "text": "Error: "}, *_parts(result)])
+                    parts = [{"type": "text", "text": result}] if isinstance(result, str) else result
+                    result = joined([{"type": "text", "text": "Error: "}, *parts])
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
             case ThinkingBlock() | CallBlock():
                 raise bad_request(
@@ -267,10 +268,6 @@ def _of_others(message: Message) -> Iterator[Json]:
                 said.append(block.plain())
     if said or not message.content:
         yield {"role": message.role, "content": joined(said, _BETWEEN)}
-
-
-def _parts(content: str | list[Json]) -> list[Json]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _tool(tool: MessagesTool) -> Json:

@@ -417,7 +417,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
                 f"{model.facts.family}.context_length": model.context_length,
             },
             "capabilities": [*can, "thinking"] if model.dialect.thinks else can,
-            "modified_at": _at(model),
+            "modified_at": _time(model.created_s),
         }
 
     @routes.add("/api/chat", "POST", OllamaChatRequest)
@@ -517,10 +517,6 @@ def _running(model: ListedModel) -> Json:
     expires = {} if model.ends_s is None else {"expires_at": _time(model.ends_s)}
     context = model.served.context_length if model.served else 0
     return {**expires, "size_vram": 0, "context_length": context}
-
-
-def _at(model: ServedModel) -> str:
-    return _time(model.created_s)
 
 
 def _time(unix_s: float) -> str:
