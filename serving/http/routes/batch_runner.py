@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Scope
 from phasewise._files import open_file
 from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_lines, written
 from phasewise.serving.batches.store import ENDS_AS, UNFINISHED, BatchStore, BatchStoreError, StoredBatch
-from phasewise.serving.http.requests.fair_lane import RestedThread
+from phasewise.serving.http.requests.body import RestedThread
 from phasewise.serving.http.routes.middleware import shadow_scope
 from phasewise.serving.http.transport.server import Lifecycle
 

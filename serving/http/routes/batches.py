@@ -31,8 +31,7 @@ from phasewise.serving.batches.store import (
     StoredFile,
 )
 from phasewise.serving.http.errors import ApiError, bad_request
-from phasewise.serving.http.requests.body import BodyReader, refuse_other_types
-from phasewise.serving.http.requests.fair_lane import RestedThread
+from phasewise.serving.http.requests.body import BodyReader, RestedThread, refuse_other_types
 from phasewise.serving.http.requests.schemas import OpenRequest
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.middleware import client_of

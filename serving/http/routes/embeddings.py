@@ -32,8 +32,7 @@ from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.requests.fair_lane import FairLane
-from phasewise.serving.http.requests.request_threads import while_there
+from phasewise.serving.http.requests.request_threads import FairLane, while_there
 from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, kind_of
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests import response_schemas
-from phasewise.serving.http.requests.fair_lane import FairLane
+from phasewise.serving.http.requests.request_threads import FairLane
 from phasewise.serving.http.routes import responses
 from phasewise.serving.http.routes.responses import ResponseStore
 from phasewise.serving.http.transport import connections, exchange
