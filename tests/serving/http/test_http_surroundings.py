@@ -69,13 +69,22 @@ def test_an_answer_has_an_id_its_own_or_the_one_that_came(server: FakeServer) ->
         assert str(api.models.list()._request_id).startswith("req_")
 
 
-def test_refusals_and_unknown_paths_have_their_lines(server: FakeServer) -> None:
-    httpx.post(f"{server.url}/v1/completions", json={"model": "other", "prompt": "x"})
-    httpx.get(f"{server.url}/%0a%1b[2Jx")
-    assert [(line["path"], line["status"]) for line in lines(server, 2)] == [
-        ("/v1/completions", 404),
-        ("other", 404),
-    ]
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line_without_what_was_said(server: FakeServer, stream: bool) -> None:
+    body = {"model": "fake", "prompt": "secretxyz", "max_tokens": 4, "temperature": 0, "stream": stream}
+    body["top_kk"] = 3
+    httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": "one"})
+    (line,) = lines(server)
+    assert (line["id"], line["method"], line["path"], line["status"]) == (
+        "one",
+        "POST",
+        "/v1/completions",
+        200,
+    )
+    assert (line["prompt_tokens"], line["output_tokens"], line["finish"]) == (9, 4, "length")
+    assert line["ignored"] == "top_kk"
+    assert {"ttft_ms", "tpot_ms", "total_ms", "at", "cached_tokens"} <= line.keys()
+    assert not any("secret" in text or "abcd" in text for text in LINES)
 
 
 @pytest.mark.parametrize(
