@@ -147,6 +147,12 @@ class LearntSizes:
             "refreshes": self._refreshes,
         }
 
+    def _typical(self, demand: Demand, needed: int) -> float | None:
+        """Mean of recent answers of at least `needed` tokens, at most what the request may become; None where
+        no recent answer was as long."""
+        mean = self._learnt.mean_outlived(needed)
+        return None if mean is None else min(mean, demand.most_tokens - demand.prompt_tokens)
+
     def _expected(self, demand: Demand) -> float | None:
         """The estimated length, increased by its uncertainty; None without an estimate."""
         estimate = demand.estimate
@@ -154,30 +160,32 @@ class LearntSizes:
             return None
         return estimate.output_tokens * (1 + self._settings.alpha * estimate.uncertainty)
 
-    def _size(self, demand: Demand, needed: int) -> Size:
-        """The size of a block for an answer of at least `needed` tokens. An estimate tells nothing once the
-        answer has outgrown it; else counts the mean of recent answers as long, within what it may become, and
-        for a whole one a quantile of them, or twice what is needed."""
-        bounds = self._learnt
+    def _expected_beyond(self, demand: Demand, needed: int) -> float | None:
+        """The estimate; None once the answer has outgrown it, since it tells nothing any more."""
         expected = self._expected(demand)
-        if expected is not None and expected < needed:
-            expected = None
+        return None if expected is not None and expected < needed else expected
+
+    def _size(self, demand: Demand, needed: int) -> Size:
+        """The size of a block for an answer of at least `needed` tokens."""
+        bounds = self._learnt
+        expected = self._expected_beyond(demand, needed)
         bucket = None if expected is None else bounds.bucket_for(expected)
         if bucket is not None:
             whole = bounds.buckets[bucket]
         else:
-            least = max(needed, math.ceil(expected or 0))
-            became = bounds.outlived(least, self._settings.large_level)
-            whole = max(2 * least, UNLEARNT_ANSWER_TOKENS) if became is None else became
-        typical = bounds.mean_outlived(needed)
-        if typical is not None:
-            typical = min(typical, demand.most_tokens - demand.prompt_tokens)
+            whole = self._large(max(needed, math.ceil(expected or 0)))
+        typical = self._typical(demand, needed)
         if expected is None and demand.estimate is None and typical is not None:
             bucket = bounds.bucket_for(typical)
         end = math.ceil(expected or typical or whole)
         rung = bounds.bucket_for(needed)
         block = whole if rung is None else bounds.buckets[rung]
         return limited_to(demand, block if expected is None else min(block, end), end, bucket)
+
+    def _large(self, at_least: int) -> int:
+        """A quantile of the lengths of recent answers at least this long, else twice `at_least`."""
+        became = self._learnt.outlived(at_least, self._settings.large_level)
+        return max(2 * at_least, UNLEARNT_ANSWER_TOKENS) if became is None else became
 
 
 def limited_to(demand: Demand, answer_tokens: int, end_tokens: int, bucket: int | None) -> Size:
