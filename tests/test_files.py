@@ -338,7 +338,7 @@ OTHER_READERS = {
     "kerneldb.connect": "a copy of a database, once SQLite has made it",
     "kerneldb.shipped": "a file of the package",
     "phasewise._files": "the readers",
-    "serving.http.routes.page_routes": "a file of the package",
+    "serving.http.routes.openapi": "a file of the package",
     "serving.loaders.formats.model_directory": "names alone: nothing is opened",
     "serving.prefix_store.folder": "records; follows no link and waits for no pipe",
     "serving.processes.headroom": "the machine's own figures, in /proc and /sys",

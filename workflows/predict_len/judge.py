@@ -17,7 +17,7 @@ from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import Origin, PredictorScore
 from phasewise.kerneldb.store import open_store
-from phasewise.serving.pools.bounds import learnt
+from phasewise.serving.pools.buckets import learnt
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.topology import read_machine
 from phasewise.tuner.errors import PredictorError
