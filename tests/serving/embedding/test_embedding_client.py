@@ -44,7 +44,9 @@ def run(
         finally:
             await until(lambda: not client.n_live and not client.n_answers)
             if client.state == "running":
-                await until(lambda: not any(lane.inputs or lane.tokens for lane in client.lanes()))
+                await until(
+                    lambda: not any(lane.queue.inputs or lane.queue.tokens for lane in client.lanes())
+                )
 
     return running(main())
 
