@@ -239,7 +239,7 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
 def _heads(config: ModelConfig) -> str:
     latent = config.latent
     if config.has_mixed_heads:
-        own = dict.fromkeys(config.heads_of(layer) for layer in range(config.n_layers))
+        own = dict.fromkeys(part.heads for part in config.keeping)
         by_layer = " or ".join(f"{heads.n_kv_heads} of {heads.head_dim}" for heads in own)
         return f"{config.n_heads} query, key/value: {by_layer}"
     if latent is None:

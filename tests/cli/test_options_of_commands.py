@@ -300,7 +300,6 @@ def _no_lock(*_report: object) -> Any:
         "simulate fixed:8/8 --pools mixed=1*h100 --rate 1 --db x.db",
         "tune-kernels --kernel k.kir --shapes n=8 --max-m 3",
         "tune-kernels m --isa avx2",
-        "tune-config m --dry-run --emit vllm",
         "tune-config m --slo ttft=1s",
         "tune-config m --emit numactl --cores 0-3",
         "generate m -p x --seed 3",

@@ -30,12 +30,12 @@ from phasewise.kerneldb.upkeep import (
     Preferred,
     collect_garbage,
     is_stale,
+    newest_plans,
     plans_in_use,
     preferred_of,
     standings,
     tidy,
 )
-from phasewise.workflows.database.json import labels, plan_fields
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
@@ -167,13 +167,11 @@ class TestDiff:
                     [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
             in_use, plans = plans_in_use(store), store.rows(PlanRecord)
-            shown = [*plan_fields(plans, labels(plan.origin.machine for plan in plans))]
+            shown = newest_plans(plans)
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
                 assert in_use.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
-                own = [fields for fields in shown if fields["phase"] == phase and fields["in_use"]]
-                assert len(own) == (started is not None)
-                assert all(started and fields["verified"] == started.origin.verified for fields in own)
+                assert shown.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")

@@ -69,7 +69,7 @@ def _told_as_ours() -> Iterator[None]:
 def model_folder(opener: Opener) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders.load_adapter import named_paths
+    from phasewise.serving.loaders.adapter_files import named_paths
     from phasewise.serving.model_table import ModelFolder
     from phasewise.serving.processes.headroom import available_bytes
 
@@ -160,7 +160,7 @@ def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weigh
         return weights
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import config_of_model
-    from phasewise.serving.loaders.load_adapter import load_adapter, named_path
+    from phasewise.serving.loaders.adapter_files import load_adapter, named_path
 
     config, fitting = config_of_model(ref, weights.weight_format, report=report), list[str]()
     for given in weights.lora:

@@ -18,13 +18,7 @@ from phasewise.serving.embedding.devices import (
     instance_cores,
     rank_of,
 )
-from phasewise.serving.embedding.plan import (
-    EmbeddingPlan,
-    Instance,
-    placed_json,
-    stored_places,
-    stored_plan,
-)
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, placed_json, stored_places, stored_plan
 from phasewise.serving.embedding.queues import Depth
 from phasewise.serving.errors import ServingError
 from phasewise.topology import Kind, Machine, read_machine

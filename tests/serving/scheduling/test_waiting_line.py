@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.request import LiveSequence, Request
 from phasewise.serving.scheduling.waiting_line import WaitingLine
-from tests.serving.scheduling.test_scheduler_laws import CONTEXT, N_SLOTS, asked, requests_of
-from tests.support.scheduled import POLICIES, Turns, make, request
+from tests.support.scheduled import Turns, make, request
 from tests.support.tiers import examples
 
 CLIENTS = "abcd"
 steps = st.lists(st.sampled_from([*CLIENTS, "take", "preempt", "remove"]), max_size=60)
-
-
-class FirstCome(WaitingLine):
-    """The reference for one client: a list in order of arrival, preempted requests at their old places."""
-
-    def __init__(self) -> None:
-        self._arrivals: dict[LiveSequence, int] = {}
-        self._list: list[LiveSequence] = []
-
-    def __len__(self) -> int:
-        return len(self._list)
-
-    def __iter__(self) -> Iterator[LiveSequence]:
-        return iter(self._list)
-
-    @property
-    def clients(self) -> set[str]:
-        return {queued.request.client for queued in self._list}
-
-    @property
-    def heads(self) -> Iterator[LiveSequence]:
-        return iter(self._list[:1])
-
-    def is_behind_older(self, sequence: LiveSequence) -> bool:
-        return any(queued.admission is not None and queued.age < sequence.age for queued in self._list)
-
-    def join(self, sequence: LiveSequence) -> None:
-        self._arrivals[sequence] = len(self._arrivals)
-        self._list.append(sequence)
-
-    def rejoin(self, sequence: LiveSequence) -> None:
-        insort(self._list, sequence, key=self._arrivals.__getitem__)
-
-    def take(self, sequence: LiveSequence) -> None:
-        self._list.remove(sequence)
-
-    def remove(self, sequence: LiveSequence) -> None:
-        self._list.remove(sequence)
 
 
 def sequence(client: str, name: int) -> LiveSequence:
@@ -116,90 +72,6 @@ def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: s
         assert [head.request.client for head in heads] == list(dict.fromkeys(owners))
         assert set(heads) <= set(line)
         assert line.clients == {head.request.client for head in heads}
-
-
-def test_who_does_not_wait_cannot_be_removed() -> None:
-    line = WaitingLine()
-    with pytest.raises(ValueError, match="does not wait"):
-        line.remove(sequence("a", 1))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@examples(30)
-@given(asked=asked, chunk=st.integers(1, 64), sequences=st.integers(1, 4), data=st.data())
-def test_one_client_alone_is_first_come_first_served(
-    policy: str, asked: list[tuple[object, ...]], chunk: int, sequences: int, data: st.DataObject
-) -> None:
-    """Batch for batch, with preemptions and aborts, what a list in order of arrival gives."""
-    requests = requests_of(asked)  # type: ignore[arg-type]
-    at_once = data.draw(st.integers(0, len(requests)), label="at once")
-    aborts = data.draw(st.dictionaries(st.integers(0, 60), st.integers(0, 7), max_size=3), label="aborts")
-    assert batches_of(policy, requests, chunk, sequences, at_once, aborts, WaitingLine()) == batches_of(
-        policy, requests, chunk, sequences, at_once, aborts, FirstCome()
-    )
-
-
-def batches_of(
-    policy: str,
-    requests: list[Request],
-    chunk: int,
-    sequences: int,
-    at_once: int,
-    aborts: dict[int, int],
-    line: WaitingLine,
-) -> list[Batch]:
-    scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
-    scheduler._waiting = scheduler._admitter._waiting = line
-    turns, batches, arriving = Turns(scheduler), [], list(requests)
-    while arriving and at_once:
-        scheduler.add(arriving.pop(0))
-        at_once -= 1
-    for step in range(10_000):
-        if arriving and (step % 3 == 0 or not scheduler.has_work):
-            scheduler.add(arriving.pop(0))
-        if step in aborts:
-            scheduler.abort(str(aborts[step]))
-        batch = turns.take(chunk)
-        if batch is not None:
-            batches.append(batch)
-        elif not scheduler.has_work and not arriving:
-            return batches
-    raise AssertionError("10,000 steps do not end it")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@examples(30)
-@given(asked=asked, clients=st.text(CLIENTS, min_size=8, max_size=8), sequences=st.integers(1, 4))
-def test_requests_of_several_clients_all_end_whole(
-    policy: str, asked: list[tuple[object, ...]], clients: str, sequences: int
-) -> None:
-    scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
-    turns = Turns(scheduler)
-    requests = requests_of(asked)  # type: ignore[arg-type]
-    for each_request, client in zip(requests, clients, strict=False):
-        scheduler.add(replace(each_request, client=client))
-
-    turns.run()
-
-    assert turns.got == {each_request.request_id: each_request.max_tokens for each_request in requests}
-
-
-def test_a_backlog_of_one_client_costs_another_one_turn() -> None:
-    scheduler = make(sequences=2)
-    for index in range(40):
-        scheduler.add(replace(request(f"greedy {index}"), client="greedy"))
-    turns = Turns(scheduler)
-    turns.take()
-    scheduler.add(replace(request("other"), client="other"))
-    assert (scheduler.n_clients_waiting, scheduler.n_waiting) == (2, 39)
-
-    turns.run()
-
-    ended = turns.ended.index("other")
-    assert ended <= 4
-    assert Counter(turns.ended)["other"] == 1
-    greedy = [name for name in turns.ended if name != "other"]
-    assert greedy == [f"greedy {index}" for index in range(40)]
 
 
 def test_age_is_counted_from_the_first_admission() -> None:
