@@ -14,9 +14,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from starlette.routing import BaseRoute
 
-from phasewise.serving.embedding.client import LaneState
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
-from phasewise.serving.embedding.queues import UNLIMITED
+from phasewise.serving.embedding.queues import UNLIMITED, DeviceQueue
 from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
 from phasewise.serving.http.errors import ApiError
@@ -251,9 +250,9 @@ def registry() -> CollectorRegistry:
         adapters=lambda: [("one:adapter",)],
         threads=lambda: {"prefill": 0},
     )
-    metrics = Metrics(gauges, models)
+    metrics, queue = Metrics(gauges, models), DeviceQueue("cpu:0", 1, UNLIMITED)
     metrics.registry.register(
-        EmbeddingMetrics(lambda: [LaneState("cpu:0", True, 0, 0, UNLIMITED, *(0,) * 3)])
+        EmbeddingMetrics(lambda: [SimpleNamespace(queue=queue, n_batches=0, n_inputs=0, n_restarts=0)])  # type: ignore[list-item]
     )
     metrics.sent(Submit("a", (1,), model="one"))
     metrics.delivered((Answer("a", "", (), 1, 0, "stop"),), None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from phasewise._words import counted
 from phasewise.cython_kernels.division import Teams
@@ -144,13 +143,6 @@ class EngineSize:
         limits = SchedulerLimits(min(context, kv_slots), max_sequences=max_sequences)
         kv = KvSettings(kv_slots, kv_format, shared=kv_shared, rings=rings, states=states)
         return cls(limits, kv)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> EngineSize:
-        """The size that `dataclasses.asdict` wrote."""
-        limits, kv = SchedulerLimits(**fields["limits"]), dict(fields["kv"])
-        rings = None if kv["rings"] is None else Rings(**kv["rings"])
-        return cls(**{**fields, "limits": limits, "kv": KvSettings(**{**kv, "rings": rings})})
 
     def with_slots(self, kv_slots: int) -> EngineSize:
         """With so many slots, and a context that they hold."""

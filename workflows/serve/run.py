@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.monitoring.access_log import Level, Logging
     from phasewise.serving.http.transport.listening import TlsContext
-    from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow
+    from phasewise.serving.model_table import AnswerPolicy
     from phasewise.serving.service import ServiceSettings
     from phasewise.workflows.opening.drafts import DraftRule
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
@@ -59,10 +59,12 @@ def serve_models(
     from phasewise.serving.processes.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
-    from phasewise.serving.model_table import ModelTable
+    from phasewise.serving.model_table import EmbeddingRow, ModelTable
+    from phasewise.serving.processes.core_claims import claimed_on_host
     from phasewise.serving.service import run_service
     from phasewise.topology import read_machine
     from phasewise.workflows.opening.drafts import check_draft
+    from phasewise.workflows.serve.embedding import open_embeddings
     from phasewise.workflows.serve.model_folder import model_folder
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
@@ -98,7 +100,12 @@ def serve_models(
             _tell_prefixes(settings.prefixes, report)
         embedding = None
         if embed_ref is not None:
-            embedding = _embedding_row(embed_ref, embed_names, settings, way, taken, stack, report)
+            beside = None if way is None else taken
+            embeds = stack.enter_context(open_embeddings(embed_ref, settings, beside, report))
+            embedding = EmbeddingRow(embeds, embed_names)
+            if isinstance(way, OnNodes):
+                own_cores = (core for instance in embeds.plan.instances for core in instance.cores)
+                stack.enter_context(claimed_on_host(own_cores))
         table = ModelTable([each.row for each in opened], folder, embedding)
         warn_of_strangers(settings.listening, limits, report)
         run_service(table, service, address, report)
@@ -172,30 +179,6 @@ def _told(
     service = replace(service, products=_products(opened, opener))
     _tell(opened, service, report)
     return service
-
-
-def _embedding_row(
-    ref: str,
-    names: tuple[str, ...],
-    settings: ServeSettings,
-    way: Way | None,
-    taken: Collection[int],
-    stack: ExitStack,
-    report: Report,
-) -> EmbeddingRow:
-    """The model that embeds. taken: PUs of the models that generate text; way: theirs."""
-    from phasewise.serving.model_table import EmbeddingRow
-    from phasewise.serving.processes.core_claims import claimed_on_host
-    from phasewise.workflows.serve.embedding import open_alone, open_beside
-
-    weights, on = settings.weights, settings.embeddings
-    if way is None:
-        alone = open_alone(ref, weights, on, settings.running.threads, settings.db, report)
-        return EmbeddingRow(stack.enter_context(alone), names)
-    beside = stack.enter_context(open_beside(ref, on, weights, taken, settings.db, report))
-    if isinstance(way, OnNodes):
-        stack.enter_context(claimed_on_host(core for own in beside.plan.instances for core in own.cores))
-    return EmbeddingRow(beside, names)
 
 
 def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way) -> ServeSettings:

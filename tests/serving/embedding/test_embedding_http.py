@@ -418,7 +418,7 @@ def test_a_client_that_leaves_frees_its_places(tmp_path: Path) -> None:
                 until(lambda: running.client.n_live == 2, "it is not in progress")
             until(lambda: running.client.n_live == 0, "it is still waited for")
         until(lambda: post(running, input=["c", "d"]).status_code == 200, "its places are not free")
-        assert running.client.lanes()[0].inputs == 0
+        assert running.client.lanes()[0].queue.inputs == 0
 
 
 def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
