@@ -16,25 +16,10 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels import limit_loops as loops
 from phasewise.kerneldb.records import MAX_GAIN
 from phasewise.tuner import timing
-from phasewise.tuner.conditions import (
-    Conditions,
-    CpuTicks,
-    Look,
-    Watch,
-    between,
-    children_s,
-    is_disturbed,
-)
+from phasewise.tuner.conditions import Conditions, CpuTicks, Look, Watch, between, children_s, is_disturbed
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth, read_in_pieces
 from phasewise.tuner.native import RETRIES, CoreLoops, Yardstick, steadily
-from phasewise.tuner.timing import (
-    Samples,
-    compare,
-    duel,
-    estimate_ns,
-    plan_turn,
-    race,
-)
+from phasewise.tuner.timing import Samples, compare, duel, estimate_ns, plan_turn, race
 from tests.support.tiers import examples
 
 NS = st.integers(1, 10**12)
