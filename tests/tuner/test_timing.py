@@ -154,15 +154,6 @@ def test_what_children_use_is_our_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", isa.usable())
-@pytest.mark.parametrize("kind", loops.KINDS)
-def test_twice_the_rounds_is_twice_the_work(name: str, kind: str) -> None:
-    """On every instruction set; odd counts, because the loops may round up to one."""
-    with isa.using(name):
-        assert loops.peak(kind, 2001) > 0
-        assert loops.peak(kind, 4001) / loops.peak(kind, 2001) == pytest.approx(4001 / 2001)
-
-
-@pytest.mark.parametrize("name", isa.usable())
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 1 << 20])
 def test_less_than_a_kilobyte_is_left_unread(name: str, size: int) -> None:
     with isa.using(name):
