@@ -27,8 +27,7 @@ H100."""
 
 OWN_TOKEN_COUNTS = 4
 """Weight of a prompt's own tokens beside those that wait before it: computing what is held elsewhere delays
-all that come after too, the more the busier the machines are. Figures:
-benchmarks/notes/clusters.md."""
+all that come after too, the more the busier the machines are. Figures: benchmarks/notes/clusters.md."""
 UNLIKE = 2.0
 """Ratio of two machines' times for a token from which on they are not of one kind."""
 
@@ -177,36 +176,28 @@ class Router:
         return len(self._machines[index].blocks)
 
     def leave(self, index: int) -> None:
-        """Note that a machine has ended: it is given no request until it is `back`.
-
-        Those it had are still counted.
-        """
+        """Note that a machine has ended: it is given no request until it is `back`. Those it had are still
+        counted."""
         self._machines[index].is_here = False
 
     def back(self, index: int, kv_slots: int) -> None:
-        """Note that a machine can be given requests (again).
-
-        One that was started anew reports what it holds anew.
-        """
+        """Note that a machine can be given requests (again). One that was started anew reports what it holds
+        anew."""
         machine = self._machines[index]
         machine.is_here, machine.kv_slots, machine.token_s = True, kv_slots, 0.0
         machine.blocks.most = _most_blocks(kv_slots)
 
     def tells(self, index: int, token_s: float, report: HeldReport | None = None) -> None:
         """Note what a machine tells: its pace (`_Machine.token_s`), and changes of what it holds.
-
-        ReportRefused for a report that cannot be true.
-        """
+        ReportRefused for a report that cannot be true."""
         machine = self._machines[index]
         machine.token_s = token_s if 0 < token_s < math.inf else 0.0
         if report is not None:
             machine.blocks.hear(report)
 
     def assign(self, ask: Ask, *, whole: bool = False) -> Assignment:
-        """Choose machines for a request, which counts on them until it is `finished`.
-
-        whole: one machine for both phases. ClusterError if no machine is here.
-        """
+        """Choose machines for a request, which counts on them until it is `finished`. whole: one machine for
+        both phases. ClusterError if no machine is here."""
         if ask.request_id in self._held:
             raise ValueError(f"request {ask.request_id!r} is assigned already")
         here = [machine for machine in self._machines if machine.is_here]
@@ -249,10 +240,8 @@ class Router:
         return Assignment(least.index, least.index)
 
     def prompt_done(self, request_id: str) -> None:
-        """Note that a request's prompt is computed, and has left the machine that did it.
-
-        A second call does nothing.
-        """
+        """Note that a request's prompt is computed, and has left the machine that did it. A second call does
+        nothing."""
         held = self._held[request_id]
         if held.is_prompt_done:
             return

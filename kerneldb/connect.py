@@ -39,8 +39,7 @@ LOOK_AGAIN_S = 0.0003
 
 LEAST_ROOM_BYTES = 64 << 10
 """Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
-log.
-"""
+log."""
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
 COPY_SUFFIX = ".before-upgrade"
@@ -49,9 +48,8 @@ _WRITES = "sqlite_writes"
 _STEPS = "sqlite_steps"
 
 MAX_STATEMENT_STEPS = 4_000_000_000
-"""Most steps of SQLite's virtual machine for one statement. It takes some 100 million in a second: enough
-to group and sort ten million rows. A damaged or hostile file can ask for any number.
-"""
+"""Most steps of SQLite's virtual machine for one statement. It takes some 100 million in a second: enough to
+group and sort ten million rows. A damaged or hostile file can ask for any number."""
 MOST_VALUE_BYTES = 64 << 20
 """Largest row or text that SQLite makes for us; its own limit is a gigabyte."""
 _STEPS_BETWEEN_LOOKS = 1_000_000
@@ -324,8 +322,7 @@ def make_room(location: Location) -> None:
 
 def copy_beside(file: Path) -> Path:
     """The copy: what is committed, as one whole file with the database's mode. There is one of each database,
-    of its last upgrade. KernelDbError where it cannot be made. The caller holds the write lock.
-    """
+    of its last upgrade. KernelDbError where it cannot be made. The caller holds the write lock."""
     copy = file.with_name(file.name + COPY_SUFFIX)
     temporary = file.with_name(f".phasewise-{secrets.token_hex(8)}")
     try:

@@ -22,10 +22,8 @@ from phasewise.kerneldb.upkeep import (
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose preferred schedules differ, or their standing: in use, measured or imported.
-
-    None on the side that knows nothing of it.
-    """
+    """A key whose preferred schedules differ, or their standing: in use, measured or imported. None on the
+    side that knows nothing of it."""
 
     key: Key
     here: Preferred | None
@@ -50,8 +48,7 @@ class OtherDifference:
     kind: str
     of: str
     """E.g. `gemm bf16s8 1536x576, m 8`, a predictor and the answers that judged it, or a user's kernel and
-    its shape.
-    """
+    its shape."""
     machine: MachineKey
     kernel_abi: str
     here: str | None
@@ -73,10 +70,8 @@ class Diff:
 
 
 def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> Diff:
-    """Compare by key. Another schedule or plan is a difference, and so is one in use on one side alone.
-
-    One key at a time: memory goes by keys and by what differs, not by timings.
-    """
+    """Compare by key. Another schedule or plan is a difference, and so is one in use on one side alone. One
+    key at a time: memory goes by keys and by what differs, not by timings."""
     mine, theirs = standings(here), standings(there)
     keys = sorted({*mine, *theirs}, key=order_of)
     differences, same = [], 0
@@ -107,10 +102,8 @@ OtherKey: TypeAlias = tuple[str, str, MachineKey, str]
 
 
 def others_in_use(store: Store) -> dict[OtherKey, str]:
-    """The newest verdict of rows on each storage, predictor and user's kernel.
-
-    One made there counts before an imported one, which is said where it is not used as it comes.
-    """
+    """The newest verdict of rows on each storage, predictor and user's kernel. One made there counts before
+    an imported one, which is said where it is not used as it comes."""
     said: dict[OtherKey, tuple[bool, str]] = {}
     for kind in KINDS.values():
         for row in store.stream(kind) if kind.verdict is not StoredRow.verdict else ():

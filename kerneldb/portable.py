@@ -112,10 +112,8 @@ def in_use_groups(
     also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[StoredRow]]:
-    """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each.
-
-    All of them are in memory; they are as many as there are problems.
-    """
+    """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each. All
+    of them are in memory; they are as many as there are problems."""
     timings = [_summarised(row) for row in store.promoted_measurements() if wanted(row.origin.machine)]
     yield [*timings]
     rest = groups_of(store, wanted, also, as_shared)
@@ -148,10 +146,8 @@ def rows_of(
 
 
 def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
-    """The lines of a file with these rows, each with its line end. ASCII only.
-
-    Groups come in the order of a file (`groups_of`); one of them at a time is in memory.
-    """
+    """The lines of a file with these rows, each with its line end. ASCII only. Groups come in the order of a
+    file (`groups_of`); one of them at a time is in memory."""
     digest = hashlib.sha256()
     count = 0
     for line in chain([canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
@@ -238,10 +234,8 @@ _shared_fields = lru_cache(maxsize=4096)(fields_of)
 
 
 def import_rows(store: Store, rows: Iterable[StoredRow]) -> Taken:
-    """Append the rows, unverified, unless they are there.
-
-    Interrupted, it has kept what it read; run again, it adds the rest.
-    """
+    """Append the rows, unverified, unless they are there. Interrupted, it has kept what it read; run again,
+    it adds the rest."""
     source = iter(rows)
     read = added = 0
     while batch := [trusted(row, False) for row in islice(source, ROWS_AT_ONCE)]:
@@ -251,10 +245,8 @@ def import_rows(store: Store, rows: Iterable[StoredRow]) -> Taken:
 
 
 def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[StoredRow]:
-    """The rows of a file, unverified; `refuse` hears of each line left out, while the rows are taken.
-
-    Raises ExportFileError at once when the first line is not an export's, or one of a newer program.
-    """
+    """The rows of a file, unverified; `refuse` hears of each line left out, while the rows are taken. Raises
+    ExportFileError at once when the first line is not an export's, or one of a newer program."""
     lines = _Lines(stream, refuse)
     _check_header(lines.next() or b"", name)
     return _read_rows(lines, refuse)

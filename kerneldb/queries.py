@@ -140,10 +140,8 @@ def counts_by_build() -> AnySelect:
 
 
 def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
-    """Ids of timings of schedules behind the `keep` fastest of their key that no promotion names.
-
-    Beside each, its rank among the rows of the schedule: 1 has the least estimate, the older of equals.
-    """
+    """Ids of timings of schedules behind the `keep` fastest of their key that no promotion names. Beside
+    each, its rank among the rows of the schedule: 1 has the least estimate, the older of equals."""
     row = MEASUREMENT.c
     of_schedule = (*key_of(MEASUREMENT), row.schedule_id)
     place = func.row_number().over(

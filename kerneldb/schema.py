@@ -25,8 +25,7 @@ HEAD = REVISIONS[-1]
 
 BREAKING = ("0001", "0002")
 """Revisions that changed what older rows mean. All others only add: tables, and columns without which the
-other columns still mean what they meant.
-"""
+other columns still mean what they meant."""
 
 VERSION_TABLE = "phasewise_schema"
 """Not Alembic's usual name: Optuna keeps its own Alembic history, perhaps in the same database."""
@@ -56,10 +55,8 @@ def absent_tables(connection: Connection) -> frozenset[str]:
 
 
 def read_revision(connection: Connection, name: str) -> str | None:
-    """The revision of our tables, None where there are no tables at all.
-
-    Refuses a database of another program, one without exactly one revision, and a newer one.
-    """
+    """The revision of our tables, None where there are no tables at all. Refuses a database of another
+    program, one without exactly one revision, and a newer one."""
     if connection.dialect.name == "sqlite":
         _refuse_computed_rows(connection, name)
     elif connection.dialect.name == "postgresql":
@@ -95,8 +92,7 @@ _COMPUTES = """
 
 def _refuse_computed_rows(connection: Connection, name: str) -> None:
     """Refuse views, triggers and the like, whose rows may never end. The triggers that forbid to edit rows
-    are ours, those of a newer program's tables included; Optuna has none.
-    """
+    are ours, those of a newer program's tables included; Optuna has none."""
     for kind, what, where, definition in connection.execute(text(_COMPUTES)):
         if kind != "trigger" or definition != _guard_of(where):
             raise _computing(name, f"a {kind} {what!s:.60}")
@@ -167,9 +163,7 @@ def upgrade(
     connection: Connection, name: str, before_changing: Callable[[], None] = lambda: None
 ) -> SchemaChange:
     """Bring the database to HEAD inside the caller's transaction, which on SQLite holds the write lock.
-
-    before_changing: called where there are rows of an older schema.
-    """
+    before_changing: called where there are rows of an older schema."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
     before = read_revision(connection, name)

@@ -47,10 +47,8 @@ def n_without_database() -> int:
 def open_start_reads(
     db: str | os.PathLike[str] | None, report: Report = _log.warning
 ) -> Iterator[StartReads]:
-    """Open the database that `db` names for reading at a start, created where it is not there yet.
-
-    `report` gets one line where it cannot be read. DatabaseNameError where `db` can name none.
-    """
+    """Open the database that `db` names for reading at a start, created where it is not there yet. `report`
+    gets one line where it cannot be read. DatabaseNameError where `db` can name none."""
     from phasewise.kerneldb.store import open_store
 
     location = locate(db)

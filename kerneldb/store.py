@@ -167,10 +167,8 @@ class Store:
             add_rows(connection, added)
 
     def rows(self, kind: type[R], **equal: object) -> list[R]:
-        """The rows of a kind whose fields have these values, oldest first.
-
-        A field may be within the row's records: `machine`, `core_sig`, `phase`.
-        """
+        """The rows of a kind whose fields have these values, oldest first. A field may be within the row's
+        records: `machine`, `core_sig`, `phase`."""
         rows = self._read(kind, *queries.of(kind, **equal))
         return [
             row for row in rows if all(getattr(row, name, value) == value for name, value in equal.items())
@@ -242,8 +240,7 @@ class Store:
         self, machine: MachineKey | None = None, *, verified: bool = True
     ) -> list[Measurement]:
         """The schedules in use for each problem, build and kind of machine (or this kind); ordered by
-        problem.
-        """
+        problem."""
         where = () if machine is None else queries.of(Promotion, machine=machine)
         return self._promoted(verified, *where)
 
@@ -257,10 +254,8 @@ class Store:
         return self.rows(PlanRecord)
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
-        """The verified plan that was appended last, else the imported one; None where there is none.
-
-        A plan changes no answer, so that one from elsewhere is used until one is measured or set here.
-        """
+        """The verified plan that was appended last, else the imported one; None where there is none. A plan
+        changes no answer, so that one from elsewhere is used until one is measured or set here."""
         key = queries.of(PlanRecord, machine=machine, model_key=model_key, phase=phase)
         columns = TABLES[PlanRecord].c
         order = columns.verified.desc(), columns.id.desc()
@@ -280,10 +275,8 @@ class Store:
         return len(missing)
 
     def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
-        """Delete rows of the builds, with problems and schedules that nothing names any more.
-
-        Returns the rows deleted by table, or those that would be.
-        """
+        """Delete rows of the builds, with problems and schedules that nothing names any more. Returns the
+        rows deleted by table, or those that would be."""
         tables = [TABLES[kind] for kind in (Measurement, Promotion, StorageDuel, StepTime)]
         deletions = {
             **{table: delete(table).where(table.c.kernel_abi.in_(stale_builds)) for table in tables},
@@ -325,8 +318,7 @@ class Store:
 
     def delete_old(self, keep: int, *, dry_run: bool) -> Mapping[str, int]:
         """Delete rows behind the `keep` newest of their key, those made here and those imported, of the kinds
-        that have such a key (`RowKind.newest_of`); or count them. By table.
-        """
+        that have such a key (`RowKind.newest_of`); or count them. By table."""
         deleted = {}
         for kind in KINDS.values():
             if kind.kind.newest_of:
@@ -392,9 +384,7 @@ class Store:
         at_once: int | None = None,
     ) -> Iterator[R]:
         """The rows of these conditions that keep their record's bounds, oldest first or in another order.
-
-        at_once: number of rows in memory at one time; None: all.
-        """
+        at_once: number of rows in memory at one time; None: all."""
         if kind.kind.table in self._absent_tables:
             return
         rows: Any = kind

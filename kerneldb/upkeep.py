@@ -47,10 +47,8 @@ class Preferred:
 
 
 def standings(store: Store) -> dict[Key, PreferenceReason]:
-    """Every key that has timings, and why its preferred one is; in the order of problems.
-
-    Read from indexes: memory goes by keys, not by timings.
-    """
+    """Every key that has timings, and why its preferred one is; in the order of problems. Read from indexes:
+    memory goes by keys, not by timings."""
     in_use = store.promoted_keys()
     reasons = {count.key: _standing(count, count.key in in_use) for count in store.key_counts()}
     return dict(sorted(reasons.items(), key=lambda item: order_of(item[0])))
@@ -115,10 +113,8 @@ def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
 
 
 def builds_set_aside(keys: Collection[Key], current: Collection[str]) -> dict[str, int]:
-    """Stale builds whose winners wait to be timed again, and how many of them do.
-
-    keys: those with a schedule in use here, of every build.
-    """
+    """Stale builds whose winners wait to be timed again, and how many of them do. keys: those with a schedule
+    in use here, of every build."""
     judged = {(key.problem, key.machine) for key in keys if key.kernel_abi in current}
     return dict(
         Counter(

@@ -247,10 +247,8 @@ def _positive(path: Path) -> int | None:
 
 
 def read_core_kinds(root: Path = Path("/")) -> tuple[CpuKind, ...]:
-    """The kinds of core of the machine under `root`, slowest first; none where all are alike.
-
-    TopologyError as `read_machine`.
-    """
+    """The kinds of core of the machine under `root`, slowest first; none where all are alike. TopologyError
+    as `read_machine`."""
     try:
         return _kinds(root, _online(root / "sys/devices/system/cpu", root == Path("/")))
     except ValueError as error:

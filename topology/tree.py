@@ -87,10 +87,8 @@ class CpuKind:
 
 @dataclass(frozen=True)
 class NumaDistances:
-    """Distances between NUMA nodes by the firmware's rating: 10 is local, 20 twice as slow.
-
-    `rows[i][j]` is from `nodes[i]` to `nodes[j]`. Ratings rank nodes; they are no measurements.
-    """
+    """Distances between NUMA nodes by the firmware's rating: 10 is local, 20 twice as slow. `rows[i][j]` is
+    from `nodes[i]` to `nodes[j]`. Ratings rank nodes; they are no measurements."""
 
     nodes: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
@@ -105,9 +103,7 @@ class NumaDistances:
 @dataclass(frozen=True)
 class MemoryAccess:
     """The firmware's figures of a NUMA node's memory, as `initiators` reach it; None where it does not say.
-
-    `initiators` are PUs, ascending. A node may have several entries, one for each set of PUs.
-    """
+    `initiators` are PUs, ascending. A node may have several entries, one for each set of PUs."""
 
     node: int
     initiators: tuple[int, ...]
@@ -120,8 +116,7 @@ class MemoryAccess:
 @dataclass(frozen=True)
 class Counts:
     """The number of parts of each kind. `numa_nodes` includes memory without CPUs; `pus` are the online
-    ones.
-    """
+    ones."""
 
     packages: int
     numa_nodes: int

@@ -48,10 +48,8 @@ class Ledger:
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
-        """A problem's samples by schedule, oldest first.
-
-        The first call for a weight reads the rows of all its m, once.
-        """
+        """A problem's samples by schedule, oldest first. The first call for a weight reads the rows of all
+        its m, once."""
         weight = replace(problem, m=1)
         if weight not in self._weights_read:
             problems = set(self._samples)
@@ -110,10 +108,8 @@ class Ledger:
     def add_verdict(
         self, problem: Problem, winner: Schedule, loser: Schedule, comparison: Comparison
     ) -> None:
-        """Store that `winner` is in use from now on.
-
-        `comparison` sets it, as the candidate, against the loser.
-        """
+        """Store that `winner` is in use from now on. `comparison` sets it, as the candidate, against the
+        loser."""
         row = Promotion(problem, winner, loser, comparison, self._scope.kernel_abi, self._origin())
         self._store.add([row])
         self._verdicts.pop(problem, None)

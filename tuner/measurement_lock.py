@@ -58,8 +58,7 @@ class MeasurementLock:
 
     def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
         """Wait for the machine. Yields True if no other process measures until the end, False if one still
-        did after this time.
-        """
+        did after this time."""
         return nullcontext(True)
 
 
@@ -135,10 +134,8 @@ class FileLock(MeasurementLock):
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of the file, which is made where there is none.
-
-    Everybody may make files in a directory for temporary ones, so links and whatever is no file are refused.
-    """
+    """A descriptor of the file, which is made where there is none. Everybody may make files in a directory
+    for temporary ones, so links and whatever is no file are refused."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     why = "it is no file"
     try:

@@ -167,10 +167,8 @@ def _multiple(size: int, step: int) -> int:
 
 @cache
 def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) -> float:
-    """Largest error of a few rows and columns against float64, relative to the largest value there.
-
-    It holds for every m and schedule, because none of them changes a bit.
-    """
+    """Largest error of a few rows and columns against float64, relative to the largest value there. It holds
+    for every m and schedule, because none of them changes a bit."""
     weight = random_weight(weight_format, min(n, REFERENCE_COLUMNS), k)
     x = np.random.default_rng(1).uniform(-1, 1, (REFERENCE_ROWS, k)).astype(np.float32)
     computed = _native.gemm(x, weight, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)

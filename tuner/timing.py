@@ -75,10 +75,8 @@ def estimate_ns(samples_ns: Sequence[int]) -> int:
 
 
 def race(takes: Sequence[Take]) -> list[Samples]:
-    """Time all contestants in turns, each second round backwards; MARGINS ends a race early for some.
-
-    Returns all samples of each contestant, in the order taken.
-    """
+    """Time all contestants in turns, each second round backwards; MARGINS ends a race early for some. Returns
+    all samples of each contestant, in the order taken."""
     taken: list[Samples] = [() for _ in takes]
     running = list(range(len(takes)))
     for done in range(1, ROUNDS + 1):
@@ -117,10 +115,8 @@ def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Sam
 
 
 def compare(taken: Sequence[tuple[Samples, Samples]], confidence: float = CONFIDENCE) -> Comparison:
-    """The verdict of a duel: the median over its pairs of incumbent / candidate.
-
-    The interval comes from the sign test, so no shape of the noise is assumed.
-    """
+    """The verdict of a duel: the median over its pairs of incumbent / candidate. The interval comes from the
+    sign test, so no shape of the noise is assumed."""
     gains = sorted(min(MAX_GAIN, estimate_ns(before) / estimate_ns(after)) for before, after in taken)
     low, high = _sign_test_interval(gains, confidence)
     return Comparison(statistics.median(gains), low, high, confidence, len(gains))

@@ -30,19 +30,15 @@ SIXTEENTHS = 16
 
 
 def format_name(weight: PackedWeight) -> str:
-    """The database's name for a weight's format and storage.
-
-    `dense_format`, and behind it the share that a sparse weight keeps, in sixteenths: bf16s8 keeps half.
-    """
+    """The database's name for a weight's format and storage. `dense_format`, and behind it the share that a
+    sparse weight keeps, in sixteenths: bf16s8 keeps half."""
     name = dense_format(weight)
     return f"{name}s{round(SIXTEENTHS * sparse.kept_share(weight))}" if weight.is_sparse else name
 
 
 def dense_format(weight: PackedWeight) -> str:
-    """The database's name for a weight's format, whatever its storage.
-
-    f32, bf16, f16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
-    """
+    """The database's name for a weight's format, whatever its storage. f32, bf16, f16, int8, int8m, int8g16,
+    int8c, int4, int4m, or a kind in blocks, such as q4_k."""
     return format_of_kind(weight.kind, weight.group, weight.mins is not None)
 
 

@@ -180,10 +180,8 @@ class Front:
         self._thread.start()
 
     def send(self, message: Message | DrainPlace) -> None:
-        """Send a message, from any thread.
-
-        What comes of it arrives through `deliver`, or is seen in `members`.
-        """
+        """Send a message, from any thread. What comes of it arrives through `deliver`, or is seen in
+        `members`."""
         self._inbox.put(message)
         os.eventfd_write(self._wake, 1)
 

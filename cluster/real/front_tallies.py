@@ -38,10 +38,8 @@ def instance_states(
     tallies: Sequence[InstanceTally],
     places: Sequence[Mapping[str, object]],
 ) -> list[InstanceState]:
-    """The state of each instance, in the order of their places.
-
-    Any thread may ask. places: as `Launcher.place` tells them.
-    """
+    """The state of each instance, in the order of their places. Any thread may ask. places: as
+    `Launcher.place` tells them."""
     told = zip(members, router.roles, router.counts, tallies, places, strict=True)
     return [
         InstanceState(

@@ -383,10 +383,8 @@ def _nothing() -> None:
 
 
 class _Posts:
-    """Sockets to other instances, and the memory of those that is mapped here.
-
-    A socket is used by one thread at a time: under the sender's lock.
-    """
+    """Sockets to other instances, and the memory of those that is mapped here. A socket is used by one thread
+    at a time: under the sender's lock."""
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets

@@ -53,10 +53,8 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Order to free what a request holds.
-
-    The answer is `Dropped`, after which nothing is written for it any more.
-    """
+    """Order to free what a request holds. The answer is `Dropped`, after which nothing is written for it any
+    more."""
 
     request_id: str
     kind: Literal["drop"] = "drop"
@@ -170,11 +168,8 @@ class InstanceReport:
 
 @dataclass(frozen=True, slots=True)
 class PromptBegun:
-    """Message of an instance: it is computing the prompt.
-
-    The instance that answers may keep a block for this request, and what ends this one from now on may be the
-    request's work.
-    """
+    """Message of an instance: it is computing the prompt. The instance that answers may keep a block for this
+    request, and what ends this one from now on may be the request's work."""
 
     request_id: str
     kind: Literal["prompt_begun"] = "prompt_begun"

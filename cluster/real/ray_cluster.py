@@ -45,10 +45,8 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WantedInstance:
-    """An instance with a role, and the number of cores that it needs on one node.
-
-    label: of the node, `KEY=VALUE`; None: any node.
-    """
+    """An instance with a role, and the number of cores that it needs on one node. label: of the node,
+    `KEY=VALUE`; None: any node."""
 
     role: Role
     cores: int
@@ -69,10 +67,8 @@ class InstanceActor:
         return str(the_ray().util.get_node_ip_address())
 
     def run(self, module: str, told: bytes) -> str:
-        """Start the process and wait until it has ended; returns how.
-
-        It ends with the thread that is here.
-        """
+        """Start the process and wait until it has ended; returns how. It ends with the thread that is
+        here."""
         node_id = str(the_ray().get_runtime_context().get_node_id())
         text = told.replace(NODE_ID.encode(), node_id.encode()).replace(NODE.encode(), self.node().encode())
         processes = LocalInstances(module, [lambda _orders: text])
@@ -88,10 +84,8 @@ class InstanceActor:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one instance, and its process.
-
-    The place's own thread starts it, another one may cancel.
-    """
+    """The place of one instance, and its process. The place's own thread starts it, another one may
+    cancel."""
 
     wanted: WantedInstance
     group: Any = None
@@ -113,10 +107,8 @@ class _Place:
 
 
 class RayInstances:
-    """`supervisor.Launcher` over the nodes of a cluster. Close it, or use it in `with`.
-
-    spread: instances on different nodes rather than on few. ClusterError where the cluster has not the cores.
-    """
+    """`supervisor.Launcher` over the nodes of a cluster. Close it, or use it in `with`. spread: instances on
+    different nodes rather than on few. ClusterError where the cluster has not the cores."""
 
     def __init__(self, module: str, wanted: Sequence[WantedInstance], *, spread: bool) -> None:
         self._ray = the_ray()
@@ -341,10 +333,8 @@ class RayInstances:
             return f"its Ray actor ended: {_last_line(error)}"
 
     def kill(self, index: int) -> None:
-        """Kill an instance's process (`Launcher.kill`).
-
-        A node that is lost cannot confirm it; no memory is shared with it.
-        """
+        """Kill an instance's process (`Launcher.kill`). A node that is lost cannot confirm it; no memory is
+        shared with it."""
         place = self._places[index]
         place.is_cancelled.set()
         if place.starting is not None:

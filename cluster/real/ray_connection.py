@@ -28,9 +28,7 @@ PROBE_S = 20.0
 @contextlib.contextmanager
 def ray_connection(address: str) -> Iterator[str]:
     """A connection to a running cluster; the address of this node. ClusterError, in one line, without one.
-
-    Off loopback it must be one that asks for a token.
-    """
+    Off loopback it must be one that asks for a token."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = the_ray()
     _check_listens(address)
@@ -108,10 +106,8 @@ def the_ray(part: str = "") -> Any:
 
 
 def _check_listens(address: str) -> None:
-    """Check that something listens at the address, since Ray itself tries for minutes.
-
-    Where Ray finds a cluster on its own (`auto`), that one is asked.
-    """
+    """Check that something listens at the address, since Ray itself tries for minutes. Where Ray finds a
+    cluster on its own (`auto`), that one is asked."""
     host, _, port = (_found_by_ray() if address == "auto" else address).rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -157,10 +153,8 @@ print("it asks for no token")
 
 
 def _check_asks_for_token(address: str) -> None:
-    """Check that a cluster asks for a token: ClusterError where a process without one is answered.
-
-    Another process asks, since Ray reads its environment once.
-    """
+    """Check that a cluster asks for a token: ClusterError where a process without one is answered. Another
+    process asks, since Ray reads its environment once."""
     without = {name: text for name, text in os.environ.items() if not name.startswith("RAY_AUTH_")}
     try:
         asked = subprocess.run(
@@ -191,10 +185,8 @@ _CERTIFICATES = "RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT"
 
 
 def check_greets(there: socket.socket, address: str) -> None:
-    """Check that Ray answers on a connection within GREETING_S, by TLS if that is set here.
-
-    Takes the connection, and closes it. ClusterError, in one line, where it does not.
-    """
+    """Check that Ray answers on a connection within GREETING_S, by TLS if that is set here. Takes the
+    connection, and closes it. ClusterError, in one line, where it does not."""
     uses_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     deadline_s = time.monotonic() + GREETING_S
     there.settimeout(GREETING_S)

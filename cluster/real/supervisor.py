@@ -62,10 +62,8 @@ class Launcher(Protocol):
         ...
 
     def kill(self, index: int) -> None:
-        """End an instance at once, also where it is stopped.
-
-        It cannot write to any memory once this returns.
-        """
+        """End an instance at once, also where it is stopped. It cannot write to any memory once this
+        returns."""
         ...
 
     def vacate(self, index: int) -> None:
@@ -79,11 +77,8 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """Settings of a front and its instances. Times in seconds.
-
-    endpoint: where instances reach it; listen: where each of them takes keys and values. keys: needed
-    wherever these are not on this host.
-    """
+    """Settings of a front and its instances. Times in seconds. endpoint: where instances reach it; listen:
+    where each of them takes keys and values. keys: needed wherever these are not on this host."""
 
     endpoint: str
     listen: Callable[[int, int], str]
@@ -166,10 +161,8 @@ class InstanceMember:
         return "given up" if self.is_given_up else "starting"
 
     def facts(self, pool: Role) -> dict[str, object]:
-        """Facts of the instance, for people and scripts. pool: the one that it is in now.
-
-        From any thread: an instance may be lost while they are read.
-        """
+        """Facts of the instance, for people and scripts. pool: the one that it is in now. From any thread: an
+        instance may be lost while they are read."""
         ready, load = self.ready, self.load
         fingerprint = ready.identity.fingerprint if ready else None
         return {
@@ -247,8 +240,7 @@ class Supervisor:
 
     def look_after(self, endpoint: str, now_s: float) -> Iterator[tuple[InstanceMember, str]]:
         """Start the instances that are due, which find the front at `endpoint`. Yields those to `end`, and
-        why.
-        """
+        why."""
         self._try_again(now_s)
         for member in self.members:
             problem = None
@@ -293,10 +285,8 @@ class Supervisor:
         return None
 
     def end(self, member: InstanceMember, why: str) -> RankLost:
-        """Kill an instance that has ended or is of no use.
-
-        `ended` tells when it is dead; it is started anew unless it is given up or leaves.
-        """
+        """Kill an instance that has ended or is of no use. `ended` tells when it is dead; it is started anew
+        unless it is given up or leaves."""
         was_ready, name = member.ready is not None, member.name
         lost = RankLost(f"instance {name} was lost: {why}")
         log.error("%s", lost)
@@ -399,10 +389,8 @@ class Supervisor:
 
 
 def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
-    """The obstacle to handing requests over to instance `name`, of identity `ours`; None: it can.
-
-    The name of a format is no difference: where the numbers and their arithmetic are the same, so are bits.
-    """
+    """The obstacle to handing requests over to instance `name`, of identity `ours`; None: it can. The name of
+    a format is no difference: where the numbers and their arithmetic are the same, so are bits."""
     if ours.model_hash != theirs.model_hash:
         return f"its model or weight format differs from that of instance {name}"
     if ours.shape != theirs.shape:

@@ -13,19 +13,15 @@ from phasewise.cluster.simulated.simulated_requests import Arrival
 MAX_ARRIVALS = 1_000_000
 
 Draw = Literal["requests", "columns"]
-"""Ways to draw lengths. `requests`: a prompt keeps its answer.
-
-`columns`: prompts and answers are drawn independently, as the authors' generator does.
-"""
+"""Ways to draw lengths. `requests`: a prompt keeps its answer. `columns`: prompts and answers are drawn
+independently, as the authors' generator does."""
 
 
 def poisson(
     lengths: Sequence[tuple[int, int]], rate: float, duration_s: float, seed: int, draw: Draw = "requests"
 ) -> list[Arrival]:
-    """Requests at exponential intervals, with (prompt, output) tokens drawn from `lengths`.
-
-    The same for the same seed. Times do not depend on the lengths, so a rate's arrivals can be compared.
-    """
+    """Requests at exponential intervals, with (prompt, output) tokens drawn from `lengths`. The same for the
+    same seed. Times do not depend on the lengths, so a rate's arrivals can be compared."""
     if not lengths:
         raise ClusterError("there is no request to draw lengths from")
     if not 0 < rate * duration_s <= MAX_ARRIVALS:

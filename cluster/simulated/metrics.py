@@ -38,10 +38,8 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Slo:
-    """Promises together.
-
-    Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's time.
-    """
+    """Promises together. Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's
+    time."""
 
     name: str
     bounds: tuple[Bound, ...]

@@ -44,10 +44,8 @@ Run = Callable[[Cell], Outcome]
 
 @dataclass
 class Search:
-    """The cells that were run, for one design at one rate.
-
-    `weights`: the objective of a machine on each axis.
-    """
+    """The cells that were run, for one design at one rate. `weights`: the objective of a machine on each
+    axis."""
 
     weights: tuple[float, ...]
     run: Run
@@ -162,11 +160,8 @@ def _least(search: Search, cell: Callable[[int], Cell], low: int, high: int) -> 
 
 
 def _improved(search: Search, best: Cell) -> Cell:
-    """The best cell after one look at every column; `best` where none has a better one.
-
-    Each column is asked once: does its dearest cell that is still better keep the promises? If so, how few
-    machines do?
-    """
+    """The best cell after one look at every column; `best` where none has a better one. Each column is asked
+    once: does its dearest cell that is still better keep the promises? If so, how few machines do?"""
     for tokens in _outwards(best[1], search.most):
         prompts = _most_below(search, tokens, search.objective(best))
         if prompts >= 1 and search.is_feasible((prompts, tokens)):
@@ -217,8 +212,7 @@ def _least_tight(search: Search, best: Cell) -> Cell:
 
 def _better_neighbour(search: Search, best: Cell) -> Cell | None:
     """A cell around `best` that is better and feasible; None certifies `best`. Only infeasibility is
-    inferred.
-    """
+    inferred."""
     objective = round(search.objective(best), 9)
     around = product(*(range(max(1, count - NEIGHBOURHOOD), count + NEIGHBOURHOOD + 1) for count in best))
     cheaper = [

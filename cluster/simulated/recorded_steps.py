@@ -78,9 +78,7 @@ def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
 
 def _context_s(rows: Sequence[TimedStep]) -> float:
     """Seconds for each token of context: the slope of one regression within groups of equally many sequences.
-
-    Pooled, so that contexts that lie far apart decide, not the noise of those that are nearly equal.
-    """
+    Pooled, so that contexts that lie far apart decide, not the noise of those that are nearly equal."""
     products = squares = 0.0
     for sequences in sorted({row.sequences for row in rows}):
         same = [row for row in rows if row.sequences == sequences]

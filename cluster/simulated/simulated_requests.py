@@ -15,8 +15,7 @@ class Arrival(NamedTuple):
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
     """An id for what each block of `PREFIX_BLOCK_TOKENS` prompt tokens holds; two equal ids are the same
-    tokens after the same beginning. Empty: the prompt begins like no other.
-    """
+    tokens after the same beginning. Empty: the prompt begins like no other."""
     client: str = ""
     """The client that sends the request: clients share a machine; requests of one are first come, first
     served."""

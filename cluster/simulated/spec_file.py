@@ -59,10 +59,8 @@ class MachineCatalogue:
         self._known: dict[str, MachineType] = {}
 
     def __getitem__(self, name: str) -> MachineType:
-        """The machine type of this name.
-
-        ClusterError if there is none, or nothing of the model is known on it.
-        """
+        """The machine type of this name. ClusterError if there is none, or nothing of the model is known on
+        it."""
         if name not in self._known:
             if name in self._own:
                 table = SpecTable(self._own[name], f"{self._where}, [machines.{name}]")

@@ -88,10 +88,8 @@ class StepTimes:
         return self.prompts_s([PromptPart(n_tokens, n_before)])
 
     def prompts_s(self, prompts: Iterable[PromptPart]) -> float:
-        """Seconds of a prefill step.
-
-        Tokens attend to those before them in their own prompts, and to no others.
-        """
+        """Seconds of a prefill step. Tokens attend to those before them in their own prompts, and to no
+        others."""
         return sum(map(self._piece_s, pieces(prompts, self.rows_at_once)))
 
     def _piece_s(self, prompts: Sequence[PromptPart]) -> float:
@@ -145,9 +143,7 @@ _COLUMNS = ("model", "hardware", "tensor_parallel", "prompt_size", "batch_size",
 
 def read_profile(path: str | os.PathLike[str]) -> dict[ProfileKey, StepTimes]:
     """Step times from a CSV file in the format of the authors' `perf_model.csv` (times in milliseconds).
-
-    Repeats become their median by tokens of the batch. ClusterError names the file and the row.
-    """
+    Repeats become their median by tokens of the batch. ClusterError names the file and the row."""
     name = os.fspath(path)
     times: dict[ProfileKey, tuple[_Repeats, _Repeats]] = defaultdict(
         lambda: (defaultdict(list), defaultdict(list))

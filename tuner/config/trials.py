@@ -224,10 +224,8 @@ class Trials:
             optuna.storages.fail_stale_trials(self._study)
 
     def _beat(self, trial_id: int) -> None:
-        """Tell other machines that the trial is alive, not oftener than they look for it.
-
-        A storage of this process alone need not know.
-        """
+        """Tell other machines that the trial is alive, not oftener than they look for it. A storage of this
+        process alone need not know."""
         (last_id, beat_s), now_s = self._last_beat, time.monotonic()
         if trial_id == last_id and now_s - beat_s < HEARTBEAT_S:
             return

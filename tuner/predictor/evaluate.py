@@ -131,8 +131,7 @@ class LearntBuckets:
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
         """Blocks that hold the most answers within a mean block, by their forecasts alone: learnt buckets, a
-        bucket of the mean block itself, or the limit.
-        """
+        bucket of the mean block itself, or the limit."""
         buckets = sorted({*self.learn(deque(self.first_lengths, WINDOW)), max(1, int(block_tokens))})
         limits = np.array([example.facts.limit for example in examples])
         rooms = np.minimum(np.append(buckets, limits.max()), limits[:, np.newaxis])
@@ -210,10 +209,8 @@ class Decile:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The quality of forecasts.
-
-    `coverage`: for each tenth of probability, the share of answers within that quantile of their forecast.
-    """
+    """The quality of forecasts. `coverage`: for each tenth of probability, the share of answers within that
+    quantile of their forecast."""
 
     deciles: tuple[Decile, ...]
     coverage: tuple[float, ...]
@@ -224,8 +221,7 @@ class Calibration:
 
 class Foretold(NamedTuple):
     """A predictor's forecast of each answer, and its length. `reached`: where in its forecast the answer
-    lies, from 0 to 1. `constant_error`: of the training median.
-    """
+    lies, from 0 to 1. `constant_error`: of the training median."""
 
     unsure: npt.NDArray[np.float64]
     held: npt.NDArray[np.bool_]

@@ -23,8 +23,7 @@ from phasewise.kerneldb.records import Sample, Schedule
 @dataclass(frozen=True)
 class SearchOptions:
     """Options of the search of one product and of one group of them. Shares are of times; 0.01 is one per
-    cent.
-    """
+    cent."""
 
     batch: int = 12
     """Schedules that are timed side by side; one of them is the fastest so far, again."""
@@ -56,10 +55,8 @@ class SearchOptions:
     """Share by which each side of a slice may differ from the average of the previous slices and still
     confirm them."""
     reuse_within: float = 0.03
-    """Share by which the previous slice may be slower than the found one and still be confirmed.
-
-    A fixed slice is given up if the default beats it by more.
-    """
+    """Share by which the previous slice may be slower than the found one and still be confirmed. A fixed
+    slice is given up if the default beats it by more."""
     finals: int = 4
     """Fastest schedules of each m that are timed again, side by side with the default, before one is chosen:
     the better half of twice as many."""
@@ -85,10 +82,8 @@ Answers = TypeVar("Answers")
 PassedOn = TypeVar("PassedOn")
 Taken = TypeVar("Taken")
 Search: TypeAlias = Generator[list[Schedule], list[Sample], T]
-"""The search of one product: it yields lists of schedules and returns T, usually a schedule.
-
-What is asked for again is timed again.
-"""
+"""The search of one product: it yields lists of schedules and returns T, usually a schedule. What is asked
+for again is timed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,10 +62,8 @@ def sandwich(
 
 
 def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list[Schedule]]:
-    """The finalists, fastest first: of twice as many, timed once more side by side, the better half.
-
-    Samples taken one after another rank the fastest few badly, the more so the busier the machine.
-    """
+    """The finalists, fastest first: of twice as many, timed once more side by side, the better half. Samples
+    taken one after another rank the fastest few badly, the more so the busier the machine."""
     few = ranked[: 2 * options.finals]
     samples = yield list(few)
     return [sample.schedule for sample in sorted(samples, key=cost)[: options.finals]]
@@ -166,10 +164,8 @@ def _doubled(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule |
 
 
 def parallel_limit(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> int:
-    """The longest side that leaves a slice of the product for every thread along this axis.
-
-    For (m, n, k) = (128, 64, 64) and two threads: (64, 32, 32). k can be cut only into its parts.
-    """
+    """The longest side that leaves a slice of the product for every thread along this axis. For (m, n, k) =
+    (128, 64, 64) and two threads: (64, 32, 32). k can be cut only into its parts."""
     if axis == "block_k":
         return space.region(grid_of(schedule), kernel_of(schedule)).inputs
     unit, extent = (schedule.mr, space.problem.m) if axis == "block_m" else (schedule.nr, space.problem.n)
@@ -211,10 +207,8 @@ def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search
 
 
 def neighbours(space: ScheduleSpace, schedule: Schedule, distance: int = 1) -> list[Schedule]:
-    """The schedules that differ in one number by some rungs, in the grid, or in the order of the loops.
-
-    Those with all of an axis in one piece are among them: what the last cut costs shows on no rung below.
-    """
+    """The schedules that differ in one number by some rungs, in the grid, or in the order of the loops. Those
+    with all of an axis in one piece are among them: what the last cut costs shows on no rung below."""
     moved = [
         resized(schedule, axis, size)
         for axis in AXES

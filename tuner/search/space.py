@@ -32,14 +32,11 @@ MIN_PASS_INPUTS = 4 * GROUP
 """Least inputs of a pass over k: shorter ones spend their time on storing and loading sums."""
 
 PREFETCH_BYTES = (0, 1024, 2048, 4096, 16384)
-"""Distances of the prefetch, in bytes.
-
-From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h: ask_for).
-"""
+"""Distances of the prefetch, in bytes. From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h:
+ask_for)."""
 START_PREFETCH_BYTES = 2048
 """The read-ahead at which searches begin: about as far as memory's latency is long, at a core's share of its
-bandwidth.
-"""
+bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,8 +54,7 @@ class MicroKernel:
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """The settings that decide the bits of a product. It is the same for every m of a weight; all else is
-    free.
-    """
+    free."""
 
     compute_path: str
     k_parts: int = 1
@@ -228,10 +224,8 @@ def grid_of(schedule: Schedule) -> ThreadGrid:
 
 
 def fitting(kernels: tuple[MicroKernel, ...], m: int) -> tuple[MicroKernel, ...]:
-    """The kernels worth a thought for m rows: a taller one that makes no fewer tiles of rows is left out.
-
-    For 9 rows, 8 rows a tile (8 + 1) is beaten by 5 (5 + 4): as many tiles, and less waiting for the last.
-    """
+    """The kernels worth a thought for m rows: a taller one that makes no fewer tiles of rows is left out. For
+    9 rows, 8 rows a tile (8 + 1) is beaten by 5 (5 + 4): as many tiles, and less waiting for the last."""
     return tuple(
         kernel
         for kernel in kernels

@@ -202,9 +202,7 @@ class UnevenCores:
 
     def _with_more(self, cores: Pus, used: set[int], *, is_alone: bool) -> Iterator[Pus]:
         """A rank's cores and some of the free cores of its nodes, or of any node if it is the only rank.
-
-        Cores of one kind are added at a time, and slow cores only with all others.
-        """
+        Cores of one kind are added at a time, and slow cores only with all others."""
         near = {pu for node in self._nodes() if is_alone or not node.isdisjoint(cores) for pu in node}
         for pus in self._kinds():
             free = self._free([pu for pu in pus if pu in near], used)

@@ -84,8 +84,7 @@ def _distinct_nests(n: int, power_of_two: bool) -> tuple[tuple[Chain, tuple[int,
 
 def kept_counts(arities: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The numbers of children that may stay at each depth, any number from all to one; more come before
-    fewer.
-    """
+    fewer."""
     counts = product(*(range(arity, 0, -1) for arity in arities))
     return sorted(counts, key=sum, reverse=True)
 
@@ -113,8 +112,6 @@ def group_bound(n: int, *, power_of_two: bool = True) -> float:
 
 
 def removal_bound(n: int) -> int:
-    """Proposition 2: the most trees by removals from one grouped tree of `n` PUs.
-
-    Under A.1 they are exactly the product of the arities, which is n.
-    """
+    """Proposition 2: the most trees by removals from one grouped tree of `n` PUs. Under A.1 they are exactly
+    the product of the arities, which is n."""
     return n * n

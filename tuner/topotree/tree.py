@@ -149,10 +149,8 @@ STEP = " | "
 
 @dataclass(frozen=True, eq=False)
 class TopoTree:
-    """One tree. Two trees are equal if the same PUs nest in the same way, however they came about.
-
-    `groups` are the transformations (n, stride, depth) in the order applied.
-    """
+    """One tree. Two trees are equal if the same PUs nest in the same way, however they came about. `groups`
+    are the transformations (n, stride, depth) in the order applied."""
 
     base: SymmetricMachine
     chains: tuple[Chain, ...]
@@ -263,10 +261,8 @@ class TopoTree:
         return TopoTree(self.base, chains, arities, (*self.groups, (n, t, d)))
 
     def remove(self, n: int, d: int) -> TopoTree:
-        """The tree without the `n` right-most children at depth `d` of every node above.
-
-        At least one must stay.
-        """
+        """The tree without the `n` right-most children at depth `d` of every node above. At least one must
+        stay."""
         what = f"remove({n},{d})"
         self._check_depth(what, d)
         kept = self.kept[d - 1]

@@ -114,9 +114,7 @@ class Codec:
 
     def read(self, parts: Sequence[bytes | memoryview], wire_bytes_of_slot: int) -> Frame:
         """The frame of a message of three parts (header, request id, bytes). FrameError, with a reason, else.
-
-        wire_bytes_of_slot: bytes of one slot of one layer.
-        """
+        wire_bytes_of_slot: bytes of one slot of one layer."""
         if len(parts) != 3:
             raise FrameError("malformed", f"a message of {counted(len(parts), 'part')} is no frame")
         header, name, data = parts

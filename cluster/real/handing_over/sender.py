@@ -38,10 +38,8 @@ class BlockLink(Protocol):
         ...
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """Tell the other side that all layers and the state are there. False: this cannot be told now.
-
-        The logits are not written to afterwards.
-        """
+        """Tell the other side that all layers and the state are there. False: this cannot be told now. The
+        logits are not written to afterwards."""
         ...
 
 
@@ -143,9 +141,7 @@ class Sender:
 
     def rests(self, request_id: str) -> bool:
         """True if the other side wants what is in the prompt's block, which then stays (`Outbox.rests`).
-
-        False: nothing is read from the block once this returns, until the prompt `starts` again.
-        """
+        False: nothing is read from the block once this returns, until the prompt `starts` again."""
         with self._changed:
             job = self._jobs.get(request_id)
             if job is None or job.source is None:
