@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from phasewise.cluster.errors import ClusterError
@@ -368,24 +367,8 @@ def _overflow_tokens(machine: _Machine, limits: Limits) -> float:
     return OVERFLOW_S / machine.token_s if machine.token_s > 0 else AUTHORS_OVERFLOW_TOKENS
 
 
-class RoundRobinPolicy:
-    """Chooses machines of each kind in turn. Mixed machines do both phases of a request."""
-
-    def __init__(self) -> None:
-        self._prompts, self._tokens = count(), count()
-
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        prompts = [machine for machine in machines if machine.home != "token"]
-        prompt = prompts[next(self._prompts) % len(prompts)]
-        if prompt.home == "mixed":
-            return Assignment(prompt.index, prompt.index)
-        tokens = [machine for machine in machines if machine.home != "prompt"]
-        return Assignment(prompt.index, tokens[next(self._tokens) % len(tokens)].index)
-
-
 POLICIES: Mapping[str, Callable[[Limits], Policy]] = {
     "splitwise": SplitwisePolicy,
-    "round-robin": lambda limits: RoundRobinPolicy(),
     "prefix-aware": PrefixAwarePolicy,
 }
 

@@ -113,10 +113,8 @@ def _memory_engine() -> Engine:
 
 def server_limits(url: str) -> dict[str, Any]:
     """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long,
-    and that compile none.
-
-    What the URL itself says of either holds instead. Empty for other kinds of servers and drivers.
-    """
+    and that compile none. What the URL itself says of either holds instead. Empty for other kinds of servers
+    and drivers."""
     parsed = make_url(url)
     if parsed.drivername not in _LIBPQ_DRIVERS:
         return {}
@@ -226,11 +224,9 @@ def begin_writing(connection: Connection) -> None:
 
 
 def use_write_ahead_log(engine: Engine) -> None:
-    """Readers and one writer side by side. Stored in the file, so needed once.
-
-    The switch needs the file for itself and does not wait for it, hence the loop. A file system that
-    cannot share memory keeps the old journal, which is slower and as safe.
-    """
+    """Readers and one writer side by side. Stored in the file, so needed once. The switch needs the file for
+    itself and does not wait for it, hence the loop. A file system that cannot share memory keeps the old
+    journal, which is slower and as safe."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         with engine.connect() as connection:
@@ -246,11 +242,9 @@ def use_write_ahead_log(engine: Engine) -> None:
 
 
 def check_file(file: Path) -> bool:
-    """True if an existing database file can be written as well as read; refuses what cannot be a database.
-
-    A file that this process has open is not looked into: closing any descriptor of a file drops all of a
-    process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away.
-    """
+    """True if an existing database file can be written as well as read; refuses what cannot be a database. A
+    file that this process has open is not looked into: closing any descriptor of a file drops all of a
+    process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):

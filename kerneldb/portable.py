@@ -94,11 +94,9 @@ def groups_of(
     also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[StoredRow]]:
-    """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file.
-
-    also: plans, scores of predictors and step times, which name models, and what is known of users' kernels,
-    which names their functions. as_shared: a plan as it goes out, None where it cannot.
-    """
+    """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file. also:
+    plans, scores of predictors and step times, which name models, and what is known of users' kernels, which
+    names their functions. as_shared: a plan as it goes out, None where it cannot."""
     for record in KINDS.values():
         if record in also or record not in PRIVATE:
             for group in store.grouped(record, wanted):

@@ -214,11 +214,9 @@ class ServedStep(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class UserProblem(CheckedRecord):
-    """A user's kernel, in one build, on one shape: the values of its whole numbers.
-
-    No code is kept. `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used
-    for the very source that they were found with.
-    """
+    """A user's kernel, in one build, on one shape: the values of its whole numbers. No code is kept.
+    `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used for the very
+    source that they were found with."""
 
     name: Line
     """Name of its function."""

@@ -228,11 +228,9 @@ class Store:
     def promoted_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
     ) -> Measurement | None:
-        """The schedule in use: the newest verified timing of the schedule that was promoted last.
-
-        None where no schedule was promoted, or none that was timed here. Not `verified`: what would be in use
-        where it was imported from.
-        """
+        """The schedule in use: the newest verified timing of the schedule that was promoted last. None where
+        no schedule was promoted, or none that was timed here. Not `verified`: what would be in use where it
+        was imported from."""
         key = queries.of(Promotion, problem=problem, machine=machine, kernel_abi=kernel_abi)
         return next(iter(self._promoted(verified, *key)), None)
 
@@ -298,11 +296,9 @@ class Store:
         except_builds: Collection[str] = (),
         dry_run: bool = False,
     ) -> Summarised:
-        """Keep raw samples of the fastest schedules of each key and of those that promotions name.
-
-        Of any other one row is left, with a summary of its samples (`summaries`). Returns the numbers of rows
-        deleted and summarised. A few rows at a time: interrupted, it has done a part.
-        """
+        """Keep raw samples of the fastest schedules of each key and of those that promotions name. Of any
+        other one row is left, with a summary of its samples (`summaries`). Returns the numbers of rows
+        deleted and summarised. A few rows at a time: interrupted, it has done a part."""
         where = () if machine is None else queries.of(Measurement, machine=machine)
         with self._reading() as connection:
             losers = summaries.losers(
@@ -411,11 +407,9 @@ class Store:
 def group_conditions(
     connection: Connection, kind: type[StoredRow], wanted: Callable[[MachineKey], bool], report: Report
 ) -> Iterator[Condition]:
-    """The condition of the rows of each group, in one order whatever the database: what an export streams.
-
-    A group has a problem, a machine and a build; where rows are not of a problem, the first two of the
-    columns that name them. A reader keeps one group in memory: what one machine learnt about one thing.
-    """
+    """The condition of the rows of each group, in one order whatever the database: what an export streams. A
+    group has a problem, a machine and a build; where rows are not of a problem, the first two of the columns
+    that name them. A reader keeps one group in memory: what one machine learnt about one thing."""
     columns, keys = TABLES[kind].c, list[tuple[tuple[Any, ...], tuple[Any, ...]]]()
     is_of_problem = "problem_id" in columns
     names = queries.KEY_FIELDS if is_of_problem else queries.naming_columns(kind)[:2]

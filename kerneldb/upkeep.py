@@ -104,10 +104,9 @@ def newest_plans(plans: Sequence[PlanRecord]) -> dict[PlanKey, PlanRecord]:
 
 
 def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
-    """True if this program has another build of the same kernels; builds that it has none of are not judged.
-
-    `current` are names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that runs here.
-    """
+    """True if this program has another build of the same kernels; builds that it has none of are not
+    judged. `current` are names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that
+    runs here."""
     kernels = kernel_abi.rpartition("-")[0]
     return kernel_abi not in current and kernels in {name.rpartition("-")[0] for name in current}
 
@@ -140,10 +139,7 @@ def collect_garbage(
 ) -> Collected:
     """Delete rows of stale builds but those whose winners here wait to be timed again. Of each key keep raw
     samples of the `keep_schedules` fastest schedules and of what promotions name, and of all others a
-    summary; and as many of the newest plans and scores.
-
-    dry_run: only count.
-    """
+    summary; and as many of the newest plans and scores. dry_run: only count."""
     spared = builds_set_aside(store.promoted_keys(), current_builds)
     builds = {build.kernel_abi for build in store.stats().builds}
     stale = [name for name in sorted(builds - spared.keys()) if is_stale(name, current_builds)]

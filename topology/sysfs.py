@@ -48,11 +48,9 @@ HYBRID_UNITS = (("low-power", "cpu_lowpower"), ("efficiency", "cpu_atom"), ("per
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """The machine under `root`: `/` for the running one, any other folder for a snapshot.
-
-    Allowed is what this process may use of the running machine, and every online CPU of a snapshot.
-    TopologyError if there is nothing to read or it makes no sense.
-    """
+    """The machine under `root`: `/` for the running one, any other folder for a snapshot. Allowed is what
+    this process may use of the running machine, and every online CPU of a snapshot. TopologyError if there is
+    nothing to read or it makes no sense."""
     is_live = root == Path("/")
     try:
         online = _online(root / "sys/devices/system/cpu", is_live)

@@ -39,12 +39,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Node:
-    """One part of the machine and the parts inside it.
-
-    `cpus` ascends and is empty for memory without CPUs of its own. `size_bytes` is a cache's capacity or a
-    NUMA node's memory, None where unknown. A core carries its L1 sizes, a NUMA node the size of the cache in
-    front of its memory.
-    """
+    """One part of the machine and the parts inside it. `cpus` ascends and is empty for memory without CPUs of
+    its own. `size_bytes` is a cache's capacity or a NUMA node's memory, None where unknown. A core carries
+    its L1 sizes, a NUMA node the size of the cache in front of its memory."""
 
     kind: Kind
     os_index: int | None
@@ -128,11 +125,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine and the part of it that this process may use.
-
-    `cpu_quota` is in CPUs (1.5 = one and a half), None without a limit. `kinds` is empty unless cores differ.
-    `distances` and `memory` are what the firmware claims, where it does.
-    """
+    """A machine and the part of it that this process may use. `cpu_quota` is in CPUs (1.5 = one and a half),
+    None without a limit. `kinds` is empty unless cores differ. `distances` and `memory` are what the firmware
+    claims, where it does."""
 
     source: str
     tree: Node

@@ -142,11 +142,9 @@ class ScheduleTable(ScheduleLookup):
         return bool(self._weights)
 
     def asked(self, choice: str, path: str | None) -> ScheduleTable:
-        """The same schedules where `--arithmetic choice` is asked for.
-
-        path: of weights with sub-scales; None leaves it to the schedules. `canonical` is of all weights,
-        `tiles` of all but f32, f16 and bytes with a scale for a column.
-        """
+        """The same schedules where `--arithmetic choice` is asked for. path: of weights with sub-scales; None
+        leaves it to the schedules. `canonical` is of all weights, `tiles` of all but f32, f16 and bytes with
+        a scale for a column."""
         other = copy.copy(self)
         other.asked_choice, other._asked_path = choice, path
         return other
@@ -164,11 +162,9 @@ class ScheduleTable(ScheduleLookup):
         )
 
     def choices(self, key: WeightKey, max_m: int) -> list[ScheduleChoice]:
-        """The choices for every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES.
-
-        Where there would be more, the ranges that differ least in m are joined and run with one of their
-        schedules.
-        """
+        """The choices for every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES. Where
+        there would be more, the ranges that differ least in m are joined and run with one of their
+        schedules."""
         ranges: list[ScheduleChoice] = []
         for m in range(1, max_m + 1):
             choice = self.choice(key, m)

@@ -360,11 +360,9 @@ class _Weights:
         return cls((format_name(weight), weight.n, weight.k), copies_of(weight, total_bytes))
 
     def turns(self) -> list[PackedWeight]:
-        """The copies in order, each time beginning with another one.
-
-        Two products in one race would otherwise follow each other through the copies, and the second would
-        find what the first one had just brought into the cache. Golden steps stay apart, however many.
-        """
+        """The copies in order, each time beginning with another one. Two products in one race would otherwise
+        follow each other through the copies, and the second would find what the first one had just brought
+        into the cache. Golden steps stay apart, however many."""
         first = self._first
         self._first = round(first + GOLDEN * len(self._copies)) % len(self._copies)
         return self._copies[first:] + self._copies[:first]

@@ -93,11 +93,9 @@ class LoadBand:
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The way in which one phase runs. Ranks never share a PU.
-
-    bands: other cores of the same ranks for decode steps of more sequences, the fewest first. Ranks stay on
-    their NUMA nodes, where their memory lies.
-    """
+    """The way in which one phase runs. Ranks never share a PU. bands: other cores of the same ranks for
+    decode steps of more sequences, the fewest first. Ranks stay on their NUMA nodes, where their memory
+    lies."""
 
     phase: Phase
     ranks: tuple[RankCores, ...]
@@ -349,10 +347,8 @@ def model_key(name: str, weight_format: str) -> str:
 
 def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> MachineKey:
     """The key of plans and measurements: the signature of the cores, and that of the placement of `cores`.
-
     None: all cores that this process may use, by which plans are kept. Measurements are kept by the cores
-    that ran them.
-    """
+    that ran them."""
     if cores is None:
         cores = tuple(core[0] for core in machine.allowed_cores()) or machine.allowed_pus
     return MachineKey(core_signature(machine), placement_signature(machine, cores))
@@ -361,12 +357,9 @@ def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> Machine
 def default_plan(
     machine: Machine, phase: Phase, threads: int | None = None, ranks: int | None = None
 ) -> ServicePlan:
-    """One rank over the allowed cores, one PU of each, no more than the cgroup quota pays for.
-
-    `threads` sets the count instead, quota or not; beyond the number of cores, second PUs of cores are
-    taken. `ranks`: as many divide these cores, neighbours on a NUMA node together. PlanError if either does
-    not fit.
-    """
+    """One rank over the allowed cores, one PU of each, no more than the cgroup quota pays for. `threads` sets
+    the count instead, quota or not; beyond the number of cores, second PUs of cores are taken. `ranks`: as
+    many divide these cores, neighbours on a NUMA node together. PlanError if either does not fit."""
     pus = pus_by_preference(machine)
     source: Source = "default" if threads is None and ranks is None else "flag"
     if threads is None:

@@ -170,11 +170,9 @@ def scale_group_of(weight_format: str) -> int:
 
 
 def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
-    """Copies of a weight: at least one, and together at least `total_bytes`.
-
-    They follow one another in one piece of memory, each array on a cache line, as in a packed file. numpy
-    asks for huge pages for that much at once; the pages of a mapped file are large too.
-    """
+    """Copies of a weight: at least one, and together at least `total_bytes`. They follow one another in one
+    piece of memory, each array on a cache line, as in a packed file. numpy asks for huge pages for that much
+    at once; the pages of a mapped file are large too."""
     count = -(-total_bytes // weight.nbytes)
     room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in weight.arrays), dtype=np.uint8)
     offset = -room.ctypes.data % LINE

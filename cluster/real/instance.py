@@ -286,11 +286,9 @@ class _Instance:
         self._put(InstanceReport((), (Failed.of(failure),), None, self._opened.engine.load()))
 
     def _deliver(self, delivery: Delivery) -> None:
-        """Send the front what the engine delivers; called on the engine's thread.
-
-        Where ranks are lost this instance ends, and its front says what becomes of its requests: those that
-        have not begun run again.
-        """
+        """Send the front what the engine delivers; called on the engine's thread. Where ranks are lost
+        this instance ends, and its front says what becomes of its requests: those that have not begun run
+        again."""
         for placed in delivery.placed:
             self._receiver.await_kv(placed.request_id, placed.placement)
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))

@@ -38,11 +38,9 @@ class WireError(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Take a request on: all of it, its prompt alone, or its answer alone.
-
-    guide: the sources that the instance compiles to the guide of the request, which is sent without it.
-    epoch: the number of the attempt to hand the request over.
-    """
+    """Take a request on: all of it, its prompt alone, or its answer alone. guide: the sources that the
+    instance compiles to the guide of the request, which is sent without it. epoch: the number of the attempt
+    to hand the request over."""
 
     part: Part
     request: Submit

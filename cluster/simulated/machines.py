@@ -8,11 +8,12 @@ with stand-ins for tokens, and moves the clock by what the step-time model says.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
 from phasewise.cluster.simulated.steps import PromptPart, StepTimes
-from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.batch import Batch
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
@@ -26,6 +27,32 @@ REFRESH_S = 0.5
 
 TOKEN = 0
 """The id that stands for every token of an answer."""
+
+
+Action = Callable[[], None]
+
+
+class Timeline:
+    """A clock in seconds that only events move: equal instants run in the order they were scheduled."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._serial = 0
+        self._heap: list[tuple[float, int, Action]] = []
+
+    def at(self, at_s: float, action: Action) -> None:
+        """Run `action` at `at_s`, which must not lie in the past."""
+        if at_s < self.now_s:
+            raise ValueError(f"an event at {at_s} s would lie before now, {self.now_s} s")
+        self._serial += 1
+        heappush(self._heap, (at_s, self._serial, action))
+
+    def run(self) -> None:
+        """Run every event, and those that they schedule, to the last."""
+        heap = self._heap
+        while heap:
+            self.now_s, _, action = heappop(heap)
+            action()
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,8 @@ class BestCell(NamedTuple):
 
 def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
     """The feasible cell with the least objective; of equals the least tight one, then the smaller first axis.
-
     guess: what the load keeps busy on each axis, in machines; only where the search begins. ClusterError if
-    no cell within `search.most` keeps the promises.
-    """
+    no cell within `search.most` keeps the promises."""
     best = _first_feasible(search, guess)
     if len(best) == 1:
         best = (_least(search, lambda count: (count,), 1, best[0]),)
@@ -274,11 +272,9 @@ class Fastest(NamedTuple):
 def fastest(
     cells: Sequence[Cell], start: int, run: Callable[[Cell, float], bool], step: float, most: float
 ) -> Fastest:
-    """The way to spend a budget, of those along it, that keeps the promises at the highest rate.
-
-    Begins at index `start`; a neighbour is tried at one step above the best rate, and the walk goes on from
-    whichever is better, in strides that are halved until those of one bring nothing.
-    """
+    """The way to spend a budget, of those along it, that keeps the promises at the highest rate. Begins at
+    index `start`; a neighbour is tried at one step above the best rate, and the walk goes on from whichever
+    is better, in strides that are halved until those of one bring nothing."""
     n_runs = 0
     rates: dict[tuple[Cell, float], bool] = {}
 

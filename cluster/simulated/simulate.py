@@ -10,16 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import POLICIES, Ask, Limits, Policy, Role, Router
-from phasewise.cluster.simulated.kv_transfer import Link, Prompt, transfer
-from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
+from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine, Timeline
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
 from phasewise.cluster.simulated.steps import StepTimes
-from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
 from phasewise.serving.scheduling.held_prefixes import HeldReport, block_keys
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
@@ -31,6 +29,68 @@ from phasewise.serving.scheduling.request import (
 )
 
 DEFAULT_LIMITS = Limits()
+
+
+# ---- keys and values from one machine to another (Splitwise IV-C, Fig. 11) ------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The outgoing link of a machine. Transfers follow one another; each has the whole bandwidth."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    layerwise_above_tokens: int = 0
+    """Prompt tokens above which keys and values are sent layer by layer while they are computed; shorter
+    prompts are sent when they are done. The paper has 512 (VI-A), `phasewise serve` 0."""
+
+    def to(self, other: Link) -> Link:
+        """The link between two machines: the slower of their two decides."""
+        return Link(
+            min(self.bytes_per_s, other.bytes_per_s),
+            max(self.latency_s, other.latency_s),
+            self.layerwise_above_tokens,
+        )
+
+
+class Prompt(NamedTuple):
+    """A prompt to send: its length, and when it was computed."""
+
+    n_tokens: int
+    n_bytes: int
+    n_layers: int
+    start_s: float
+    end_s: float
+
+
+class Transfer(NamedTuple):
+    """The instants of a transfer: when the link is taken, and when the last byte has arrived."""
+
+    begin_s: float
+    link_free_s: float
+    arrival_s: float
+
+
+def transfer(link: Link, prompt: Prompt, granted_s: float, free_s: float) -> Transfer:
+    """The transfer of a computed prompt whose target had a block from `granted_s`, on a link free at
+    `free_s`.
+
+    Layer by layer: layer i of L is there to be sent when i / L of the prompt's time has passed. The
+    layers leave in order, so the last byte leaves when the link has sent all of them, and not
+    before the last layer has been computed and sent.
+    """
+    whole_s = prompt.n_bytes / link.bytes_per_s
+    if prompt.n_tokens <= link.layerwise_above_tokens:
+        begin_s = max(prompt.end_s, granted_s, free_s)
+        left_s = begin_s + whole_s
+    else:
+        first_layer_s = prompt.start_s + (prompt.end_s - prompt.start_s) / prompt.n_layers
+        begin_s = max(first_layer_s, granted_s, free_s)
+        left_s = max(begin_s + whole_s, prompt.end_s + whole_s / prompt.n_layers)
+    return Transfer(begin_s, left_s, left_s + link.latency_s)
+
+
+# ---- machines and the cluster ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -119,8 +179,6 @@ class Simulation:
     end_s: float
     n_preemptions: int
     """Moves of machines between the prompt and the token pool."""
-    n_tokens_reused: int = 0
-    """Tokens of prompts that were taken over from prefixes held, where `prefix_reuse`."""
 
 
 def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
@@ -180,8 +238,7 @@ class ProductionCluster:
             for machine, (role, kind) in zip(self._machines, self._spec.machines, strict=True)
         ]
         preemptions = sum(machine.scheduler.counts.preemptions for machine in self._machines)
-        reused = sum(machine.scheduler.counts.prefix_tokens_reused for machine in self._machines)
-        return Simulation(self._spec, lives, uses, self._timeline.now_s, preemptions, reused)
+        return Simulation(self._spec, lives, uses, self._timeline.now_s, preemptions)
 
     def prompt_step_begins(self, request_id: str) -> None:
         life, going = self._lives[request_id], self._going.get(request_id)

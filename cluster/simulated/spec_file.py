@@ -11,18 +11,16 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from phasewise._files import read_input
 from phasewise._toml import parse_toml
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import POLICIES, ROLES, Limits, Role
-from phasewise.cluster.simulated.kv_transfer import Link
-from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool
-from phasewise.cluster.simulated.steps import MAX_POINTS, Curve, ProfileKey, StepTimes
+from phasewise.cluster.simulated.simulate import ClusterSpec, Link, MachineType, Pool
+from phasewise.cluster.simulated.steps import MAX_POINTS, Curve, StepTimes
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 
@@ -30,16 +28,8 @@ MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 10_000
 DEFAULT_MODEL = "bloom-176b"
 
-Profile = Mapping[ProfileKey, StepTimes]
-
-
-@dataclass(frozen=True)
-class StepSources:
-    """The source of step times, besides the machine types' own: a profile, and types timed elsewhere."""
-
-    profile: Profile | None = None
-    timed: Mapping[str, StepTimes] | None = None
-    """Timed steps by machine type."""
+TimedTypes: TypeAlias = Mapping[str, StepTimes]
+"""Step times that were timed or modelled, by machine type: they replace the type's own."""
 
 
 class MachineCatalogue:
@@ -48,12 +38,12 @@ class MachineCatalogue:
     def __init__(
         self,
         model: str = DEFAULT_MODEL,
-        sources: StepSources | None = None,
+        timed: TimedTypes | None = None,
         own: Mapping[str, Any] | None = None,
         where: str = "",
     ) -> None:
         self._model = model
-        self._sources = sources or StepSources()
+        self._timed = timed or {}
         self._own = own or {}
         self._where = where
         self._known: dict[str, MachineType] = {}
@@ -106,18 +96,10 @@ class MachineCatalogue:
         return machine
 
     def _steps(self, name: str, table: SpecTable) -> StepTimes:
-        key = table.table("profile")
-        wanted = ProfileKey(self._model, key.text("hardware", ""), key.whole("tensor_parallel", 1))
-        key.refuse_others()
         curves = {field: table.points(field) for field in ("prefill_ms", "decode_ms", "decode_sequences_ms")}
         pair_ns = table.number("prefill_context_ns", 0.0)
-        timed = (self._sources.timed or {}).get(name)
-        if timed is not None:
-            return timed
-        if self._sources.profile is not None and wanted.hardware:
-            if wanted not in self._sources.profile:
-                raise ClusterError(f"{table.where}: the profile has no rows of {' '.join(map(str, wanted))}")
-            return self._sources.profile[wanted]
+        if name in self._timed:
+            return self._timed[name]
         prefill, decode = curves["prefill_ms"], curves["decode_ms"]
         if prefill is None or decode is None:
             raise ClusterError(
@@ -138,13 +120,13 @@ def _shipped_table(name: str) -> dict[str, Any]:
 
 
 def read_cluster(
-    path: str | os.PathLike[str], sources: StepSources | None = None, model: str | None = None
+    path: str | os.PathLike[str], timed: TimedTypes | None = None, model: str | None = None
 ) -> tuple[ClusterSpec, MachineCatalogue]:
     """The cluster of a file, and the machine types that it knows. `model`: instead of the file's own."""
     name = os.fspath(path)
     table = SpecTable(parsed_file(name), name)
     own = table.table("machines").fields
-    catalogue = MachineCatalogue(model or table.text("model", DEFAULT_MODEL), sources, own, name)
+    catalogue = MachineCatalogue(model or table.text("model", DEFAULT_MODEL), timed, own, name)
     table.text("model", "")
     policy = table.text("policy", "splitwise")
     if policy not in POLICIES:
@@ -161,13 +143,13 @@ def read_cluster(
 
 
 def read_machines(
-    path: str | os.PathLike[str], sources: StepSources | None = None, model: str | None = None
+    path: str | os.PathLike[str], timed: TimedTypes | None = None, model: str | None = None
 ) -> MachineCatalogue:
     """The machine types of a file, which may be a cluster file, beside those that phasewise brings."""
     name = os.fspath(path)
     table = SpecTable(parsed_file(name), name)
     return MachineCatalogue(
-        model or table.text("model", DEFAULT_MODEL), sources, table.table("machines").fields, name
+        model or table.text("model", DEFAULT_MODEL), timed, table.table("machines").fields, name
     )
 
 

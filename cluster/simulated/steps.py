@@ -1,27 +1,18 @@
 """The time of one step of a machine: piecewise linear curves, as in the paper's performance model
-(Splitwise V-B), from the authors' profile, from a table of one's own, or from timed steps.
+(Splitwise V-B), from a table of one's own or from timed steps.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import os
-import re
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
-from phasewise._files import read_input
 from phasewise.cluster.errors import ClusterError
 
 MAX_POINTS = 4096
-MAX_PROFILE_ROWS = 1_000_000
-MAX_PROFILE_BYTES = 64 << 20
 
 
 class Curve:
@@ -128,79 +119,3 @@ def pieces(prompts: Iterable[PromptPart], most_tokens: int | None) -> Iterator[l
 def _positive(seconds: float) -> float:
     """The seconds, or next to nothing in place of a prolonged line's zero or less."""
     return seconds if seconds > 0 else 1e-9
-
-
-class ProfileKey(NamedTuple):
-    """The key by which rows of a profile belong together."""
-
-    model: str
-    hardware: str
-    tensor_parallel: int
-
-
-_COLUMNS = ("model", "hardware", "tensor_parallel", "prompt_size", "batch_size", "prompt_time", "token_time")
-
-
-def read_profile(path: str | os.PathLike[str]) -> dict[ProfileKey, StepTimes]:
-    """Step times from a CSV file in the format of the authors' `perf_model.csv` (times in milliseconds).
-    Repeats become their median by tokens of the batch. ClusterError names the file and the row."""
-    name = os.fspath(path)
-    times: dict[ProfileKey, tuple[_Repeats, _Repeats]] = defaultdict(
-        lambda: (defaultdict(list), defaultdict(list))
-    )
-    try:
-        text = read_input(path, MAX_PROFILE_BYTES).decode("utf-8-sig")
-        with io.StringIO(text, newline="") as file:
-            rows = csv.DictReader(file)
-            missing = [column for column in _COLUMNS if column not in (rows.fieldnames or ())]
-            if missing:
-                raise ClusterError(f"{name} is no profile of step times: it has no column {missing[0]}")
-            for line, row in enumerate(rows, 2):
-                if line > MAX_PROFILE_ROWS:
-                    raise ClusterError(f"{name} has more than {MAX_PROFILE_ROWS} rows")
-                key, tokens, prompt_s, token_s = _profile_row(row, f"{name}, row {line}")
-                prompts, answers = times[key]
-                prompts[tokens].append(prompt_s)
-                answers[tokens].append(token_s)
-    except OSError as error:
-        raise ClusterError(f"{name}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ClusterError(f"{name} is not UTF-8 text: no profile of step times") from None
-    except csv.Error as error:
-        raise ClusterError(f"{name} is not CSV: {error}") from None
-    if not times:
-        raise ClusterError(f"{name} holds no step times")
-    return {key: StepTimes(_medians(prompts), _medians(answers)) for key, (prompts, answers) in times.items()}
-
-
-_Repeats = dict[int, list[float]]
-
-
-def _medians(repeats: Mapping[int, Sequence[float]]) -> Curve:
-    return Curve((float(tokens), median(values)) for tokens, values in repeats.items())
-
-
-def _profile_row(row: Mapping[str, str | None], where: str) -> tuple[ProfileKey, int, float, float]:
-    whole = [_whole(row, column, where) for column in ("tensor_parallel", "prompt_size", "batch_size")]
-    parallel, prompt, batch = whole
-    milliseconds = [_milliseconds(row, column, where) for column in ("prompt_time", "token_time")]
-    key = ProfileKey(str(row["model"]), str(row["hardware"]), parallel)
-    return key, prompt * batch, milliseconds[0] / 1000, milliseconds[1] / 1000
-
-
-def _whole(row: Mapping[str, str | None], column: str, where: str) -> int:
-    text = (row[column] or "").strip()
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise ClusterError(f"{where}: {column} must be a positive whole number, not {text!r:.40}")
-    return int(text)
-
-
-def _milliseconds(row: Mapping[str, str | None], column: str, where: str) -> float:
-    text = (row[column] or "").strip()
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e9:
-        raise ClusterError(f"{where}: {column} must be milliseconds above 0, not {text!r:.40}")
-    return value

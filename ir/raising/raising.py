@@ -486,11 +486,9 @@ def raise_file(
     define: Sequence[str] = (),
     reassociate: bool = False,
 ) -> str:
-    """Raise a C file's function to text of the high level, with `reassociate()` if asked for.
-
-    A comment line `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises
-    SourceError where the function is outside the subset.
-    """
+    """Raise a C file's function to text of the high level, with `reassociate()` if asked for. A comment line
+    `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises SourceError
+    where the function is outside the subset."""
     kernel = raised(parse_file(path, function, isa, include, define), path)
     read_back = read(_with_descriptions(printed(kernel), read_source(path)), str(path))
     return printed(replace(read_back, reassociate=reassociate))

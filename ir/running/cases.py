@@ -78,11 +78,9 @@ def draw(
     where: str = "kernel",
     is_plain: bool = False,
 ) -> Case:
-    """Draw the arguments of a call.
-
-    `shape` sets numbers; `edge` counts the calls of a run, whose first ones meet the bounds. `is_plain`:
-    without zeros and subnormal numbers, which take a processor longer than others do.
-    """
+    """Draw the arguments of a call. `shape` sets numbers; `edge` counts the calls of a run, whose first ones
+    meet the bounds. `is_plain`: without zeros and subnormal numbers, which take a processor longer than
+    others do."""
     descriptions = described(function, where)
     numbers: dict[str, int | float] = {}
     for name, of in function.args:

@@ -97,12 +97,6 @@ def test_short_prompts_stay_with_their_answers() -> None:
     assert route.assign(ask(1, 65)).prompt in (0, 1)
 
 
-def test_round_robin_takes_turns_in_each_pool() -> None:
-    route = router([*SPLIT[:3], ("token", 100)], "round-robin")
-
-    assert [route.assign(ask(name)) for name in range(3)] == [(0, 2), (1, 3), (0, 2)]
-
-
 REPLICAS: list[tuple[Role, int]] = [("mixed", 100_000), ("mixed", 100_000)]
 PREFIX = tuple(range(100, 116))
 LONG = len(PREFIX) * BLOCK_TOKENS + 10

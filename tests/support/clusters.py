@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from phasewise.cluster.simulated.kv_transfer import Link
+from phasewise.cluster.simulated.simulate import Link
 from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, Simulation
 from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.cluster.simulated.steps import Curve, StepTimes

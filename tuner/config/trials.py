@@ -100,11 +100,9 @@ class Trials:
         return f"{self._location_name} {self.study_name}"
 
     def look(self) -> tuple[dict[str, Known], set[str]]:
-        """The state of each configuration, and the ones that a live process is timing.
-
-        Failures of before this process began are not known: times change. Trials of processes that died are
-        marked as failed first.
-        """
+        """The state of each configuration, and the ones that a live process is timing. Failures of before
+        this process began are not known: times change. Trials of processes that died are marked as failed
+        first."""
         trials = self._all()
         if any(map(_is_running, trials)):
             self._bury(trials)

@@ -175,10 +175,8 @@ class RunningRatio:
 
 
 def price_holding(ordered: Sequence[float], hold: float) -> float:
-    """The highest price that a share `hold` of answers to come can pay, judged by `ordered`, ascending.
-
-    Of n + 1 exchangeable values, the k-th smallest of n exceeds the last one with probability k / (n + 1) at
-    most. 0, which any answer can pay, where there are too few to tell.
-    """
+    """The highest price that a share `hold` of answers to come can pay, judged by `ordered`, ascending. Of n
+    + 1 exchangeable values, the k-th smallest of n exceeds the last one with probability k / (n + 1) at most.
+    0, which any answer can pay, where there are too few to tell."""
     rank = math.floor((len(ordered) + 1) * (1 - hold) + 1e-9)
     return math.nextafter(ordered[rank - 1], 0.0) if rank else 0.0

@@ -115,10 +115,8 @@ def _given(examples: Sequence[Example], buckets: Ints, bounds: Sequence[int]) ->
 @dataclass(frozen=True)
 class LearntBuckets:
     """ODMA: the smallest of the learnt buckets that holds the predicted room; else the large one, max_tokens.
-
     Bounds and price are those of the moment: answers are taken in their order, each learnt from once it has
-    ended. `first_lengths`: realised ones of training, which fill the window at the beginning.
-    """
+    ended. `first_lengths`: realised ones of training, which fill the window at the beginning."""
 
     predictor: LengthPredictor
     first_lengths: Sequence[int]
@@ -175,8 +173,7 @@ class LearntBuckets:
 def _within_mean(rooms: Ints, reached: npt.NDArray[np.float64], mean_tokens: float) -> Ints:
     """For each row the column of its room: those that reach the most, within a mean room. At a price for each
     token each row takes its best; the price is as low as the mean allows. What is then left lets rows, the
-    first ones first, take what they would at a price just lower.
-    """
+    first ones first, take what they would at a price just lower."""
     low, high = 0.0, 1.0
 
     def taken(price: float) -> Ints:

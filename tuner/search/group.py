@@ -205,11 +205,9 @@ def _reuse(history: _History, space: ScheduleSpace, default: Schedule) -> Search
 def _settle(
     history: _History, space: ScheduleSpace, default: Schedule, ranked: Sequence[Schedule]
 ) -> Search[None]:
-    """Time the fastest few again, side by side with the default and the previous slice; the fastest wins.
-
-    The first sample of the first of many was also a lucky one: only the new samples count. On a plateau the
-    slice stays as it was, so that it can become steady.
-    """
+    """Time the fastest few again, side by side with the default and the previous slice; the fastest wins. The
+    first sample of the first of many was also a lucky one: only the new samples count. On a plateau the slice
+    stays as it was, so that it can become steady."""
     finalists = list(dict.fromkeys([default, *(yield from qualified(ranked, history.options))]))
     if not history.winners:
         history.add(space, fastest((yield from side_by_side(finalists, history.options.final_laps))).schedule)

@@ -121,11 +121,9 @@ def together(searches: Sequence[Search[T]]) -> Search[list[T]]:
 
 
 def referenced(search: Search[T], memory: dict[Schedule, Sample], most: int) -> Search[T]:
-    """The same search on a machine that changes its pace: samples of different batches made comparable.
-
-    Each batch, of at most `most` schedules, times the fastest one so far once more, and the others count by
-    their ratio to it. `memory` gets every new sample on that scale; what it holds is not asked for.
-    """
+    """The same search on a machine that changes its pace: samples of different batches made comparable. Each
+    batch, of at most `most` schedules, times the fastest one so far once more, and the others count by their
+    ratio to it. `memory` gets every new sample on that scale; what it holds is not asked for."""
 
     def answer(asked: list[Schedule]) -> Search[list[Sample]]:
         fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
@@ -153,11 +151,9 @@ def _scaled(sample: Sample, factor: float) -> Sample:
 
 
 def side_by_side(schedules: Sequence[Schedule], laps: int) -> Search[list[Sample]]:
-    """New samples of a few schedules, timed together `laps` times; in their order.
-
-    A sample's estimate is the geometric mean over laps of its cost beside the lap's, so that a lap at another
-    pace of the machine counts as much as the others.
-    """
+    """New samples of a few schedules, timed together `laps` times; in their order. A sample's estimate is the
+    geometric mean over laps of its cost beside the lap's, so that a lap at another pace of the machine counts
+    as much as the others."""
     taken: list[list[Sample]] = []
     for _ in range(laps):
         taken.append((yield list(schedules)))  # noqa: PERF401 - a comprehension cannot yield

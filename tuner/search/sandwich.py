@@ -92,11 +92,9 @@ def _phases(space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedu
 
 
 def _every_pass(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
-    """Time every slice with every length of a pass over k; return each slice's fastest, fastest first.
-
-    All at once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass
-    is all and no sums are stored.
-    """
+    """Time every slice with every length of a pass over k; return each slice's fastest, fastest first. All at
+    once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass is all
+    and no sums are stored."""
     lines = [
         [
             space.fitted(resized(sample.schedule, "block_k", size))

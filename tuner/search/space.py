@@ -142,10 +142,8 @@ class ScheduleSpace:
 
     def fitted(self, schedule: Schedule) -> Schedule:
         """The same plan in its canonical form here: this arithmetic, and no block larger than its region.
-
         Schedules that make the kernel do the same thing have one form: an order of loops that has no effect
-        is the first one. The grid must be one of `grids`.
-        """
+        is the first one. The grid must be one of `grids`."""
         schedule = replace(
             schedule, compute_path=self.arithmetic.compute_path, k_parts=self.arithmetic.k_parts
         )
@@ -245,11 +243,9 @@ VECTOR_BYTES = 64
 
 
 def kernel_cycles_per_vector_row(kernel: MicroKernel) -> float:
-    """Cycles of one step of a tile: two multiply-adds or two loads each, but no faster than sums come back.
-
-    A vector row is 64 bytes of one panel. Four cycles later a sum may be added to again, so that fewer than
-    eight sums leave the units idle.
-    """
+    """Cycles of one step of a tile: two multiply-adds or two loads each, but no faster than sums come back. A
+    vector row is 64 bytes of one panel. Four cycles later a sum may be added to again, so that fewer than
+    eight sums leave the units idle."""
     multiplies, loads = kernel.mr * kernel.panels, kernel.mr + kernel.panels
     return max(multiplies / 2, loads / 2, 4.0)
 

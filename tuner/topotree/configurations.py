@@ -126,10 +126,8 @@ def every_configuration(trees: Iterable[TopoTree], limits: OperatorLimits) -> It
 
 def cross_section(tree: TopoTree, depth: int) -> Partition:
     """The PUs that go together in the ranks that a cut below `depth` makes; the same for equal
-    configurations.
-
-    Much cheaper than the configuration itself, for searches that meet the same one again and again.
-    """
+    configurations. Much cheaper than the configuration itself, for searches that meet the same one again and
+    again."""
     partition = []
     for positions, kept in zip(tree.active, tree.kept_by_chain(), strict=True):
         n_blocks = prod(kept[: max(depth, 0)])

@@ -49,11 +49,9 @@ def parents(tree: TopoTree) -> Iterator[TopoTree]:
 
 
 def every_tree(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
-    """Every distinct tree that groups and removals make of a fundamental tree, each after its parents.
-
-    Levels are independent here too: two trees are equal if at every level of the machine the same siblings
-    are active and nest alike. So the distinct trees are the product over levels of what is distinct at each.
-    """
+    """Every distinct tree that groups and removals make of a fundamental tree, each after its parents. Levels
+    are independent here too: two trees are equal if at every level of the machine the same siblings are
+    active and nest alike. So the distinct trees are the product over levels of what is distinct at each."""
     base = tree.base
     outermost, *inner = base.arities or (1,)
     nests_inside = [_distinct_nests(arity, power_of_two) for arity in inner]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from phasewise._files import open_input
 from phasewise._json import read_json
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.simulated.arrivals import Draw, poisson
 from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
-from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.cluster.simulated.simulated_requests import Arrival, poisson
 from phasewise.tuner.config.trace import load_trace, read_trace
 from phasewise.tuner.config.trace_files import MAX_ROW_CHARS
 from phasewise.workflows.report import Report
@@ -41,7 +40,6 @@ class Load:
     rate: float | None = None
     duration_s: float = 120.0
     seed: int = 0
-    draw: Draw = "requests"
 
 
 def arrivals_of(load: Load) -> list[Arrival]:
@@ -49,7 +47,7 @@ def arrivals_of(load: Load) -> list[Arrival]:
     trace = lengths_of(load.trace)
     if load.rate is not None:
         lengths = [(request.prompt_tokens, request.output_tokens) for request in trace]
-        return poisson(lengths, load.rate, load.duration_s, load.seed, load.draw)
+        return poisson(lengths, load.rate, load.duration_s, load.seed)
     if any(request.arrival_s is None for request in trace):
         raise ClusterError(f"{load.trace} states no arrivals: draw some with --rate")
     prefixes = _prefix_ids(load.trace)

@@ -12,7 +12,7 @@ from phasewise.workflows.options import DB
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.cluster.simulated.spec_file import MachineCatalogue, StepSources
+    from phasewise.cluster.simulated.spec_file import MachineCatalogue, TimedTypes
     from phasewise.cluster.simulated.steps import StepTimes
 
 DB_MACHINE, XML_MACHINE = "db", "xml"
@@ -27,19 +27,7 @@ class ClusterInputs:
     duration_s: float = option(
         120.0, "with --rate: seconds for which requests are drawn", "--duration", min=1.0
     )
-    draw: Literal["requests", "columns"] = option(
-        "requests",
-        "requests: each drawn request has the prompt and the answer of one request of the trace; "
-        "columns: prompts and answers are drawn independently",
-        config_only=True,
-    )
     seed: int = option(0, "seed of the drawn requests", min=0)
-    perf_model: Path | None = option(
-        None,
-        "measured step times in the format of splitwise-sim's data/perf_model.csv, in place of the "
-        "fitted curves of the shipped machine types",
-        metavar="CSV",
-    )
     machine_from_db: str | None = option(
         None,
         "take the step times of the machine type db, which a cluster file describes, from the tuning "
@@ -65,7 +53,7 @@ class SimulationWish:
     policy: str | None = option(
         None,
         "how requests are routed [default: the file's, else splitwise]",
-        kind=Literal["splitwise", "round-robin", "prefix-aware"] | None,
+        kind=Literal["splitwise", "prefix-aware"] | None,
     )
     rate: float | None = option(
         None,
@@ -114,7 +102,7 @@ class ProvisionWish:
     policy: str = option(
         "splitwise",
         "how requests are routed and scheduled",
-        kind=Literal["splitwise", "round-robin", "prefix-aware"],
+        kind=Literal["splitwise", "prefix-aware"],
     )
 
     def check(self) -> None:
@@ -123,13 +111,10 @@ class ProvisionWish:
             raise UsageError("give exactly one of --rate, --cost and --power")
 
 
-def step_sources(inputs: ClusterInputs, report: Report = silent) -> StepSources:
+def step_sources(inputs: ClusterInputs, report: Report = silent) -> TimedTypes:
     """The source of step times, besides the machine types' own curves. ClusterError or KernelDbError."""
-    from phasewise.cluster.simulated.spec_file import StepSources
-    from phasewise.cluster.simulated.steps import read_profile
     from phasewise.workflows.capacity.load import steps_from_db, steps_from_xml
 
-    profile = None if inputs.perf_model is None else read_profile(inputs.perf_model)
     timed: dict[str, StepTimes] = {}
     if inputs.machine_from_db is not None:
         timed[DB_MACHINE] = steps_from_db(inputs.db, inputs.machine_from_db, report)
@@ -138,7 +123,7 @@ def step_sources(inputs: ClusterInputs, report: Report = silent) -> StepSources:
         if not xml or not model:
             raise UsageError(f"--machine-from-xml takes XML:MODEL, not {inputs.machine_from_xml!r:.60}")
         timed[XML_MACHINE] = steps_from_xml(xml, model, "native", report)
-    return StepSources(profile, timed)
+    return timed
 
 
 def reference_steps(name: str, catalogue: MachineCatalogue, report: Report) -> StepTimes | None:

@@ -9,7 +9,7 @@ from phasewise.cluster.simulated.simulate import ClusterSpec, simulate
 from phasewise.cluster.simulated.spec_file import (
     DEFAULT_MODEL,
     MachineCatalogue,
-    StepSources,
+    TimedTypes,
     names_a_file,
     parse_pools,
     read_cluster,
@@ -43,13 +43,13 @@ def simulate_cluster(
     slo = None if wish.slo is None else parse_slo(wish.slo)
     spec, catalogue = _cluster(pools, step_sources(inputs, report), inputs.model)
     spec = replace(spec, policy=wish.policy or spec.policy, prefix_reuse=wish.prefix_reuse)
-    arrivals = arrivals_of(Load(trace, wish.rate, inputs.duration_s, inputs.seed, inputs.draw))
+    arrivals = arrivals_of(Load(trace, wish.rate, inputs.duration_s, inputs.seed))
     reference = reference_steps(inputs.reference, catalogue, report)
     return Simulated(spec, summarise(simulate(spec, arrivals), reference), slo)
 
 
-def _cluster(text: str, sources: StepSources, model: str | None) -> tuple[ClusterSpec, MachineCatalogue]:
+def _cluster(text: str, timed: TimedTypes, model: str | None) -> tuple[ClusterSpec, MachineCatalogue]:
     if names_a_file(text):
-        return read_cluster(text, sources, model)
-    catalogue = MachineCatalogue(model or DEFAULT_MODEL, sources)
+        return read_cluster(text, timed, model)
+    catalogue = MachineCatalogue(model or DEFAULT_MODEL, timed)
     return ClusterSpec(parse_pools(text, catalogue)), catalogue

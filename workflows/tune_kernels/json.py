@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from phasewise.tuner.standing import mean_of
+from phasewise.tuner.ledger import mean_of
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import StorageDuel
-    from phasewise.tuner.standing import MeasuredRatio
+    from phasewise.tuner.ledger import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain
     from phasewise.workflows.tune_kernels.rounds import Shape, TunedRound

@@ -13,7 +13,7 @@ from phasewise.cli.tables import RowTable
 from phasewise.workflows.tune_kernels.json import mean_gain, plan_fields, task_name
 
 if TYPE_CHECKING:
-    from phasewise.tuner.standing import MeasuredRatio
+    from phasewise.tuner.ledger import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
     from phasewise.workflows.tune_kernels.rounds import Round, TunedRound

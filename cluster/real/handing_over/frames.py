@@ -51,11 +51,9 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame on the wire. `begin` and `end` are positions of the request, `end` exclusive.
-
-    `sequence` counts its frames from 0. epoch: which attempt to hand the request over; frames of an earlier
-    one are of no use any more.
-    """
+    """A frame on the wire. `begin` and `end` are positions of the request, `end` exclusive. `sequence` counts
+    its frames from 0. epoch: which attempt to hand the request over; frames of an earlier one are of no use
+    any more."""
 
     kind: FrameKind
     request_id: str

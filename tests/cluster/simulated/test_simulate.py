@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.routing import POLICIES, Limits
-from phasewise.cluster.simulated.kv_transfer import Link
-from phasewise.cluster.simulated.simulate import ClusterSpec, Pool, simulate
+from phasewise.cluster.routing import POLICIES, Ask, Assignment, Limits
+from phasewise.cluster.simulated.simulate import ClusterSpec, Link, Pool, ProductionCluster, simulate
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival
 from phasewise.serving.scheduling.pacing import FIRST_TOKENS
 from tests.support.clusters import KV_BYTES, STEPS, assert_lawful, machine, mixed, split
@@ -103,12 +102,19 @@ def test_transfers_of_one_machine_follow_each_other() -> None:
     assert [life.kv_arrival_s for life in lives] == pytest.approx([1.1, 2.1])
 
 
+class ToTheSecond:
+    """Every answer is computed by the second machine, also where that is full."""
+
+    def choose(self, ask: Ask, machines: object) -> Assignment:
+        return Assignment(0, 1)
+
+
 def test_a_full_token_machine_lets_prompts_wait_for_their_blocks() -> None:
     """Room for one request at a time: the second's transfer begins when the first has ended."""
     kind = machine(slots=208, link=Link(1e9))
     arrivals = [Arrival(0, 0.0, 100, 60), Arrival(1, 0.0, 100, 60)]
 
-    result = simulate(split(1, 1, kind, "round-robin"), arrivals)
+    result = ProductionCluster(split(1, 1, kind), arrivals, ToTheSecond()).run()
 
     first, second = result.lives
     assert second.kv_arrival_s >= first.end_s

@@ -12,13 +12,12 @@ from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.simulated.simulate import Pool
 from phasewise.cluster.simulated.spec_file import (
     MachineCatalogue,
-    StepSources,
     parse_pools,
     read_cluster,
     read_machines,
     shipped,
 )
-from phasewise.cluster.simulated.steps import Curve, ProfileKey, StepTimes
+from phasewise.cluster.simulated.steps import Curve, StepTimes
 
 XEON = """
 [machines.xeon]
@@ -55,26 +54,22 @@ def test_shipped_types_are_whole(name: str, model: str) -> None:
 
 
 def test_a_file_has_pools_and_its_own_types(tmp_path: Path) -> None:
-    path = _file(tmp_path, 'policy = "round-robin"\nsplit_above_tokens = 64\n' + CLUSTER + XEON)
+    path = _file(tmp_path, 'policy = "prefix-aware"\nsplit_above_tokens = 64\n' + CLUSTER + XEON)
 
     spec, catalogue = read_cluster(path)
 
     xeon = catalogue["xeon"]
     assert spec.pools == (Pool("prompt", xeon, 2),)
-    assert (spec.policy, spec.limits.split_above_tokens, spec.cost) == ("round-robin", 64, 5.0)
+    assert (spec.policy, spec.limits.split_above_tokens, spec.cost) == ("prefix-aware", 64, 5.0)
     assert (xeon.kv_slots, xeon.link.layerwise_above_tokens, xeon.max_batch_tokens) == (8000, 0, 2048)
     assert xeon.steps.prefill_s(51) == pytest.approx(0.0015)
     assert read_machines(path)["xeon"].name == "xeon"
 
 
-def test_a_profile_or_timed_steps_replace_curves() -> None:
+def test_timed_steps_replace_curves() -> None:
     flat = StepTimes(Curve([(1, 9.0)]), Curve([(1, 9.0)]))
-    profile = {ProfileKey("bloom-176b", "h100-80gb", 8): flat}
 
-    assert MachineCatalogue(sources=StepSources(profile))["h100"].steps is flat
-    assert MachineCatalogue(sources=StepSources(timed={"h100": flat}))["h100"].steps is flat
-    with pytest.raises(ClusterError, match="no rows of bloom-176b a100-80gb 8"):
-        MachineCatalogue(sources=StepSources(profile))["a100"]
+    assert MachineCatalogue(timed={"h100": flat})["h100"].steps is flat
 
 
 def test_pools_in_a_line() -> None:
