@@ -27,7 +27,7 @@ ON_HARNESS = [
 ]
 OTHERS = [name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo")]
 SOAKS = (
-    *("changing_instances", "changing_nodes", "faults", "fuzz_api", "fuzz_http", "fuzz_models", "hostile"),
+    *("changing_instances", "faults", "fuzz_api", "fuzz_http", "fuzz_models", "hostile"),
     "soak",
 )
 

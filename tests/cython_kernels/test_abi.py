@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -57,10 +55,6 @@ def test_flags_and_compiler_change_the_name_and_warnings_do_not() -> None:
     assert name(flags=[*FLAGS, "-Werror"]) == name()
 
 
-def test_a_comment_or_a_line_break_changes_nothing() -> None:
-    assert with_source("families/gemm.c", "/* why */ int f(void)\n{ // so\n  return 1; }") == name()
-
-
 def test_text_in_quotes_is_no_comment() -> None:
     assert essence('puts("a /* b */ // c"); /* d "e */ x;') == 'puts("a /* b */ // c"); x;'
 
@@ -108,22 +102,3 @@ def test_the_compiler_names_the_files_that_count(tmp_path: Path) -> None:
 
 def _append(file: Path, text: str) -> None:
     file.write_text(f"{file.read_text()}\n{text}\n")
-
-
-INCLUDE = re.compile(r'^#include "(?:\w+/)?(\w+)\.h"', re.MULTILINE)
-LAYERS = ("division", "program", "run", "attend", "executor", "orders")
-
-
-def units() -> dict[str, set[str]]:
-    """Each unit, a .c and a .h of one name, with the units whose headers it includes."""
-    included: dict[str, set[str]] = {}
-    for path in KERNELS.rglob("*.[ch]"):
-        if path.name != "_native.c" and not {"families", "isa", "simd"} & set(path.parts):
-            included.setdefault(path.stem, set()).update(set(INCLUDE.findall(path.read_text())) - {path.stem})
-    return included
-
-
-def test_units_form_no_circle() -> None:
-    order = list(TopologicalSorter(units()).static_order())  # CycleError names the units of a circle
-
-    assert [unit for unit in order if unit in LAYERS] == list(LAYERS)

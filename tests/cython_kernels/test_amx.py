@@ -29,7 +29,6 @@ from tests.support.kernels.cross import (
     link_emulated,
     product,
     product_here,
-    told_product,
 )
 from tests.support.kernels.gemm_reference import (
     DENSITIES,
@@ -127,15 +126,6 @@ def test_sparse_storage_changes_no_bit(multiply: Product, fmt: str) -> None:
             assert np.array_equal(products, wanted, equal_nan=True)
 
 
-@pytest.mark.parametrize("k_parts", [1, 2])
-def test_passes_that_outgrow_l1_have_the_bits_of_rows_alone(multiply: Product, k_parts: int) -> None:
-    walks = [
-        Walk(mr, panels, block_m, 512, block_k)
-        for mr, panels, block_m, block_k in ((32, 2, 256, 4096), (32, 2, 70, 672), (17, 1, 150, 1312))
-    ]
-    assert_no_walk_changes_a_bit(multiply, "bf16", walks, m=150, k_parts=k_parts, k=1380)
-
-
 @examples(40)
 @given(
     n=st.integers(1, 90),
@@ -164,27 +154,6 @@ def test_passes_that_outgrow_l1_have_the_bits_of_others(
     got = product([program, "amx", str(threads)], w, x, Walk(**walk), BF16_TILE, k_parts)
 
     assert np.array_equal(bits(got), bits(wanted))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("walk", "rows", "columns"),
-    [
-        (Walk(mr=32, panels=2, block_m=256, block_n=512, block_k=512), 256, 160),
-        (Walk(mr=32, panels=2, block_m=256, block_n=512, block_k=4096), 4 * 32, 32),
-        (Walk(mr=16, panels=1, block_m=256, block_n=512, block_k=4096), 4 * 16, 16),
-    ],
-)
-def test_part_sums_are_those_of_a_block_or_of_four_tiles_of_rows(
-    program: str, walk: Walk, rows: int, columns: int
-) -> None:
-    rng = np.random.default_rng(10)
-    w, x = make_weight("bf16", 160, 1300, rng), rng.standard_normal((300, 1300), dtype=np.float32)
-    command = ["env", "SHOW_SUMS=1", program, "amx"]
-
-    _, said = told_product(command, w, x, walk, BF16_TILE)
-
-    assert int(said) == rows * columns * 4
 
 
 def weight_of(fmt: str, n: int, k: int, rng: np.random.Generator, *, is_tiny: bool = False) -> PackedWeight:
@@ -237,22 +206,6 @@ def test_blocks_on_tiles_have_the_bits_of_vectors(multiply: Product, fmt: str, k
         for name in isa.usable():
             here = product_here(name, w, x, Walk(mr=8), "int8_block", k_parts)
             assert np.array_equal(bits(here), bits(wanted)), name
-
-
-@pytest.mark.slow
-def test_blocks_of_more_than_eight_rows_are_the_units(program: str) -> None:
-    """A schedule chooses by the rows of its micro-kernel, and a few rows meet the blocks as they are."""
-    rng = np.random.default_rng(9)
-    w = weight_of("q4_k", 20, 256, rng)
-    x = rng.standard_normal((24, 256), dtype=np.float32)
-    without = ["env", "FORBID_TILES=1", program, "amx"]
-
-    product(without, w, x, Walk(mr=8), INT8_BLOCK)
-    product(without, w, x[:4], Walk(mr=32), INT8_BLOCK)
-    with pytest.raises(subprocess.CalledProcessError) as fault:
-        product(without, w, x, Walk(mr=9), INT8_BLOCK)
-
-    assert fault.value.returncode == 4
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa, packing
-from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
+from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from tests.support.tiers import examples
 
 CHUNK = 128
@@ -141,15 +141,6 @@ def expected_of_scaled(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     return want, bound + pair_error(p)
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_a_chunk_that_no_row_sees_changes_nothing(kv_format: str) -> None:
-    """Two rows so far apart that their windows leave a chunk between them."""
-    p = problem(2, 16, 2 * CHUNK + 26, window=3, seed=2)
-    assert p.last[0] < CHUNK < 2 * CHUNK <= p.first[1]
-    alone = [p.rows(slice(r, r + 1)).run(kv_format=kv_format) for r in range(2)]
-    assert np.array_equal(np.concatenate(alone), p.run(kv_format=kv_format))
-
-
 @pytest.mark.many
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_edge_keeps_the_bound(dim: int) -> None:
@@ -214,16 +205,6 @@ def test_a_row_of_nothing_is_nothing(kv_format: str) -> None:
     out = replace(p, keys=p.keys * 0, values=p.values * np.float32(1e-40)).run(kv_format=kv_format)
 
     assert (out == 0).all()
-
-
-def test_int16_loses_less_than_float16() -> None:
-    """Arithmetic and storage together, against keys and values before they were rounded."""
-    p = problem(200, 64, 1000)
-    want, _ = expected(p)
-
-    errors = {name: np.linalg.norm(p.run(kv_format=name) - want) for name in ("int16", "f16")}
-
-    assert errors["int16"] < errors["f16"]
 
 
 @pytest.mark.parametrize("kv_format", SCALED)
@@ -299,35 +280,6 @@ def test_quantised_rows_hide_no_infinity(bad: float, kv_format: str) -> None:
     assert np.isnan(spoilt.rows(slice(1, 2)).run(kv_format=kv_format)).all()
 
 
-def test_a_spread_beyond_float32_is_nan() -> None:
-    p = problem(1, 64, 1)
-    values = p.values.copy()
-    values[0, :2] = 3e38, -3e38
-
-    out = replace(p, values=values).run(kv_format="int4")
-
-    assert np.isnan(out[0, :32]).all()
-    assert np.isfinite(out[0, 32:]).all()
-
-
-@pytest.mark.parametrize("kv_format", ["f32", "f16", "bf16", "int8", "int16"])
-def test_what_a_slot_takes(kv_format: str) -> None:
-    """Keys as they are, values in whole panels of 16; two scales in int8 and int16."""
-    element = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1, "int16": 2}[kv_format]
-
-    assert kv_slot_bytes(kv_format, 40) == (40 + 48) * element + 8 * (kv_format in SCALED)
-
-
-@pytest.mark.parametrize("dim", DIMS)
-def test_int4_takes_half_a_byte_and_four_bytes_for_every_group(dim: int) -> None:
-    """Keys in words of eight codes, values in panels of 16: five bits a number of whole groups."""
-    wide, groups = -(-dim // 16) * 16, -(-dim // 32)
-
-    assert kv_slot_bytes("int4", dim) == 4 * -(-dim // 8) + wide // 2 + 8 * groups
-    if dim % 32 == 0:
-        assert 8 * kv_slot_bytes("int4", dim) == 5 * 2 * dim
-
-
 def test_float16_saturates_instead_of_overflowing() -> None:
     keys, values = np.full((3, 8), 1e9, np.float32), np.full((3, 8), -1e9, np.float32)
     nothing, last = np.zeros(1, np.int64), np.full(1, 2)
@@ -366,16 +318,6 @@ def test_a_row_alone_equals_the_row_in_company(
     assert (np.concatenate(alone) == together[::7]).all()
 
 
-def test_later_positions_do_not_matter() -> None:
-    """A row's result is the same before and after others are appended: what makes decoding equal prefill."""
-    p = problem(1, 64, 150)
-    longer = problem(1, 64, 300, seed=9)
-    keys, values = np.concatenate([p.keys, longer.keys]), np.concatenate([p.values, longer.values])
-    both = Problem(np.concatenate([p.q, longer.q]), keys, values, np.zeros(2, np.int64), np.array([149, 449]))
-
-    assert (p.run() == both.run()[:1]).all()
-
-
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("positions", [1, 16, 129, 300])
 def test_scores_fall_with_the_distance(kv_format: str, positions: int) -> None:
@@ -410,14 +352,3 @@ def test_scores_fall_with_the_distance(kv_format: str, positions: int) -> None:
     want = weights / weights.sum(axis=1, keepdims=True) @ held.values
     assert np.abs(got - want).max() <= (2e-3 if kv_format in SCALED else 3e-5) * np.abs(p.values).max()
     assert np.concatenate([run(slice(row, row + 1)) for row in range(rows)]).tobytes() == got.tobytes()
-
-
-def test_a_slope_of_nothing_changes_no_bit() -> None:
-    p = problem(5, 64, 200, seed=3)
-    table = range(0, 200, CHUNK)
-
-    flat = _native.attend_one_head(
-        p.q, p.keys, p.values, p.first, p.last, table, "f32", slopes=np.zeros(5, np.float32), positions=p.last
-    )
-
-    assert flat.tobytes() == p.run().tobytes()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from phasewise.cython_kernels import _native, isa
-from phasewise.cython_kernels.errors import IsaError
 from tests.support.kernels import core
 from tests.support.kernels.gemm_reference import FORMATS, make_weight
 
@@ -50,18 +49,6 @@ def test_an_unknown_core_is_a_clear_error() -> None:
     assert all(name in last for name in core.names())
 
 
-def test_using_restores_what_was_active() -> None:
-    before = core.active()
-    other = next(name for name in core.names() if name != before)
-
-    with core.using(other):
-        assert core.active() == other
-
-    assert core.active() == before
-    with pytest.raises(IsaError, match="pentium"), core.using("pentium"):
-        pass
-
-
 @pytest.mark.parametrize("name", isa.usable())
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_no_trait_changes_a_bit(name: str, fmt: str) -> None:
@@ -94,20 +81,3 @@ def test_vendors_are_told_apart_in_one_file() -> None:
     knowing = {path.name for path in sources if VENDOR_TEST.search(path.read_text())}
 
     assert knowing - {"_native.c"} == {"cpu.c"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in core.names() if name != core.active()])
-def test_kernels_pass_their_tests_by_the_defaults_of_every_core(name: str) -> None:
-    """Products, attention and programs, in short; `make test-cores` runs all tests of the kernels."""
-    files = ("test_gemm.py", "test_gemm_paths.py", "test_attention.py", "test_program.py")
-    command = [sys.executable, "-m", "pytest", "--tier=quick", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *(str(Path(__file__).with_name(file)) for file in files)],
-        env=os.environ | {"PHASEWISE_CORE": name},
-        capture_output=True,
-        text=True,
-        cwd=KERNELS.parent,
-    )
-
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

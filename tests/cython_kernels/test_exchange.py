@@ -14,6 +14,7 @@ from phasewise.cython_kernels._native import ADDENDS, EXCHANGE_LINE, Exchange, e
 from phasewise.cython_kernels.errors import GroupError
 from tests.cython_kernels.test_process_group import LONG_S, yield_at_random
 from tests.support.kernels import rank_processes
+from tests.support.tiers import n_examples
 
 SLOTS = (2 * EXCHANGE_LINE, 5 * EXCHANGE_LINE, 1 << 16)
 """Bytes of a slot: pieces of one line, of four, and larger than any message here."""
@@ -110,7 +111,7 @@ def test_calls_of_all_kinds_follow_one_another(n_ranks: int, slot_bytes: int) ->
 
     def work(exchange: Exchange, rank: int) -> None:
         shared, own = random.Random(slot_bytes), random.Random(rank)
-        for turn in range(150):
+        for turn in range(n_examples(150)):
             count = shared.choice((*EDGES, LARGE))
             yield_at_random(own)
             match shared.randrange(4):

@@ -53,8 +53,3 @@ def test_products_have_the_bits_of_float32_weights(
             _native.gemm(x, half, k_parts=k_parts).view(np.uint32),
             _native.gemm(x, single, k_parts=k_parts).view(np.uint32),
         )
-
-
-def test_both_kinds_have_the_same_paths(name: str) -> None:
-    with isa.using(name):
-        assert _native.compute_paths("f16") == _native.compute_paths("f32") == ("fma",)

@@ -48,16 +48,6 @@ def test_every_edge_of_n_and_k_keeps_the_bound(name: str, fmt: str) -> None:
 
 
 @formats
-def test_every_row_count_keeps_the_bound_at_the_default_models_width(name: str, fmt: str) -> None:
-    rng = np.random.default_rng(2)
-    w = make_weight(fmt, 80, 576, rng)
-    with isa.using(name):
-        for m in ROWS:
-            x = random_x(m, 576, rng)
-            assert_within_bound(x, w, _native.gemm(x, w))
-
-
-@formats
 @pytest.mark.parametrize("n", [16, 33, 80])
 def test_rows_have_the_same_bits_however_many_there_are(name: str, fmt: str, n: int) -> None:
     """By default, whatever tiles their number is cut into, in one pass over the inputs and in several."""
@@ -156,19 +146,6 @@ def test_a_share_leaves_the_rest_alone(name: str, fmt: str) -> None:
         assert np.isfinite(y[2:7, 16:48]).all()
         assert np.isnan(np.delete(y, np.s_[2:7], 0)).all()
         assert np.isnan(np.delete(y, np.s_[16:48], 1)).all()
-
-
-@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 3), (4, 7), (40, 1)])
-def test_shares_cover_everything_once(name: str, grid: tuple[int, int]) -> None:
-    w = make_weight("f32", 150, 33, np.random.default_rng(5))
-    schedule = _native.default_schedule(w, 33) | {"threads_m": grid[0], "threads_n": grid[1]}
-    seen = np.zeros((33, 10), int)
-    with isa.using(name):
-        for thread in range(-1, grid[0] * grid[1] + 1):
-            (r0, r1), (p0, p1) = _native.share(w, 33, thread, schedule)
-            seen[r0:r1, p0:p1] += 1
-
-        assert (seen == 1).all()
 
 
 @formats

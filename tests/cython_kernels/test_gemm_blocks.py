@@ -64,33 +64,25 @@ def test_a_row_is_unpacked_to_the_numbers_that_packing_says(name: str, kind: str
     n=st.integers(1, 100),
     k=st.integers(1, 1300),
     m=st.sampled_from((1, 2, 4, 5, 6, 7, 8, 9, 13, 19, 26)),
-    mr=st.sampled_from(SIZES),
-    panels=st.sampled_from(SIZES),
-    block_k=st.sampled_from((1, 32, 320, 1000)),
-    prefetch=st.sampled_from((0, 2048, 16384)),
+    fields=st.fixed_dictionaries(
+        {
+            "mr": st.sampled_from(SIZES),
+            "panels": st.sampled_from(SIZES),
+            "block_k": st.sampled_from((1, 32, 320, 1000)),
+            "prefetch_bytes": st.sampled_from((0, 2048, 16384)),
+        }
+    ),
     k_parts=st.sampled_from((1, 1, 3)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_products_keep_their_bound_and_their_bits(
-    name: str,
-    kind: str,
-    path: str,
-    n: int,
-    k: int,
-    m: int,
-    mr: int,
-    panels: int,
-    block_k: int,
-    prefetch: int,
-    k_parts: int,
-    seed: int,
+    name: str, kind: str, path: str, n: int, k: int, m: int, fields: dict[str, int], k_parts: int, seed: int
 ) -> None:
     """A few rows meet the blocks as they are, many are unpacked for; any schedule, the same bits."""
     rng = np.random.default_rng(seed)
     k = whole(kind, k)
     w = packing.pack_blocks(random_blocks(kind, n, k, rng))
     x = rng.standard_normal((m, k), dtype=np.float32)
-    fields = {"mr": mr, "panels": panels, "block_k": block_k, "prefetch_bytes": prefetch}
     assert_bound_and_bits(name, w, x, path, k_parts, **fields)
 
 
@@ -134,21 +126,6 @@ def test_large_exponents_are_scaled_alike_by_few_rows_and_by_many(name: str) -> 
 
     assert np.isfinite(single).all()
     assert np.array_equal(many, np.repeat(single, 40, axis=0))
-
-
-@pytest.mark.parametrize("name", isa.usable())
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_default_tile_has_all_of_a_few_rows(name: str, kind: str) -> None:
-    """A few rows never meet the same blocks twice: one tile has four, and panels follow one another.
-
-    Portable C has no registers for more than two.
-    """
-    weight = packing.pack_blocks(random_blocks(kind, 64, 256, np.random.default_rng(8)))
-
-    with isa.using(name):
-        for m in range(1, 3 if name == "portable" else 5):
-            schedule = _native.default_schedule(weight, m)
-            assert (schedule["mr"], schedule["panels"]) == (m, 1)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -100,18 +100,6 @@ def test_copies_that_cannot_be_are_refused(copies: tuple[int, ...]) -> None:
         KvMemory(mmap.mmap(-1, 1 << 20), 0, LAYERS, HEADS, DIM, SLOTS, "f16", copies=copies)
 
 
-def test_slots_may_lie_elsewhere_in_the_other_memory() -> None:
-    _, source = memory("f16", 1)
-    _, target = memory("f16", None)
-    source.copy_to(target, 1, 0, 48, 16)
-
-    given, taken = bytearray(source.wire_bytes(16)), bytearray(source.wire_bytes(16))
-    source.read(1, 0, 16, given)
-    target.read(1, 48, 16, taken)
-
-    assert given == taken
-
-
 @pytest.mark.parametrize(
     ("layer", "slot", "n_slots"),
     [

@@ -10,7 +10,6 @@ import pytest
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import ProgramError
-from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.batch import SequenceSlice
 from tests.support.tiers import isas
 
@@ -206,13 +205,6 @@ def test_latent_vectors_that_were_copied_are_read_as_they_were(kv_format: str, t
     assert (run(program, [piece(range(n, n + 1), n, target)]) == expected).all()
 
 
-def test_a_latent_slot_is_one_vector() -> None:
-    assert [kv_slot_bytes(name, 576, latent=True) for name in STORED] == [2304, 1152, 1152]
-    for name in ("int16", "int8", "int4"):
-        with pytest.raises(ProgramError, match="latent attention keeps f32"):
-            kv_slot_bytes(name, 576, latent=True)
-
-
 @pytest.mark.parametrize(
     ("shape", "kv_format"),
     [
@@ -227,11 +219,3 @@ def test_a_latent_slot_is_one_vector() -> None:
 def test_vectors_that_no_model_has_are_refused(shape: dict[str, int], kv_format: str) -> None:
     with pytest.raises(ProgramError):
         opened(drawn(1, 4, 64), kv_format, **shape)
-
-
-def test_products_by_head_that_do_not_fit_are_refused() -> None:
-    program = opened(drawn(1, 4, 64))
-    for count, n, step in ((0, 32, 16), (3, 32, 16), (2, 24, 16), (2, 32, 15)):
-        weight = packing.pack_dense(drawn(2, n, 16), "f32")
-        with pytest.raises(ProgramError):
-            program.heads(weight, count, 0, 64, 4096, 64, step)

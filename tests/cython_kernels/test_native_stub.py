@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
-
-import pytest
 
 from phasewise.cython_kernels import _native
 from tests.support import ROOT
@@ -76,30 +73,5 @@ def test_classes_have_what_the_stub_says() -> None:
             for method in there:
                 if callable(getattr(value, method)):
                     assert parameters(getattr(value, method)) == stub_parameters(told[method]), (
-                        f"{name}.{method}"
-                    )
-
-
-@pytest.mark.parametrize("name", sorted(name for name in public(CLASSES) if not CLASSES[name].bases))
-def test_classes_are_made_from_what_the_stub_says(name: str) -> None:
-    """By the sources: Python cannot ask an extension class for the parameters of `__cinit__`."""
-    sources = "\n".join(path.read_text() for path in sorted(KERNELS.glob("bindings/*.pxi")))
-    match = re.search(
-        rf"^cdef class {name}\b.*?^    def __cinit__\(self, (.*?)\):", sources, re.DOTALL | re.MULTILINE
-    )
-    assert match is not None
-    written = [
-        re.sub(r"\s*=.*", "=", part.strip(), flags=re.DOTALL).split()[-1] for part in match[1].split(",")
-    ]
-
-    assert written == stub_parameters(methods(CLASSES[name])["__init__"])
-
-
-def test_only_attributes_are_properties() -> None:
-    for name, value in of_module():
-        if isinstance(value, type):
-            for method, node in methods(CLASSES[name]).items():
-                if not method.startswith("_"):
-                    assert bool(node.decorator_list) == (not callable(getattr(value, method))), (
                         f"{name}.{method}"
                     )

@@ -46,17 +46,3 @@ def test_readers_that_do_not_exist_are_refused(pair: Team, active: list[int]) ->
 def test_a_buffer_is_whole_mebibytes(pair: Team, size_bytes: int) -> None:
     with pytest.raises(ValueError, match="mebibytes"):
         Readers(pair, size_bytes)
-
-
-def test_buffers_larger_than_any_memory_are_refused(pair: Team) -> None:
-    with pytest.raises(MemoryError):
-        Readers(pair, 1 << 50)
-
-
-def test_closed_readers_say_so(pair: Team) -> None:
-    readers = Readers(pair, MIB)
-    readers.close()
-    readers.close()
-
-    with pytest.raises(ValueError, match="closed"):
-        readers.rates([0], 0.001)

@@ -158,26 +158,6 @@ def test_a_bell_is_heard_whenever_it_rings() -> None:
         assert group.bell(1) == turns
 
 
-def test_a_bell_that_nobody_rings_is_not_a_failure() -> None:
-    with opened(2) as (group, _):
-        assert group.wait_bell(1, seen=0, timeout_s=0.01) is None
-        assert not group.failed
-
-        group.ring(1)
-
-        assert group.wait_bell(1, seen=0) == 1
-
-
-def test_waiting_ranks_use_no_processor_time() -> None:
-    with opened(2) as (group, _):
-        before = time.process_time()
-        assert group.wait_bell(0, seen=0, timeout_s=0.2, spin_s=0.0) is None
-        with pytest.raises(GroupError, match=r"not all ranks came within 0\.2 s"):
-            group.barrier(0, timeout_s=0.2)
-
-        assert time.process_time() - before < 0.05
-
-
 def test_memory_that_cannot_hold_the_group_is_refused() -> None:
     with rank_processes.shared_memory(group_bytes(4)) as memory:
         view = memoryview(memory)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cython_kernels import isa, packing
-from phasewise.cython_kernels._native import Team, TeamProduct, compute_paths, default_schedule
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels._native import Team, TeamProduct, compute_paths
 from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
 from tests.support.kernels.gemm_reference import FORMATS, make_weight
 from tests.support.tiers import examples
@@ -58,21 +58,6 @@ def test_any_schedule_on_any_team_gives_the_same_bits(
     together.time(schedule, 3)
 
     assert (together.result() == alone.result()).all()
-
-
-@pytest.mark.parametrize("isa_name", isa.usable())
-@pytest.mark.parametrize("grid", [(1, 1, 4), (2, 1, 2), (1, 4, 1), (4, 1, 1), (3, 1, 1), (1, 2, 2)])
-def test_every_grid_gives_the_same_bits(isa_name: str, grid: tuple[int, int, int]) -> None:
-    with isa.using(isa_name):
-        pack, k_parts = weight(90, 200, "q8"), max(grid[2], 2)
-        alone = TeamProduct(Team(None, members=1), [pack], 20, k_parts=k_parts)
-        together = TeamProduct(Team(None, members=4), [pack], 20, k_parts=k_parts)
-        cut = dict(zip(("threads_m", "threads_n", "threads_k"), grid, strict=True))
-
-        alone.time(None, 1)
-        together.time({**default_schedule(pack, 20, 4), **cut}, 2)
-
-        assert (together.result() == alone.result()).all()
 
 
 def test_every_call_is_timed_and_weights_are_taken_in_turn() -> None:

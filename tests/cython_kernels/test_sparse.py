@@ -91,17 +91,23 @@ def test_packed_bytes_are_those_of_the_formula() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 @examples(3)
 @given(
-    n=st.integers(1, 150),
-    k=st.integers(1, 1300),
+    shape=st.tuples(
+        st.integers(1, 150),
+        st.integers(1, 1300),
+        st.sampled_from((1, 2, 3, 4, 5, 8, 9, 14, 16, 17, 33, 70)),
+    ),
     density=st.sampled_from(DENSITIES),
-    m=st.sampled_from((1, 2, 3, 4, 5, 8, 9, 14, 16, 17, 33, 70)),
-    mr=st.sampled_from(SIZES),
-    panels=st.sampled_from(SIZES),
-    block_m=st.sampled_from((1, 7, 64)),
-    block_n=st.sampled_from((16, 48, 640)),
-    block_k=st.sampled_from((1, 32, 320, 1000)),
-    prefetch=st.sampled_from((0, 2048, 16384)),
-    loop_order=st.sampled_from(("nm", "mn")),
+    walk=st.fixed_dictionaries(
+        {
+            "mr": st.sampled_from(SIZES),
+            "panels": st.sampled_from(SIZES),
+            "block_m": st.sampled_from((1, 7, 64)),
+            "block_n": st.sampled_from((16, 48, 640)),
+            "block_k": st.sampled_from((1, 32, 320, 1000)),
+            "prefetch_bytes": st.sampled_from((0, 2048, 16384)),
+            "loop_order": st.sampled_from(("nm", "mn")),
+        }
+    ),
     k_parts=st.sampled_from((1, 1, 3)),
     special=st.sampled_from((None, np.nan, np.inf)),
     seed=st.integers(0, 2**32 - 1),
@@ -110,36 +116,20 @@ def test_products_have_the_bits_of_the_dense_weight(
     name: str,
     native: bool,
     fmt: str,
-    n: int,
-    k: int,
+    shape: tuple[int, int, int],
     density: float,
-    m: int,
-    mr: int,
-    panels: int,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    prefetch: int,
-    loop_order: str,
+    walk: dict[str, Any],
     k_parts: int,
     special: float | None,
     seed: int,
 ) -> None:
     """Any schedule, part of k and range of panels; NaN and infinity in x meet the zeros as they would."""
-    rng = np.random.default_rng(seed)
+    rng, (n, k, m) = np.random.default_rng(seed), shape
     dense = pruned(fmt, n, k, density, rng)
     stored = sparse.to_sparse(dense)
     x = rng.standard_normal((m, k), dtype=np.float32)
     if special is not None:
         x[rng.integers(m), rng.integers(k)] = special
-    walk: dict[str, Any] = {
-        "mr": mr,
-        "panels": panels,
-        "block_m": block_m,
-        "block_n": block_n,
-        "block_k": block_k,
-    }
-    walk |= {"prefetch_bytes": prefetch, "loop_order": loop_order}
     part = int(rng.integers(k_parts))
     first = int(rng.integers(dense.panels))
     with isa.using(name), expanding(native):
@@ -208,24 +198,6 @@ def test_minus_zero_is_zero() -> None:
     w[:, ::2] = -0.0
 
     assert sparse.density(packing.pack_dense(w, "bf16")) == 0.5
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_team_computes_it_by_any_grid(fmt: str) -> None:
-    """Threads share out columns, rows and parts of k: no bit changes."""
-    rng = np.random.default_rng(3)
-    dense = pruned(fmt, 200, 640, 0.5, rng)
-    stored = sparse.to_sparse(dense)
-    x = rng.standard_normal((9, 640), dtype=np.float32)
-    prepared = _native.prepare_rows(x, dense)
-    wanted = _native.gemm(x, dense, k_parts=2)
-    for threads_m, threads_n in ((1, 1), (1, 3), (2, 2), (3, 5)):
-        got = np.zeros_like(wanted)
-        schedule = _native.default_schedule(stored, 9) | {"threads_m": threads_m, "threads_n": threads_n}
-        for thread in range(threads_m * threads_n):
-            rows, panels = _native.share(stored, 9, thread, schedule)
-            _native.gemm_share(prepared, stored, got, rows=rows, panels=panels, schedule=schedule, k_parts=2)
-        assert np.array_equal(got, wanted)
 
 
 def hostile(stored: PackedWeight) -> dict[str, PackedWeight]:

@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,11 @@ from phasewise.cython_kernels._native import (
     compute_paths,
     default_schedule,
     pace_of_members,
-    share,
     weighed_part,
 )
 from phasewise.cython_kernels.errors import TeamError
 from phasewise.cython_kernels.limit_loops import rates_of_kinds, rates_of_members
 from tests.support.kernels.gemm_reference import FORMATS, make_weight
-from tests.support.servers.rude_clients import until
 from tests.support.tiers import examples
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -42,14 +39,6 @@ def test_no_member_passes_a_barrier_before_all_have_arrived(members: int) -> Non
 
     assert team.barriers(300) == 0
     assert len(team.observed_cpus()) == members
-    team.close()
-
-
-def test_a_team_beyond_the_cores_still_finishes() -> None:
-    """Members wait asleep, so a core that serves many of them, or was taken away, delays but never blocks."""
-    team = Team(None, members=4 * len(ALLOWED) + 1, idle_spin_us=0)
-
-    assert team.barriers(20) == 0
     team.close()
 
 
@@ -65,11 +54,6 @@ def test_members_meet_wherever_they_run(places: list[tuple[int, int]], rounds: i
     n_barriers = 2 * rounds + 1 if len(places) > 1 else 0
     assert (team.passed, team.crossings) == (n_barriers, len({node for _, node in places}) - 1)
     team.close()
-
-
-def test_a_place_for_each_member_is_needed() -> None:
-    with pytest.raises(ValueError, match="1 places for 2 members"):
-        Team(None, members=2, places=[(0, 0)])
 
 
 def test_members_run_on_the_cores_of_the_plan() -> None:
@@ -89,8 +73,9 @@ def test_a_member_that_was_moved_is_noticed() -> None:
     team = Team(ALLOWED[:2])
     team.barriers(1)
     for thread in os.listdir("/proc/self/task"):
-        if os.sched_getaffinity(int(thread)) == {ALLOWED[1]}:
-            os.sched_setaffinity(int(thread), {ALLOWED[0]})
+        with suppress(ProcessLookupError):  # one of an earlier test may end
+            if os.sched_getaffinity(int(thread)) == {ALLOWED[1]}:
+                os.sched_setaffinity(int(thread), {ALLOWED[0]})
 
     team.barriers(1)
 
@@ -183,21 +168,6 @@ def test_a_team_serves_one_thread_after_another() -> None:
     assert os.sched_getaffinity(0) == home
 
 
-def test_an_idle_team_uses_no_processor_time() -> None:
-    """Once its members sleep."""
-
-    def rests() -> bool:
-        before_s = time.process_time()
-        time.sleep(0.1)
-        return time.process_time() - before_s < 0.025
-
-    team = Team(None, members=3)
-    team.barriers(1)
-
-    until(rests, "its members do not sleep")
-    team.close()
-
-
 @pytest.mark.parametrize(
     ("cpus", "says"),
     [
@@ -279,45 +249,6 @@ def test_a_part_is_within_a_unit_of_its_due(count: int, unit: int, weights: list
     units, all_weights = -(-count // unit), sum(weights)
     for (begin, end), own in zip(parts_of(count, unit, weights), weights, strict=True):
         assert abs(-(-(end - begin) // unit) - units * own / all_weights) < 1 + 1e-9
-
-
-@examples(200)
-@given(
-    count=st.integers(0, 20_000),
-    weights=st.lists(st.integers(1, MOST_WEIGHT), min_size=2, max_size=20),
-    more=st.integers(1, MOST_WEIGHT),
-    data=st.data(),
-)
-def test_a_part_that_weighs_more_is_larger(
-    count: int, weights: list[int], more: int, data: st.DataObject
-) -> None:
-    """Beyond the rounding of its two cuts."""
-    place = data.draw(st.integers(0, len(weights) - 1))
-    heavier = [own + more * (i == place) for i, own in enumerate(weights)]
-    before, behind = weighed_part(count, 1, weights, place), weighed_part(count, 1, heavier, place)
-
-    assert behind[1] - behind[0] >= before[1] - before[0] - 1
-
-
-@examples(150)
-@given(
-    n=st.integers(1, 300),
-    m=st.integers(1, 300),
-    threads=st.integers(1, 16),
-    mr=st.integers(1, 16),
-    each=st.integers(1, MOST_WEIGHT),
-    by_rows=st.booleans(),
-)
-def test_equal_weights_divide_as_no_weights_do(
-    n: int, m: int, threads: int, mr: int, each: int, by_rows: bool
-) -> None:
-    pack = weight(n, 32, "f32")
-    grid = {"mr": mr, "threads_m": threads if by_rows else 1, "threads_n": 1 if by_rows else threads}
-    schedule = {**default_schedule(pack, m, threads), **grid}
-    for thread in range(threads):
-        rows, panels = share(pack, m, thread, schedule)
-        weighed = weighed_part(m if by_rows else -(-n // 16), mr if by_rows else 1, [each] * threads, thread)
-        assert weighed == (rows if by_rows else panels)
 
 
 @examples(120)

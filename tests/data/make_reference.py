@@ -4,11 +4,12 @@
 
 Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
-model in float32; `tiny` and `families`: the same of tiny models of every architecture; `long`: of some of
-them after 8,192 tokens; `chats`: conversations rendered by templates; `perplexity`: of the fixed English
-text; `converted`: what llama.cpp's converter writes of each family (in the project's environment, with
-PHASEWISE_LLAMA_CPP and PHASEWISE_PEERS_PYTHON as `make test-files` sets them). Token ids of the default model
-come from llama.cpp: transformers' import of a GGUF loses its pre-tokenizer.
+model in float32; `tiny` and `families`: the same of tiny models of every architecture; `shapes`: tensors of
+families that no code lists; `long`: of some of them after 8,192 tokens; `chats`: conversations rendered by
+templates; `perplexity`: of the fixed English text; `converted`: what llama.cpp's converter writes of each
+family (in the project's environment, with PHASEWISE_LLAMA_CPP and PHASEWISE_PEERS_PYTHON as `make test-files`
+sets them). Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its pre-
+tokenizer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -140,6 +142,35 @@ def make_tiny() -> None:
                     name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
                 )
     np.savez_compressed(layout.FIXTURES / "tiny_models.npz", **arrays)
+
+
+def make_shapes(only: str) -> None:
+    """family_shapes.json: by family, the shapes of tensors as transformers saves them, of experts the first
+    one's, of families that `--only` names."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from tests.support.models import family_cases
+
+    path = layout.FIXTURES / "family_shapes.json"
+    recorded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    for name in (name for name in family_cases.ALL_CASES if only == name or (not only and name in recorded)):
+        fields = dict(family_cases.ALL_CASES[name].fields)
+        with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
+            kind, auto = fields.pop("model_type"), AutoModelForCausalLM
+            if "vision_config" in fields:
+                auto = AutoModelForImageTextToText
+                fields = {"vision_config": fields.pop("vision_config"), "text_config": fields}
+            auto.from_config(AutoConfig.for_model(kind, **fields)).save_pretrained(folder)
+            with safe_open(Path(folder) / "model.safetensors", "np") as file:
+                shapes = {tensor: file.get_slice(tensor).get_shape() for tensor in file.keys()}  # noqa: SIM118
+        left_out = re.compile(r"experts\.[1-9]|\.visual\.")
+        alike = {tensor: shape for tensor, shape in shapes.items() if not left_out.search(tensor)}
+        recorded[name] = dict(sorted(alike.items()))
+        print(name, len(shapes), "tensors", file=sys.stderr)
+    lines = (json.dumps({name: recorded[name]}, separators=(",", ":"))[1:-1] for name in recorded)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def make_families(only: str) -> None:
@@ -299,7 +330,10 @@ def main() -> None:
     )
     parser.add_argument(
         "what",
-        choices=["all", "tokens", "model", "tiny", "families", "long", "chats", "perplexity", "converted"],
+        choices=[
+            *("all", "tokens", "model", "tiny", "shapes", "families", "long", "chats", "perplexity"),
+            "converted",
+        ],
     )
     parser.add_argument(
         "--gguf", type=Path, help="the default model; tiny, families, long and chats do without"
@@ -311,6 +345,8 @@ def main() -> None:
         make_tokens(options.gguf)
     if options.what in ("all", "tiny"):
         make_tiny()
+    if options.what == "shapes":
+        make_shapes(options.only)
     if options.what in ("all", "families"):
         make_families(options.only)
     if options.what in ("all", "long"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,36 +27,6 @@ def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     yield statement.lineno, text.strip()
-
-
-def numbers_told_as_truths(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring of a constant that is a number, and is said to be true or not."""
-    for before, statement in itertools.pairwise(tree.body):
-        match before, statement:
-            case (
-                ast.Assign(value=ast.Constant(value=int() | float())),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ) if text.startswith("True ") and not isinstance(before.value.value, bool):
-                yield statement.lineno, text.strip()
-
-
-@pytest.mark.parametrize("room", [room for room in ALL if room.name != "tests"], ids=lambda path: path.name)
-def test_no_docstring_of_a_number_is_that_of_a_truth(room: Path) -> None:
-    paths = OWN if room.name == "phasewise" else sorted(room.rglob("*.py"))
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
-        for path in paths
-        for source in [path.read_text()]
-        if '\n"""True ' in source
-        for line, text in numbers_told_as_truths(ast.parse(source))
-    ]
-
-    assert wrong == []
-
-
-def test_such_a_docstring_is_found() -> None:
-    assert list(numbers_told_as_truths(ast.parse('N_S = 0.5\n"""True if it is over."""\n')))
-    assert not list(numbers_told_as_truths(ast.parse('IS = True\n"""True if it is over."""\n')))
 
 
 @pytest.mark.parametrize("room", ALL, ids=lambda path: path.name)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,11 @@ import httpx
 import jsonschema_rs
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.service import LAST_STEP_S
 from tests.support.scripts import script
 from tests.support.servers.fake_server import fake_server
-from tests.support.tiers import examples
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -28,10 +23,7 @@ DATA = ROOT / "tests" / "data" / "kubernetes"
 CONTAINER = (ROOT / "Containerfile").read_text()
 VALUES = "prometheus-adapter-values.yaml"
 """Of a Helm chart: no object of Kubernetes."""
-FREE = {"labels", "matchLabels", "annotations", "data", "requests", "limits", "selector", "nodeSelector"}
-"""Maps whose keys are anybody's."""
 Object = dict[str, Any]
-Path_ = tuple[str | int, ...]
 
 
 def objects() -> list[Object]:
@@ -64,34 +56,6 @@ CHECKERS = _checkers()
 @pytest.mark.parametrize("each", OBJECTS, ids=lambda each: each["kind"])
 def test_every_object_is_what_its_schema_says(each: Object) -> None:
     CHECKERS[each["kind"]].validate(each)
-
-
-def _keys(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """The path of each key that a schema names."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield (*path, key)
-            if key not in FREE:
-                yield from _keys(part, (*path, key))
-    elif isinstance(value, list):
-        for index, part in enumerate(value):
-            yield from _keys(part, (*path, index))
-
-
-NAMED = [(index, path) for index, each in enumerate(OBJECTS) for path in _keys(each)]
-
-
-@given(st.sampled_from(NAMED), st.sampled_from(["x", "S", "_"]))
-@examples(100)
-def test_a_key_that_is_misspelt_is_found(key: tuple[int, Path_], ending: str) -> None:
-    index, (*inner, last) = key
-    damaged = copy.deepcopy(OBJECTS[index])
-    holder: Any = damaged
-    for step in inner:
-        holder = holder[step]
-    holder[f"{last}{ending}"] = holder.pop(last)
-
-    assert not CHECKERS[OBJECTS[index]["kind"]].is_valid(damaged)
 
 
 def pods() -> list[tuple[Object, Object]]:
@@ -231,33 +195,6 @@ def test_metrics_that_others_read_are_gauges_of_the_server() -> None:
     assert read <= gauges
     assert metric["pods"]["metric"]["name"] == rule["seriesQuery"].partition("{")[0]
     assert metric["pods"]["metric"]["name"] in gauges
-
-
-def test_the_picker_uses_plugins_that_it_defines() -> None:
-    document = picker()
-    defined = {plugin.get("name", plugin["type"]) for plugin in document["plugins"]}
-    (profile,) = document["schedulingProfiles"]
-    (source,) = document["dataLayer"]["sources"]
-    used = {plugin["pluginRef"] for plugin in profile["plugins"]} | {source["pluginRef"]}
-    used |= {extractor["pluginRef"] for extractor in source["extractors"]}
-
-    assert used == defined
-
-
-def test_the_page_s_numbers_are_those_of_the_files() -> None:
-    """Seconds of a pod's end, and when replicas come and leave."""
-    page = " ".join((ROOT / "docs" / "guide" / "several-machines.md").read_text().split())
-    pod, container = pods()[0]
-    scaler = of_kind("HorizontalPodAutoscaler")["spec"]
-    (seconds,) = re.findall(r"has (\d+) seconds: (\d+) in which .*?, (\d+) for `--drain`", page)
-    (target,) = (metric["pods"]["target"]["averageValue"] for metric in scaler["metrics"])
-    leaves = scaler["behavior"]["scaleDown"]
-
-    stated = pod["terminationGracePeriodSeconds"], container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert tuple(map(int, seconds)) == (*stated, int(option(container, "drain")))
-    assert {"2": "two", "4": "four"}[target] in re.findall(r"more than (\w+) requests wait on each", page)
-    assert [policy["value"] for policy in leaves["policies"]] == [1]
-    assert leaves["stabilizationWindowSeconds"] >= 60
 
 
 def test_all_that_is_kept_lies_on_the_volume_home() -> None:

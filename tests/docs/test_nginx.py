@@ -17,7 +17,6 @@ import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.routes.batches import MOST_FILE_BYTES
-from phasewise.serving.http.routes.middleware import client_of
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.ports import reserved_port
 from tests.support.servers.rude_clients import until
@@ -164,19 +163,6 @@ def test_it_retries_only_what_has_computed_nothing() -> None:
 
 
 @needs_nginx
-def test_openais_client_keeps_its_cookie(tmp_path: Path) -> None:
-    """As long as the client object lives: each has a session of its own."""
-    with behind_nginx(tmp_path) as behind:
-        servers_of = []
-        for _ in range(12):
-            with openai.OpenAI(base_url=f"{behind.url}/v1", api_key="any", max_retries=0) as client:
-                servers_of.append({answering(behind, client) for _ in range(3)})
-
-    assert all(len(servers) == 1 for servers in servers_of)
-    assert len(set().union(*servers_of)) > 1
-
-
-@needs_nginx
 def test_a_client_finds_its_stored_response(tmp_path: Path) -> None:
     """By its cookie, or by the session that it names."""
     with behind_nginx(tmp_path) as behind:
@@ -186,16 +172,6 @@ def test_a_client_finds_its_stored_response(tmp_path: Path) -> None:
             ) as client:
                 answer = client.responses.create(model="fake", input="a", max_output_tokens=2)
                 assert all(client.responses.retrieve(answer.id).id == answer.id for _ in range(4))
-
-
-def answering(behind: Behind, client: openai.OpenAI) -> int:
-    """The server that answers this client's request."""
-    before = [len(server.ranks.batches) for server in behind.servers]
-    client.completions.create(model="fake", prompt="a", max_tokens=2)
-    (index,) = (
-        index for index, server in enumerate(behind.servers) if len(server.ranks.batches) > before[index]
-    )
-    return index
 
 
 @needs_nginx
@@ -289,13 +265,3 @@ def test_a_body_is_as_large_as_the_server_takes() -> None:
 
     assert int(most_mib) << 20 == limits.max_body_bytes
     assert int(file_mib) << 20 >= MOST_FILE_BYTES + (1 << 16)
-
-
-def test_without_keys_all_clients_are_one() -> None:
-    """That of the proxy: what it says of others is not believed."""
-    proxied = [
-        {"client": ("127.0.0.1", 1000 + n), "headers": [(b"x-forwarded-for", f"10.0.0.{n}".encode())]}
-        for n in range(2)
-    ]
-
-    assert len({client_of(scope) for scope in proxied}) == 1

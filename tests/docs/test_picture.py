@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.cli.command import run as phasewise
-from tests.docs.test_guide import FIXTURES, GUIDE, ROOT, commands
+from tests.docs.test_guide import FIXTURES, GUIDE, commands
 
 PAGE = GUIDE / "another-machine.md"
 PICTURE = GUIDE / "plan.svg"
@@ -35,9 +34,3 @@ def test_the_plan_s_picture_is_what_the_guide_s_commands_draw(
     phasewise(*draw.split()[1:])
 
     assert Path("plan.svg").read_bytes() == PICTURE.read_bytes(), f"stale picture: run the commands of {PAGE}"
-
-
-def test_the_readme_and_the_guide_show_it() -> None:
-    for page in (ROOT / "README.md", PAGE):
-        shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-        assert PICTURE in [page.parent / image for image in shown]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers.machine_types import machine_types
-from phasewise.cluster.simulated.spec_file import shipped
 from phasewise.cluster.simulated.steps import Curve
 from tests.cli.command import fields_of, run
 
@@ -51,12 +50,6 @@ def kept(fields: Fields) -> bool:
     slo = fields["slo"]
     assert isinstance(slo, dict)
     return bool(slo["kept"])
-
-
-def test_the_types_that_it_names_come_with_phasewise() -> None:
-    (sentence,) = re.findall(r"Three machine types come with phasewise: (.*?), those of", PAGE)
-
-    assert set(re.findall(r"`([^`]+)`", sentence)) == set(shipped())
 
 
 def test_the_file_that_tests_run_is_the_one_that_it_shows(cluster: Path) -> None:
@@ -162,21 +155,6 @@ def test_splitting_raises_no_throughput_of_two_machines(cluster: Path) -> None:
 
     assert split["n_requests"] == mixed["n_requests"]
     assert float(str(split["duration_s"])) >= float(str(mixed["duration_s"]))
-
-
-def test_without_a_policy_the_shortest_queue_is_joined(cluster: Path) -> None:
-    load = ("--rate", 2, "--duration", 20)
-
-    assert simulated(cluster, *load) == simulated(cluster, *load, "--policy", "splitwise")
-    assert simulated(cluster, *load) != simulated(cluster, *load, "--policy", "round-robin")
-
-
-def test_options_that_it_names_are_there() -> None:
-    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
-    sections = {text.partition("\n")[0]: text for text in re.split(r"^## phasewise ", reference, flags=re.M)}
-    options = set(re.findall(r"--[a-z-]+", sections["simulate"] + sections["provision"]))
-
-    assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= options
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.25, 2.0])

@@ -10,9 +10,7 @@ from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
 from phasewise.workflows.serve.pools import SPLIT_ABOVE_TOKENS
-from phasewise.workflows.unused_options import WAYS
 from tests.support import ROOT
-from tests.support.scripts import script
 
 PAGE = " ".join((ROOT / "docs" / "guide" / "pools.md").read_text().split())
 WORDS = {"two": 2, "twice": 2, "four": 4, "ten": 10, "quarter": 0.25, "minute": 60}
@@ -37,28 +35,3 @@ def test_its_numbers_are_those_of_the_program() -> None:
     assert stated(r"is tried again every (\w+),") == settings.again_s
     assert stated(r"ended, (\w+) for each of the server and once more") == MOST_RERUNS
     assert stated(r"has not arrived (\w+) seconds after its prompt was computed") == settings.hand_over_s
-
-
-def refused(where: str) -> set[str]:
-    (way,) = (way for way in WAYS["serve"] if way.where == where)
-    return set(way.refuses)
-
-
-def test_options_that_it_says_are_refused_are() -> None:
-    """All of them, and no others."""
-    (with_pools,) = re.findall(r"(`--threads`[^:]*) are for one engine: with pools they are refused", PAGE)
-
-    assert set(re.findall(r"`(--[a-z-]+)`", with_pools)) == refused("with pools")
-    assert "Without pools `split_above` is left out, and where all pools are mixed" in PAGE
-    assert refused("without pools") == refused("where all pools are mixed") == {"--split-above"}
-
-
-def test_the_metrics_that_it_names_are_there() -> None:
-    exposed = {
-        f"{family.name}_total" if family.type == "counter" else family.name
-        for family in script("docs/make_http_reference.py").registry().collect()
-    }
-    named = set(re.findall(r"phasewise_[a-z_]+", PAGE))
-
-    assert named
-    assert named <= exposed

@@ -68,32 +68,6 @@ def test_files_and_modules_that_a_page_names_are_there(page: str) -> None:
             assert is_module_or_attribute(module), module
 
 
-def decisions() -> dict[str, list[str]]:
-    """The numbers that each page of docs/decisions replaces, by the page's name."""
-    texts = {path.name: path.read_text() for path in (ROOT / "docs/decisions").glob("*.md")}
-    replaced = {name: re.search(r"^Replaces: (.*)$", text, re.M) for name, text in texts.items()}
-    return {name: numbers[1].split(", ") for name, numbers in replaced.items() if numbers}
-
-
-def test_each_number_of_a_decision_is_on_one_page_and_the_index_names_it() -> None:
-    index = (ROOT / "docs/decisions/README.md").read_text()
-    numbers = [number for page in decisions().values() for number in page]
-
-    assert len(numbers) == len(set(numbers))
-    assert all(f"]({page}) | {', '.join(replaced)} |" in index for page, replaced in decisions().items())
-
-
-def test_decisions_that_a_page_or_a_source_cites_are_there() -> None:
-    """A page of architecture cites numbers alone; sources and other pages say that they are a decision's."""
-    there = {number for page in decisions().values() for number in page}
-    named = set(re.findall(r"\b(0[01]\d\d)\b", (ROOT / "docs/architecture.md").read_text()))
-    for text in (*product().values(), *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))):
-        for cited in re.findall(r"\b[Dd]ecisions? \[?((?:0\d{3}(?:, | and |\b))+)", text):
-            named |= set(re.findall(r"\d{4}", cited))
-
-    assert named <= there
-
-
 def is_module_or_attribute(name: str) -> bool:
     path = ROOT / name.replace(".", "/")
     if path.is_dir() or path.with_suffix(".py").is_file() or (ROOT / f"{name}").is_file():

@@ -114,22 +114,6 @@ class ServerProcess:
     def n_shared_mappings(self) -> int:
         return _read(Path(f"/proc/{self.pid}/maps")).count("memfd:phasewise-")
 
-    def n_threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/task"))
-
-    def memory_mib(self) -> dict[str, float]:
-        """Resident memory by what is mapped: malloc's heap, files, what ranks share, and other
-        anonymous pages (KV cache, activations, Python's own arenas, stacks, malloc's arenas of threads)."""
-        mib = dict.fromkeys(("heap", "files", "shared", "anonymous"), 0.0)
-        kind = "anonymous"
-        for line in _read(Path(f"/proc/{self.pid}/smaps")).splitlines():
-            first, *rest = line.split()
-            if not first.endswith(":"):
-                kind = _kind_of(rest[4] if len(rest) > 4 else "")
-            elif first == "Rss:":
-                mib[kind] += int(rest[0]) / 1024
-        return mib
-
     def rss_mib(self) -> float:
         """Resident memory of the server's own process."""
         return int(_read(Path(f"/proc/{self.pid}/statm")).split()[1]) * _PAGE_MIB
@@ -182,15 +166,6 @@ def leave_no_server() -> None:
     atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, leave)
-
-
-def _kind_of(name: str) -> str:
-    """The kind of a mapping: heap, shared, files or anonymous."""
-    if name == "[heap]":
-        return "heap"
-    if name.startswith("/memfd:"):
-        return "shared"
-    return "files" if name.startswith("/") else "anonymous"
 
 
 def _read(path: Path) -> str:

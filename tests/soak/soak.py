@@ -1,10 +1,8 @@
 """20,000 requests at the times and with the lengths of a trace (scaled), through HTTP: is every answer right,
 does every request end once, does memory stay flat, and is the KV pool empty in the end?
 
-Memory is flat where its slope is less than 16 bytes for each request, the least block that Python gives out,
-that of the number of such blocks less than one, and that of what malloc has given out less than 32 bytes, its
-least block, all with 95 % certainty: nothing is kept of each (`flatness`; the first quarter of the run, in
-which buffers are first used, left out). Memory alone does not show it: a server begins with free pages.
+Memory is flat where, after the first quarter of the run, the blocks that Python has given out rise by less
+than one for each request, and the bytes of malloc by less than its least block of 32.
 
 Every request belongs to one of a few hundred classes (prompt, seed, number of tokens); what its answer must
 be was computed before, alone. Half of the answers are streamed, half of the classes share the beginning of
@@ -31,10 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace import load_trace
 from tests.soak import raw_http
-from tests.soak.flatness import LEAST_BLOCK_BYTES, is_flat, rises, slope
 from tests.soak.served_process import (
     DEFAULT_MODEL,
     TINY,
@@ -50,8 +49,7 @@ SHARED_TOKENS = 48
 TOKEN_IDS = range(3, 259)
 """Ordinary tokens in every vocabulary that this is run with."""
 RETRIES = 1000
-ARENA_MIB = 1.0
-"""Python takes so much from the system at once. One late step is no slope; a larger one is not flat."""
+LEAST_SAMPLES = 20
 
 
 class Request(NamedTuple):
@@ -88,14 +86,10 @@ class Tally:
     n_refused: int = 0
     """429; each was sent again."""
     wrong: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[float, float]] = field(default_factory=list)
-    """Requests ended, and MiB of the server's resident memory then."""
     blocks: list[tuple[float, float]] = field(default_factory=list)
     """Requests ended, and blocks of memory that the server's Python has given out."""
     malloc_bytes: list[tuple[float, float]] = field(default_factory=list)
     """Requests ended, and bytes that its malloc has; none where the C library does not say."""
-    warm: dict[str, float] | None = None
-    """MiB of resident memory by what is mapped, once the warm part of the run is over."""
 
     @property
     def n_ended(self) -> int:
@@ -208,18 +202,15 @@ class Soak:
         told = 0
         while True:
             tally = self.tally
-            tally.samples.append((tally.n_ended, self.server.rss_mib()))
             metrics = read_metrics(await raw_http.ask(self.server.port, "GET", "/metrics"))
             tally.blocks.append((tally.n_ended, metrics["phasewise_python_blocks"]))
             if "phasewise_malloc_bytes" in metrics:
                 tally.malloc_bytes.append((tally.n_ended, metrics["phasewise_malloc_bytes"]))
-            if tally.warm is None and tally.n_ended >= self.n_warm:
-                tally.warm = self.server.memory_mib()
             if tally.n_ended * 10 // n_requests > told:
                 told = tally.n_ended * 10 // n_requests
                 print(
                     f"  {tally.n_ended} of {n_requests}: {sum(tally.wrong.values())} wrong,"
-                    f" {tally.n_refused} refusals, {tally.samples[-1][1]:.1f} MiB",
+                    f" {tally.n_refused} refusals, {self.server.rss_mib():.1f} MiB",
                     flush=True,
                 )
             await asyncio.sleep(0.5)
@@ -280,43 +271,21 @@ def verdict(soak: Soak, n_requests: int, before: dict[str, float]) -> list[tuple
         ),
         _kept(soak, "blocks of Python's memory", tally.blocks, 1),
         *([_kept(soak, "bytes of malloc's", tally.malloc_bytes, 32)] if tally.malloc_bytes else []),
-        _flat(soak),
     ]
-
-
-def _flat(soak: Soak) -> tuple[bool, str]:
-    """The slope of memory after the warm part, its interval, and which mappings have grown since."""
-    tally = soak.tally
-    now, before = soak.server.memory_mib(), tally.warm or {}
-    mappings = ", ".join(f"{name} {mib:.2f} ({mib - before.get(name, 0):+.2f})" for name, mib in now.items())
-    try:
-        trend = slope([(n, mib * 2**20) for n, mib in tally.samples if n >= soak.n_warm])
-    except ValueError as error:
-        return False, f"memory {sum(now.values()):.1f} MiB: {error}"
-    quarters = rises(tally.samples)
-    by_quarter = ", ".join(f"{rise:+.2f}" for rise in quarters)
-    holds_0 = "holds 0" if trend.is_zero_within_noise else "does not hold 0"
-    return (
-        is_flat(trend) and sum(quarters[2:]) < ARENA_MIB,
-        f"memory {sum(now.values()):.1f} MiB; after the first {soak.n_warm} requests {trend.value:+.1f} bytes"
-        f" for each (95 %: {trend.low:+.1f} to {trend.high:+.1f}), which {holds_0} (flat: below"
-        f" {LEAST_BLOCK_BYTES}); by quarter of the run: {by_quarter} MiB; by mapping (since the first"
-        f" {soak.n_warm}): {mappings}",
-    )
 
 
 def _kept(
     soak: Soak, what: str, given_out: Sequence[tuple[float, float]], least_block: float
 ) -> tuple[bool, str]:
-    """The same for what an allocator has given out, which falls again where memory does not."""
-    try:
-        trend = slope([(n, held) for n, held in given_out if n >= soak.n_warm])
-    except ValueError as error:
-        return False, f"{what}: {error}"
+    """The slope of what an allocator has given out, by requests ended after the warm part."""
+    n_ended, held = np.array([sample for sample in given_out if sample[0] >= soak.n_warm]).reshape(-1, 2).T
+    if len(set(n_ended)) < LEAST_SAMPLES:
+        return False, f"{what}: {len(set(n_ended))} samples tell no slope; {LEAST_SAMPLES} at least"
+    slope = float(np.polyfit(n_ended, held, 1)[0])
     return (
-        trend.high < least_block,
-        f"{given_out[-1][1]:.0f} {what} given out; after the first {soak.n_warm} requests {trend.value:+.3f}"
-        f" for each (95 %: {trend.low:+.3f} to {trend.high:+.3f}; nothing kept: below {least_block})",
+        slope < least_block,
+        f"{held[-1]:.0f} {what} given out; after the first {soak.n_warm} requests {slope:+.3f} for each"
+        f" (nothing kept: below {least_block})",
     )
 
 

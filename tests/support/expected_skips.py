@@ -18,7 +18,7 @@ EXPECTED_SKIPS = (
     # Reference data, which is no part of the repository: ../shared, or PHASEWISE_SHARED_DATA.
     r"reference (data|machines|traces)|lists? of .* fields|no machines in|the authors' figures",
     # Other programs and libraries, which are found where their variables name them.
-    r"PHASEWISE_(PEERS_PYTHON|LLAMA_(?:CPP|TOOLS)|NPM_TOKENIZERS|LLAMA_BIN|LLAMA_MODEL|LM_EVAL)",
+    r"PHASEWISE_(PEERS_PYTHON|LLAMA_(?:CPP|TOOLS)|NPM_TOKENIZERS|LM_EVAL)",
     r"could not import '(torch|transformers|compressed_tensors|awq|vllm)'|is not in the cache",
     r"this release of (compressed_tensors|transformers)",
     r"(cryptography|ssh-keygen|openssl) is not installed",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.row_laws import Roof, told, worst_of_laws
 from phasewise.kerneldb.records import Problem, Schedule
-from phasewise.tuner.task_division import Task, breaking
+from phasewise.tuner.task_division import breaking
 from tests.support.machines.synthetic_machine import (
     MS,
     OTHER,
@@ -91,13 +91,6 @@ def test_a_weight_that_took_another_arithmetic_has_no_cliffs_of_its_default(tmp_
     assert {gain.schedule.compute_path for gain in outcome.gains} == {OTHER.compute_path}
     assert again.timed == again.duels == []
     assert in_use(second) == in_use(outcome)
-
-
-def test_attention_has_no_laws_of_rows() -> None:
-    task = task_of()
-
-    assert task.has_row_laws
-    assert not Task(replace(task.group, family="attention"), task.ms).has_row_laws
 
 
 @given(fixed=st.floats(0.1, 100), each=st.floats(0.1, 100), most=st.integers(2, 64))

@@ -91,7 +91,7 @@ def test_llama_cpp_is_told_what_gets_lost() -> None:
 
 
 def test_llama_cpp_may_leave_a_single_thread_anywhere() -> None:
-    """Seen with a real server, see test_emit_llama."""
+    """As a server built with OpenMP does."""
     machine = epyc()
     plans: dict[Phase, ServicePlan] = {"prefill": ServicePlan("prefill", (RankCores((0, 1, 2)),))}
     single = ServicePlan("decode", (RankCores((2,)),))
@@ -100,17 +100,6 @@ def test_llama_cpp_may_leave_a_single_thread_anywhere() -> None:
     (note,) = emit("llama.cpp", {**plans, "decode": single}, machine).notes
     assert "in decode" in note
     assert "GGML_OPENMP=OFF" in note
-
-
-def test_one_phase_gives_its_own_flags() -> None:
-    """Prefill alone leaves generation as it is."""
-    machine, plans = _plans("fundamental | remove(3,2)")
-
-    assert set(_options(emit("llama.cpp", {"prefill": plans["prefill"]}, machine).text)) == {
-        "-tb",
-        "-Cb",
-        "--cpu-strict-batch",
-    }
 
 
 def test_cpus_beyond_llama_cpps_masks_are_refused() -> None:
@@ -186,17 +175,6 @@ def test_a_pod_is_guaranteed_and_has_whole_cpus() -> None:
     assert "resting" in emitted.notes[1]
 
 
-def test_a_pod_within_a_node_stays_there() -> None:
-    """A plan that one NUMA node holds stays on it: the kubelet is asked for that."""
-    machine = kunpeng()
-    plan = ServicePlan("decode", (RankCores(tuple(range(24)), 0),))
-
-    text = emit("kubernetes", {"decode": plan}, machine).text
-
-    assert "single-numa-node" in text
-    assert "distribute" not in text
-
-
 def test_what_cannot_be_printed() -> None:
     """Another tool, or no plan."""
     machine = xeon()
@@ -253,42 +231,3 @@ def test_numactl_binds_memory_where_there_are_several_nodes() -> None:
 
     assert launcher.endswith("--membind=0")
     assert shown.split() == ["bind:0"]
-
-
-OPENMP_PROGRAM = r"""
-#define _GNU_SOURCE
-#include <omp.h>
-#include <sched.h>
-#include <stdio.h>
-int main(void) {
-    #pragma omp parallel
-    {
-        cpu_set_t set;
-        sched_getaffinity(0, sizeof set, &set);
-        #pragma omp critical
-        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-            if (CPU_ISSET(cpu, &set)) printf("%d %d\n", omp_get_thread_num(), cpu);
-    }
-    return 0;
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler here")
-def test_openmp_takes_its_flags(tmp_path: Path) -> None:
-    """Every thread of a program built with -fopenmp stays on one core of the plan, no two on the same."""
-    source = tmp_path / "program.c"
-    source.write_text(OPENMP_PROGRAM)
-    build = ["gcc", "-fopenmp", "-o", str(tmp_path / "program"), str(source)]
-    if subprocess.run(build, capture_output=True, check=False, timeout=120).returncode:
-        pytest.skip("no OpenMP here")
-    machine = read_machine()
-    plan = default_plan(machine, "decode")
-    command = [*shlex.split(emit("openmp", {"decode": plan}, machine).text), str(tmp_path / "program")]
-
-    shown = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=60, env=dict(os.environ)
-    ).stdout
-
-    assert sorted(int(line.split()[1]) for line in shown.splitlines()) == sorted(plan.cores)
-    assert len({line.split()[0] for line in shown.splitlines()}) == len(plan.cores)

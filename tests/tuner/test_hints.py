@@ -161,16 +161,6 @@ def test_a_hint_that_lost_its_speed_is_timed_once_and_never_used(database: str) 
     assert fought(database, SyntheticMachine(cost)).asked == 0
 
 
-def test_a_tie_changes_nothing(database: str) -> None:
-    tuned(database)
-    machine = SyntheticMachine(lambda *_: 1000)
-    outcome = fought(database, machine)
-
-    assert outcome.promoted == 0
-    assert len(machine.duels) == outcome.timed > 0
-    assert all(schedule == default_of(problem.m) for problem, schedule in in_use(database).items())
-
-
 @pytest.mark.many
 @pytest.mark.parametrize("lie", [1, 10, 1000])
 def test_lies_cost_the_stated_time_and_leave_nothing_slower(tmp_path: Path, lie: int) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from phasewise.cython_kernels import _native, packing
+from phasewise.cython_kernels import _native
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.topology import read_machine
@@ -22,7 +19,6 @@ from phasewise.tuner.native import (
     ACCURACY_OF_QUANTISED,
     KernelMismatchError,
     NativeEvaluator,
-    _Weights,
     arithmetic_of,
     arithmetics,
     core_caches,
@@ -31,7 +27,7 @@ from phasewise.tuner.native import (
     numeric_error,
 )
 from phasewise.tuner.search.space import Arithmetic, Caches
-from phasewise.tuner.weights import blank_weight, cold_bytes, copies_of, format_name, kind_of, random_weight
+from phasewise.tuner.weights import blank_weight, cold_bytes, format_name, kind_of, random_weight
 
 FORMATS = ("f32", "f16", "bf16", "int8", "int8m", "int8g16", "int8c", "int4", "int4m")
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -75,17 +71,6 @@ def test_a_width_that_is_not_whole_blocks_is_refused() -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(TunerError, match="int5"):
         kind_of("int5")
-
-
-def test_copies_are_equal_and_together_large_enough() -> None:
-    weight = random_weight("int4m", 64, 96)
-    copies = copies_of(weight, 3 * weight.nbytes + 1)
-
-    assert len(copies) == 4
-    assert len({copy.values.ctypes.data for copy in copies}) == 4
-    for copy in copies:
-        assert copy.values.ctypes.data % 64 == 0
-        assert np.array_equal(packing.unpack(copy), packing.unpack(weight))
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 64, 300])
@@ -141,17 +126,6 @@ def test_every_micro_kernel_and_arithmetic_of_a_group_can_be_measured(evaluator:
     assert len(evaluator.measure(problem, schedules)) == len(schedules)
 
 
-def test_products_of_one_race_begin_at_distant_copies() -> None:
-    """Else the second would read what the first one has just brought into the cache."""
-    weights = _Weights.of(random_weight("f32", 16, 32), 100 * 16 * 32 * 4)
-    turns = [weights.turns() for _ in range(4)]
-    places = {id(copy): place for place, copy in enumerate(turns[0])}
-    firsts = sorted(places[id(turn[0])] for turn in turns)
-
-    assert all(sorted(map(id, turn)) == sorted(map(id, turns[0])) for turn in turns)
-    assert min(b - a for a, b in zip(firsts, [*firsts[1:], 100 + firsts[0]], strict=True)) >= 10
-
-
 def test_a_duel_keeps_both_sides(evaluator: NativeEvaluator) -> None:
     weight = random_weight("f32", 64, 64)
     ours = default_schedule(weight, 3, len(CORES), Arithmetic("fma"))
@@ -195,10 +169,3 @@ def test_sizes_of_this_machine_are_plausible() -> None:
 
     assert 1 << 13 <= caches.l1_bytes <= caches.l2_bytes <= 1 << 28
     assert 64 << 20 <= cold_bytes(machine) <= 512 << 20
-
-
-def test_timing_products_needs_no_database() -> None:
-    """`tuner.native` knows records alone, and not what keeps them."""
-    asked = "import sys, phasewise.tuner.native; print('sqlalchemy' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert loaded.stdout == "False\n"

@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Schedule
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
 from phasewise.tuner.nearest import CoreFacts, NearestSchedules, distance, facts_of
 from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.search.sandwich import sandwich
-from phasewise.tuner.search.space import fitting, model_schedule
 from tests.support.machines.kerneldb_examples import MEASUREMENT, ORIGIN, SCHEDULE
 from tests.support.machines.landscapes import Evaluator, Landscape, shortfall, space_of
-from tests.support.machines.recorded_searches import Asked, Recording, searched
 from tests.support.tiers import examples
 
 ZEN = "AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M"
@@ -107,29 +105,3 @@ def test_a_seed_from_a_like_core_is_asked_for_at_once_and_costs_no_speed(seed: i
     chosen = evaluate.drive(sandwich(space, SearchOptions(), [winner]))
     assert evaluate.asked[0] == space.fitted(winner)
     assert shortfall(new, space.problem, chosen, winner) <= 0
-
-
-@examples(4)
-@given(seed=st.integers(0, 1000), m=st.sampled_from([8, 64]))
-def test_a_recorded_search_is_replayed_as_it_was(seed: int, m: int) -> None:
-    """From its rows alone: spaces are made of what was recorded."""
-    space = space_of(m)
-    space = dataclasses.replace(space, kernels=tuple(sorted(fitting(space.kernels, m))))
-    asked = Asked(Evaluator(Landscape(seed), space.problem))
-    default = model_schedule(space, space.kernels[0])
-    winner = searched(space, default, [], asked)
-    machine = MachineKey("GenuineIntel 6/1 avx2 L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
-    rows = [
-        Measurement(
-            space.problem,
-            Landscape(seed).sample(space.problem, schedule),
-            "gemm-avx2-1",
-            Origin(machine, "1", index, verified=False),
-        )
-        for index, schedule in enumerate(dict.fromkeys(asked.schedules))
-    ]
-
-    recording = Recording("of a seed", rows[::-1])
-
-    assert recording.search(space.problem) == (winner, asked.schedules)
-    assert recording.facts.vector_bits == 256

@@ -81,12 +81,6 @@ def test_the_same_cores_for_more_sequences_are_no_band() -> None:
     assert plan.with_band(8, on(PLAIN, (0,))).with_band(32, on(PLAIN, (0,))).starts == (8,)
 
 
-def test_a_plan_tells_its_bands() -> None:
-    plan = ServicePlan("decode", on(PLAIN, (0,))).with_band(8, on(PLAIN, (0, 1, 2)))
-
-    assert plan.describe() == "decode: 1 rank on core 0 (default); from 8 sequences on: cores 0-2"
-
-
 @pytest.mark.parametrize(
     ("bands", "says"),
     [

@@ -139,13 +139,6 @@ def test_more_threads_than_allowed_pus_is_a_clear_error(threads: int) -> None:
     assert caught.value.exit_code == 1
 
 
-def test_the_flag_may_exceed_the_quota() -> None:
-    """A person who asks for it gets it."""
-    machine = machine_of([[[0], [1], [2]]], quota=1.0)
-
-    assert default_plan(machine, "decode", 3).cores == (0, 1, 2)
-
-
 def test_a_machine_that_names_no_cores_uses_its_pus() -> None:
     tree = Node(Kind.MACHINE, None, (0, 1), children=(Node(Kind.PU, 0, (0,)), Node(Kind.PU, 1, (1,))))
     machine = Machine("fake", tree, Cpu(), (0, 1))
@@ -272,14 +265,6 @@ def test_flag_over_database_over_default() -> None:
     assert store.asked == [(machine_key(PLAIN), MODEL, "prefill"), (machine_key(PLAIN), MODEL, "decode")]
     assert resolve_plans(store, PLAIN, MODEL, threads=3) == {p: default_plan(PLAIN, p, 3) for p in PHASES}
     assert resolve_plans(None, PLAIN, MODEL) == {p: default_plan(PLAIN, p) for p in PHASES}
-
-
-def test_two_ranks_are_a_valid_plan() -> None:
-    """It is for the executor to say whether it runs them."""
-    two = plan_on("prefill", (0, 1), (2, 3))
-
-    assert resolve_plans(FakeStore(prefill=two.to_json()), PLAIN, MODEL)["prefill"] == two
-    assert two.describe() == "prefill: 2 ranks on cores 0-1 | 2-3 (database)"
 
 
 def test_a_plan_is_found_again_through_a_real_database(tmp_path: Path) -> None:

@@ -93,14 +93,6 @@ class Machine:
         return samples
 
 
-def test_contestants_take_turns_in_changing_order() -> None:
-    machine = Machine()
-    taken = race([machine.take(ns) for ns in (100, 101, 102)])
-
-    assert machine.order[:6] == [100, 101, 102, 102, 101, 100]
-    assert [len(samples) for samples in taken] == [timing.ROUNDS] * 3
-
-
 def test_the_hopeless_leave_early_and_keep_what_they_took() -> None:
     machine = Machine()
     taken = race([machine.take(ns) for ns in (100, 130, 500)])
@@ -128,14 +120,6 @@ def test_a_constant_gain_is_believed_on_a_changing_machine() -> None:
     assert comparison.pairs == 40
 
 
-def test_who_begins_a_pair_alternates() -> None:
-    machine = Machine()
-    taken = duel(machine.take(1), machine.take(2), pairs=3)
-
-    assert machine.order == [1, 2, 2, 1, 1, 2]
-    assert taken == [((1,), (2,))] * 3
-
-
 @given(st.lists(st.tuples(NS, NS), min_size=1, max_size=40))
 def test_the_comparison_is_symmetric_and_its_interval_holds_the_median(pairs: list[tuple[int, int]]) -> None:
     there = compare([((before,), (after,)) for before, after in pairs])
@@ -146,11 +130,6 @@ def test_the_comparison_is_symmetric_and_its_interval_holds_the_median(pairs: li
     assert MAX_GAIN in (there.gain_high, back.gain_high) or there.gain_low == pytest.approx(
         1 / back.gain_high
     )
-
-
-def test_few_pairs_prove_nothing() -> None:
-    assert not compare([((200,), (100,))] * 5).proves_faster
-    assert compare([((200,), (100,))] * timing.PAIRS).proves_faster
 
 
 def test_equals_are_rarely_taken_for_faster() -> None:
@@ -204,12 +183,6 @@ def test_own_time_is_neither_steal_nor_somebody_elses() -> None:
     assert conditions.fields() == {"steal": 0.1, "others": 0.2, "mhz": 2400.0}
 
 
-def test_no_time_at_all_is_undisturbed() -> None:
-    look = Look(CpuTicks(1000, 500, 0), 5.0, None)
-
-    assert not is_disturbed(between(look, look, 100).fields())
-
-
 def test_means_are_over_the_laps_that_know() -> None:
     assert mean_conditions([{"steal": 0.1}, {"steal": 0.3, "mhz": 2000.0}]) == {"steal": 0.2, "mhz": 2000.0}
     assert mean_conditions([]) == {}
@@ -224,14 +197,6 @@ def test_a_busy_neighbour_is_seen(tmp_path: Path) -> None:
 
     assert lap.steal == 0.1
     assert lap.others == pytest.approx(0.9, abs=0.01)
-
-
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc")
-def test_this_machine_can_be_watched() -> None:
-    lap = Watch(sorted(os.sched_getaffinity(0))).lap()
-
-    assert 0 <= lap.steal <= 1
-    assert 0 <= lap.others <= 1
 
 
 def test_what_children_use_is_our_own(tmp_path: Path) -> None:
@@ -288,11 +253,6 @@ def test_reads_in_pieces_are_rates_of_both_orders() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_an_unknown_peak_is_refused() -> None:
-    with pytest.raises(ValueError, match="f64"):
-        loops.peak("f64", 1)
-
-
 def test_limits_are_rates_of_all_cores_and_leave_the_caller_unpinned() -> None:
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
@@ -319,12 +279,6 @@ def test_the_pace_is_that_of_the_slowest_core_beside_its_best() -> None:
     yardstick = read((100, 100), (200, 100), (50, 100), (100, 400))
 
     assert [yardstick.pace() for _ in range(4)] == [1.0, 0.5, 1.0, 0.25]
-
-
-def test_a_steady_host_is_timed_once() -> None:
-    takes = itertools.count()
-
-    assert steadily(lambda: next(takes), read((100,)), pause_s=0) == (0, 1.0)
 
 
 @pytest.mark.parametrize("slow", ["before", "after"])

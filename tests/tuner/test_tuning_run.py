@@ -171,19 +171,6 @@ def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
     assert in_use(run_on(SyntheticMachine(), database)) == in_use(expected)
 
 
-@pytest.mark.slow
-def test_what_one_weight_leaves_of_its_share_goes_to_another(database: str) -> None:
-    """The first one needs most of the time, and its share is half."""
-    tasks = [task_of(4096), task_of(64)]
-    whole = SyntheticMachine()
-    run_on(whole, str(Path(database).with_name("whole.db")), tasks)
-    machine = SyntheticMachine()
-    outcome = run_on(machine, database, tasks, budget_s=1.4 * whole.now_s)
-
-    assert outcome.end == "complete"
-    assert run_on(SyntheticMachine(), database, tasks).timed == 0
-
-
 def test_a_weight_has_a_share_of_the_budget_as_large_as_its_work(database: str) -> None:
     """None is cut although there is time for it: no rows are searched after those of the next weight."""
     tasks = [task_of(8192), task_of(64), task_of(128)]
@@ -248,15 +235,6 @@ def test_what_a_budget_cut_short_is_not_timed_again(database: str, share: float)
     assert run_on(SyntheticMachine(), database, tasks).timed == 0
 
 
-def test_what_a_cut_search_found_is_in_use(database: str) -> None:
-    """Half a budget gives half a tuning, not none."""
-    whole, _ = undisturbed()
-    first = run_on(SyntheticMachine(), database, budget_s=whole.now_s / 2)
-
-    assert any(not gain.is_default for gain in first.gains)
-    assert len(first.gains) <= first.products
-
-
 def test_without_resuming_all_is_timed_again(database: str) -> None:
     first = run_on(SyntheticMachine(), database)
     later_ms = time.time_ns() // 1_000_000 + 1
@@ -307,22 +285,6 @@ def test_an_arithmetic_of_both_phases_must_not_slow_answers(
     outcome = run_on(SyntheticMachine(in_both_phases(answers, prompts)), database, tasks)
 
     assert {gain.schedule.compute_path for gain in outcome.gains} == {winner.compute_path}
-
-
-def test_duels_say_whether_answers_are_slower(database: str) -> None:
-    """Samples of a search said that they are not."""
-
-    class Liar(SyntheticMachine):
-        def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> synthetic_machine.Duel:
-            self.cost = in_both_phases(0.9, 4.0)
-            try:
-                return super().duel(problem, incumbent, candidate)
-            finally:
-                self.cost = in_both_phases(1.0, 4.0)
-
-    outcome = run_on(Liar(in_both_phases(1.0, 4.0)), database, [task_of(arithmetics=(PLAIN, OTHER))])
-
-    assert {gain.schedule.compute_path for gain in outcome.gains} == {PLAIN.compute_path}
 
 
 def test_rows_tuned_later_follow_the_arithmetic_of_the_weight(database: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
+from phasewise.serving.loaders.families.dense import ERNIE4_5, EXAONE4, SEED_OSS
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family
-from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
+from phasewise.serving.loaders.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.gemma3n import GEMMA3N
 from phasewise.serving.loaders.families.gemma4 import GEMMA4
 from phasewise.serving.loaders.families.hybrid_mixtures import KIMI_LINEAR, NEMOTRON_H
@@ -23,13 +24,23 @@ from phasewise.serving.loaders.families.llama import (
     MISTRAL3,
     MIXTRAL,
     OLMO2,
+    OLMO3,
     OLMOE,
     PHI3,
     SMOLLM3,
     STARCODER2,
 )
 from phasewise.serving.loaders.families.mixtures import GLM4, GLM4_MOE, GPT_OSS, MINIMAX_M2
-from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
+from phasewise.serving.loaders.families.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_VL_MOE,
+)
 
 __all__ = ["ACTIVATION_NAMES", "Family", "family_of_gguf", "family_of_hf"]
 
@@ -39,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
     DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
+    QWEN2_MOE, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
 )  # fmt: skip
 
 

@@ -110,6 +110,8 @@ class Family:
     """Names of tensors outside layers, of either format, beside the common ones."""
     ffn_form: FeedForwardForm = SILU_GATE
     """The form of feed-forward layers; the activation is one of `ACTIVATION_NAMES`."""
+    hf_activations: tuple[str, ...] = ()
+    """More of what config.json calls that activation."""
     hf_text_prefixes: tuple[str, ...] = ()
     """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()
@@ -282,6 +284,34 @@ def with_windows(
     if len({local if slides else whole for slides in sliding}) == 1:
         return replace(config, sliding_window=window, rope=local_rope) if sliding[0] else config
     return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+
+
+def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | None) -> ModelConfig:
+    """The config with a window in some layers, and RoPE in these alone."""
+    if window is None and any(sliding):
+        raise ModelError("the config has layers with a window and sliding_window = None: a number expected")
+    local, whole = LayerKind(window, config.rope), LayerKind(None, None)
+    return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+
+
+def local_theta(get: Get, default: float) -> float:
+    """RoPE's base in layers with a window, in the words of transformers 5 or of 4. It is never scaled."""
+    by_kind = get("rope_parameters", dict) or {}
+    local = by_kind.get(SLIDING)
+    theta = get("rope_local_base_freq", float)
+    if isinstance(local, dict):
+        if (kind := local.get("rope_type", "default")) != "default":
+            raise ModelError(
+                f"config.json asks for RoPE scaling {kind!r:.60} in layers with a window: none can run"
+            )
+        theta = local.get("rope_theta", theta)
+    return default if theta is None else number_of(theta)
+
+
+def number_of(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"config.json has rope_theta = {value!r:.60}: a number expected")
+    return float(value)
 
 
 def by_layer(stated: Any, n_layers: int, key: str) -> list[int]:

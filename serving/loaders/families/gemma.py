@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each half of a layer, GeGLU, windows in most layers.
+"""Gemma 1: a Llama with GeGLU. Gemma 2 and 3: norms before and after each half of a layer, windows in most.
 
 Embeddings are multiplied by the root of their size, and norm weights are stored less one. Gemma 2 caps the
 scores of attention and the logits; Gemma 3 has a norm over every query and key head, and a RoPE of its own in
@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names
 from phasewise.serving.loaders.families.family import (
     TEXT_PREFIXES,
@@ -18,6 +17,7 @@ from phasewise.serving.loaders.families.family import (
     Get,
     all_but_every,
     layer_types,
+    local_theta,
     must_be_off,
     other_parts,
     positive,
@@ -81,10 +81,24 @@ def as_gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
     )
 
 
-def number_of(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"config.json has rope_theta = {value!r:.60}: a number expected")
-    return float(value)
+def _gemma(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "use_bidirectional_attention")
+    return replace(config, embed_scale=math.sqrt(config.hidden))
+
+
+GEMMA = Family(
+    "gemma",
+    from_hf=_gemma,
+    hf_defaults={
+        **DEFAULTS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 8192,
+    },
+    hf_activations=("gelu",),  # of its first files, which meant the other one
+    ffn_form=FeedForwardForm("gelu_tanh"),
+    hf_unit_norms=True,
+)
 
 
 GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
@@ -108,23 +122,9 @@ def _gemma2(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
     sliding = layer_types(get, config, get("sliding_window_pattern", int, GEMMA3_PERIOD))
-    rope = RopeSpec(_local_theta(get), config.head_dim)
+    rope = RopeSpec(local_theta(get, LOCAL_THETA), config.head_dim)
     own = replace(_hf(get, config), qk_norm=True)
     return with_windows(own, sliding, get("sliding_window", int), rope)
-
-
-def _local_theta(get: Get) -> float:
-    """The base of layers with a window, as transformers 5 says it or as 4 does. There is no scaling of it."""
-    by_kind = get("rope_parameters", dict) or {}
-    local = by_kind.get("sliding_attention")
-    theta = get("rope_local_base_freq", float)
-    if isinstance(local, dict):
-        if (kind := local.get("rope_type", "default")) != "default":
-            raise ModelError(
-                f"config.json asks for RoPE scaling {kind!r:.60} in layers with a window: none can run"
-            )
-        theta = local.get("rope_theta", theta)
-    return LOCAL_THETA if theta is None else number_of(theta)
 
 
 def _gguf_scale(config: ModelConfig, largest: int) -> float:

@@ -24,6 +24,7 @@ from phasewise.serving.loaders.families.family import (
     gguf_windows,
     layer_types,
     must_be_off,
+    number_of,
     positive,
     positive_or_none,
 )
@@ -35,7 +36,6 @@ from phasewise.serving.loaders.families.gemma import (
     LOCAL_THETA,
     OTHER_PARTS,
     as_gemma,
-    number_of,
 )
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm

@@ -22,6 +22,7 @@ from phasewise.serving.loaders.families.family import (
     gguf_windows,
     layer_types,
     must_be_off,
+    number_of,
     positive_or_none,
     stacked,
 )
@@ -33,7 +34,6 @@ from phasewise.serving.loaders.families.gemma import (
     LOCAL_THETA,
     OTHER_PARTS,
     as_gemma,
-    number_of,
 )
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import HeadShape

@@ -1,7 +1,7 @@
 """Llama, Mistral and Mixtral, which GGUF files call llama, and families whose layers are alike. Ministral 3:
-YaRN, queries that grow with positions; and the language models of Mistral 3. OLMo 2: norms after each half of
-a layer alone; OLMoE: its mixture; both have a norm over a whole row of queries and keys. Phi 3 and 4: one
-tensor for queries, keys and values, one for gate and up. SmolLM 3: some layers know no positions. Arcee
+YaRN, queries that grow with positions; and the language models of Mistral 3. OLMo 2 and 3: norms after each
+half of a layer alone; OLMoE: its mixture; all have a norm over a whole row of queries and keys. Phi 3 and 4:
+one tensor for queries, keys and values, one for gate and up. SmolLM 3: some layers know no positions. Arcee
 (AFM): feed-forward layers without a gate: down(relu(up(x))^2). StarCoder 2: LayerNorms, biases everywhere, no
 gates. Cohere 2 (Command R7B, Command A): attention and feed-forward read one LayerNorm, which has no bias;
 RoPE turns neighbours, in layers with a window alone; every fourth layer sees all, and knows no positions."""
@@ -21,9 +21,12 @@ from phasewise.serving.loaders.families.family import (
     experts_of,
     gguf_windows,
     layer_types,
+    local_theta,
     must_be_off,
     other_parts,
     positive,
+    turned_in_windows,
+    with_windows,
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
@@ -75,8 +78,27 @@ MIXTRAL = Family(
 )
 
 
+OLMO3_PERIOD, OLMO3_THETA = 4, 5e5
+
+
+def _olmo3(get: Get, config: ModelConfig) -> ModelConfig:
+    """RoPE is scaled in layers that see all alone."""
+    sliding = layer_types(get, config, OLMO3_PERIOD)
+    local = RopeSpec(local_theta(get, config.rope.theta), config.head_dim)
+    return with_windows(_olmo2(get, config), sliding, get("sliding_window", int), local)
+
+
+def _olmo_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    own = _olmo2(get, config)
+    if get("sliding_window", int) is None:
+        return own
+    sliding, window = gguf_windows(get, config.n_layers, OLMO3_PERIOD)
+    theta = get("rope.freq_base_swa", float, config.rope.theta)
+    return with_windows(own, sliding, window, RopeSpec(theta, config.head_dim))
+
+
 def _olmo2(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "clip_qkv", "attention.sliding_window")
+    must_be_off(get, "clip_qkv")
     return replace(config, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True)
 
 
@@ -89,7 +111,14 @@ def _olmoe(get: Get, config: ModelConfig) -> ModelConfig:
 OLMO2 = Family(
     "olmo2",
     from_hf=_olmo2,
+    from_gguf=_olmo_gguf,
     hf_defaults={"rms_norm_eps": 1e-5},
+)
+OLMO3 = Family(
+    "olmo3",
+    gguf=(),
+    from_hf=_olmo3,
+    hf_defaults={"rms_norm_eps": 1e-5, "rope_theta": OLMO3_THETA, "sliding_window": 4096},
 )
 OLMOE = Family(
     "olmoe",
@@ -275,19 +304,10 @@ COHERE_EPS, COHERE_WINDOW, LOGIT_SCALE = 1e-5, 4096, 0.0625
 
 
 def _cohere2(
-    config: ModelConfig, sliding: list[bool], window: int | None, norm_eps: float, logit_scale: float
+    config: ModelConfig, windows: tuple[list[bool], int | None], norm_eps: float, logit_scale: float
 ) -> ModelConfig:
-    if window is None and any(sliding):
-        raise ModelError("the config has layers with a window and sliding_window = None: a number expected")
-    local, whole = LayerKind(window, config.rope), LayerKind(None, None)
-    return replace(
-        config,
-        layer_norms=True,
-        parallel=True,
-        norm_eps=norm_eps,
-        logit_scale=logit_scale,
-        layer_kinds=tuple(local if slides else whole for slides in sliding),
-    )
+    own = replace(config, layer_norms=True, parallel=True, norm_eps=norm_eps, logit_scale=logit_scale)
+    return turned_in_windows(own, *windows)
 
 
 def _cohere2_hf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -295,14 +315,14 @@ def _cohere2_hf(get: Get, config: ModelConfig) -> ModelConfig:
     sliding = layer_types(get, config, get("sliding_window_pattern", int, COHERE_PERIOD))
     eps = positive(get, "layer_norm_eps", COHERE_EPS)
     scale = positive(get, "logit_scale", LOGIT_SCALE)
-    return _cohere2(config, sliding, get("sliding_window", int), eps, scale)
+    return _cohere2(config, (sliding, get("sliding_window", int)), eps, scale)
 
 
 def _cohere2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    sliding, window = gguf_windows(get, config.n_layers, COHERE_PERIOD)
+    windows = gguf_windows(get, config.n_layers, COHERE_PERIOD)
     eps = positive(get, "attention.layer_norm_epsilon", COHERE_EPS)
     scale = positive(get, "logit_scale", LOGIT_SCALE)
-    return _cohere2(config, sliding, window, eps, scale)
+    return _cohere2(config, windows, eps, scale)
 
 
 COHERE2 = Family(

@@ -1,4 +1,5 @@
-"""Qwen 2 (biases), Qwen 3 (a norm over every query and key head) and Qwen 3's mixtures of experts."""
+"""Qwen 2 (biases), Qwen 3 (a norm over every query and key head), their mixtures of experts, and the language
+models of Qwen 3 VL."""
 
 from __future__ import annotations
 
@@ -63,6 +64,17 @@ def _qwen3_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(config, qk_norm=True, experts=experts, ffn=width)
 
 
+def _qwen2_moe(get: Get, config: ModelConfig) -> ModelConfig:
+    return _with_shared(get, _windows(get, config), (1408, 5632), normalised=False)
+
+
+def _qwen2_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    return _with_shared_gguf(get, config, normalised=False)
+
+
+_VL_TEXT, _VL_OTHERS = ("model.language_model.",), ("model.visual.",)
+"""Names of Qwen 3 VL. Its texts have the same positions in all sections of RoPE, and pictures in no layer."""
+
 QWEN2 = Family(
     "qwen2",
     from_hf=_windows,
@@ -71,8 +83,12 @@ QWEN2 = Family(
 )
 QWEN3 = Family(
     "qwen3",
+    hf=("qwen3", "qwen3_vl", "qwen3_vl_text"),
+    gguf=("qwen3", "qwen3vl"),
     from_hf=_qwen3,
     hf_defaults={"head_dim": HEAD_DIM, "max_position_embeddings": CONTEXT},
+    hf_text_prefixes=_VL_TEXT,
+    hf_ignored=_VL_OTHERS,
 )
 QWEN3_MOE = Family(
     "qwen3moe",
@@ -117,15 +133,20 @@ def _all_but_every(interval: int, n_layers: int) -> tuple[int, ...]:
 
 
 def _next_mixture(get: Get, config: ModelConfig) -> ModelConfig:
+    return _with_shared(get, _dense(get, config), (512, 512), normalised=True)
+
+
+def _with_shared(get: Get, config: ModelConfig, widths: tuple[int, int], *, normalised: bool) -> ModelConfig:
+    """The config with experts beside one that computes every row; widths of both, where files do not say."""
     must_be_off(get, "mlp_only_layers")
     if get("decoder_sparse_step", int, 1) != 1:
         must_be_off(get, "decoder_sparse_step")
-    shared = get("shared_expert_intermediate_size", int, 512)
-    experts = experts_of(
-        get, "num_experts", "num_experts_per_tok", get("norm_topk_prob", bool, True), shared_ffn=shared
-    )
+    width, shared = widths
+    shared = get("shared_expert_intermediate_size", int, shared)
+    normalised = get("norm_topk_prob", bool, normalised)
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
     experts = replace(experts, shared_gate=shared > 0)
-    return replace(_dense(get, config), experts=experts, ffn=get("moe_intermediate_size", int, 512))
+    return replace(config, experts=experts, ffn=get("moe_intermediate_size", int, width))
 
 
 def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -150,11 +171,14 @@ def _recurrent_layers(get: Get, n_layers: int) -> tuple[int, ...]:
 
 
 def _mixture_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
+    return _with_shared_gguf(get, _dense_gguf(get, config, tiled=tiled), normalised=True)
+
+
+def _with_shared_gguf(get: Get, config: ModelConfig, *, normalised: bool) -> ModelConfig:
     width = get("expert_feed_forward_length", int, config.ffn)
     shared = get("expert_shared_feed_forward_length", int, width)
-    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True, shared_ffn=shared)
-    experts = replace(experts, shared_gate=True)
-    return replace(_dense_gguf(get, config, tiled=tiled), experts=experts, ffn=width)
+    experts = experts_of(get, "expert_count", "expert_used_count", normalised, shared_ffn=shared)
+    return replace(config, experts=replace(experts, shared_gate=True), ffn=width)
 
 
 _STATE: Names = {
@@ -198,6 +222,33 @@ _DEFAULTS: dict[str, Any] = {
 }
 _MIXTURE_DEFAULTS = {**_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632}
 
+QWEN2_MOE = Family(
+    "qwen2moe",
+    hf=("qwen2_moe",),
+    from_hf=_qwen2_moe,
+    from_gguf=_qwen2_moe_gguf,
+    hf_names=_EXPERTS,
+    hf_biases="qkv_bias",
+    hf_defaults={
+        "qkv_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": CONTEXT,
+    },
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="qwen3vlmoe",
+    hf=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+    gguf=("qwen3vlmoe",),
+    hf_names={
+        "mlp.experts.gate_up_proj": TensorCut(("gate", "up"), of_experts=True, transposed=True),
+        "mlp.experts.down_proj": TensorCut(("down",), of_experts=True, transposed=True),
+    },
+    hf_text_prefixes=_VL_TEXT,
+    hf_ignored=_VL_OTHERS,
+)
+
 QWEN3_NEXT = Family(
     "qwen3next",
     hf=("qwen3_next",),
@@ -220,8 +271,8 @@ QWEN3_5 = Family(
     more_layers=True,
     hf_names={**_STATE, **_APART},
     hf_defaults=_DEFAULTS,
-    hf_text_prefixes=("model.language_model.",),
-    hf_ignored=("mtp.", "model.visual."),
+    hf_text_prefixes=_VL_TEXT,
+    hf_ignored=("mtp.", *_VL_OTHERS),
     hf_head=MTP_HEAD,
     gguf_head=True,
     partial_rope=True,
@@ -236,8 +287,8 @@ QWEN3_5_MOE = Family(
     more_layers=True,
     hf_names={**_STATE, **_APART, **_EXPERTS},
     hf_defaults={**_MIXTURE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
-    hf_text_prefixes=("model.language_model.",),
-    hf_ignored=("mtp.", "model.visual."),
+    hf_text_prefixes=_VL_TEXT,
+    hf_ignored=("mtp.", *_VL_OTHERS),
     hf_head=MTP_HEAD,
     gguf_head=True,
     partial_rope=True,

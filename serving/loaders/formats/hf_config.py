@@ -55,7 +55,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     def get(key: str, kind: Any = None, default: Any = None) -> Any:
         return fields.get(key, default) if kind is None else field(fields, key, kind, default)
 
-    _refuse_what_cannot_run(get, family.ffn_form.activation)
+    _refuse_what_cannot_run(get, family)
     heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
     head_dim = get("head_dim", int, hidden // heads if heads and hidden else None)
     head_dim = get("qk_rope_head_dim", int, head_dim)  # of latent attention, whose families say the rest
@@ -126,19 +126,17 @@ def _by_other_names(given: Fields, family: Family) -> dict[str, Any]:
     return renamed
 
 
-def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
+def _refuse_what_cannot_run(get: Callable[..., Any], family: Family) -> None:
     for key in MUST_BE_OFF:
         if value := get(key):
             raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
     quantisation_of(quantisation_fields(get), None)
     if isinstance(get("sparsity_config"), dict):
         check_compression({"sparsity_config": get("sparsity_config")}, "config.json")
-    name = get("hidden_activation", str) or get("hidden_act", str, ACTIVATION_NAMES[activation][0])
-    if name not in ACTIVATION_NAMES[activation]:
-        raise ModelError(
-            f"config.json asks for the activation {name!r:.80}; "
-            f"{ACTIVATION_NAMES[activation][0]} can run here"
-        )
+    usual, *others = ACTIVATION_NAMES[family.ffn_form.activation] + family.hf_activations
+    name = get("hidden_activation", str) or get("hidden_act", str, usual)
+    if name not in (usual, *others):
+        raise ModelError(f"config.json asks for the activation {name!r:.80}; {usual} can run here")
 
 
 def quantisation_fields(get: Callable[..., Any]) -> Any:

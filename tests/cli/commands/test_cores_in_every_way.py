@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.machines.own_cgroup import OwnCgroup, own_cgroup
 from tests.support.models.encoder_models import write_encoder
+from tests.support.process_trees import tree_of
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import Server, own_places, serving
 
@@ -71,16 +72,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def limited(pid: int) -> Iterator[OwnCgroup]:
     """A process and all that it has started, in a cgroup of CORES."""
     with own_cgroup(pid, CORES) as group:
-        for child in descendants(pid):
+        for child in tree_of(pid)[1:]:
             group.add(child)
         yield group
-
-
-def descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from descendants(child)
 
 
 def n_running(server: Server) -> int:

@@ -22,6 +22,7 @@ from phasewise.workflows.serve.address import address_of
 from phasewise.workflows.serve.settings import Listening
 from tests.cli import command
 from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
+from tests.support.process_trees import children_of
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import Server, own_places, serving
 from tests.support.tiers import first_is_smoke
@@ -117,8 +118,7 @@ def test_a_key_from_the_environment_stays_there_and_no_rank_has_it(
         command.text_of("db", "set-plan", roomy, "--phase", phase, *cores, env=surroundings)
     with serving(roomy, surroundings, "--port", 0) as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        children = children_of(server.process.pid)
         assert children
         for pid in children:
             assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -370,8 +370,7 @@ def test_the_last_words_of_a_server_that_cannot_start_are_json(
 
 def _instances_of(server: Server) -> list[int]:
     """The processes of its instances, by what they run."""
-    pid = server.process.pid
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    children = children_of(server.process.pid)
     return [child for child in children if b"instance_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 

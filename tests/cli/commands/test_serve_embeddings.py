@@ -20,6 +20,7 @@ from tests.cli import command
 from tests.support.modelled_device import command as modelled_device
 from tests.support.models.encoder_models import HIDDEN, TASKS, write_encoder
 from tests.support.models.jina_v3_reference import plain_vectors
+from tests.support.process_trees import children_of
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import own_places, serving
 
@@ -144,8 +145,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(
     encoder: Path, environment: dict[str, str]
 ) -> None:
     with serving(encoder, environment, "--port", 0) as server:
-        tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-        children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+        children = children_of(server.process.pid)
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         body = {"model": "bert", "input": ["the cat"] * 20}

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,10 @@ pytest.importorskip(
 from phasewise.cluster.real.instance import Orders
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
+from tests.support.process_trees import tree_of
 from tests.support.servers.pools import PATIENCE_S, is_there, size_of, tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def with_descendants(pids: Sequence[int]) -> list[int]:
-    """These processes and their ranks."""
-    family = list(pids)
-    for pid in family:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            family += [int(child) for child in (task / "children").read_text().split()]
-    return family
 
 
 @pytest.mark.slow
@@ -47,9 +38,9 @@ def test_instances_end_with_their_front(tmp_path: Path, n_stopped: int) -> None:
     with front:
         assert front.stdout is not None
         pids = json.loads(front.stdout.readline())
-        processes = with_descendants(pids)
+        processes = tree_of(*pids)
         assert len(processes) >= 4, "two instances of two ranks"
-        for pid in with_descendants(pids[:n_stopped]):
+        for pid in tree_of(*pids[:n_stopped]):
             os.kill(pid, signal.SIGSTOP)
         front.kill()
     deadline_s = time.monotonic() + PATIENCE_S

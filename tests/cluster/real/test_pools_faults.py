@@ -21,6 +21,7 @@ from phasewise.serving.grammar.guides import Grammar
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from tests.cluster.real.test_pools import tokens
 from tests.support import ROOT
+from tests.support.process_trees import children_of
 from tests.support.servers import gated_instance
 from tests.support.servers.pools import (
     PATIENCE_S,
@@ -103,12 +104,9 @@ def test_every_request_ends_and_nothing_stays_behind(
 
 def ranks_of(pid: int) -> list[int]:
     """The other ranks of an instance."""
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
+    return [
+        child for child in children_of(pid) if b"rank_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
-    return [child for child in children if b"rank_worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("roles", [("mixed",), ("prompt", "token")], ids=["mixed", "divided"])

@@ -269,23 +269,3 @@ def test_a_server_on_two_nodes(tmp_path: Path) -> None:
         assert code == 1, (name, text)
         assert len(text.splitlines()) == 1, text
         assert says[name] in text
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed (extra ray)")
-def test_instances_on_two_nodes(tmp_path: Path) -> None:
-    """Placed apart, answers as without Ray; a death is noticed and repaired."""
-    seen = seen_by("tests.support.servers.ray_two_nodes", tmp_path)
-    print(f"noticed after {seen['noticed_s']:.2f} s, replaced after {seen['replaced_s']:.2f} s")
-
-    assert seen["is_equal"]
-    assert seen["is_equal_again"]
-    assert seen["n_divided"] >= seen["n_requests"]
-    assert len(set(seen["nodes"])) == 2
-    assert "cannot place instances of these cores (mixed 64)" in seen["refusal"]
-    assert "\n" not in seen["refusal"]
-    instances = seen["status"]["instances"]
-    assert [instance["role"] for instance in instances] == ["prompt", "token"]
-    assert {instance["pid"] for instance in instances} == set(seen["pids"].values())
-    assert len(seen["status"]["nodes"]) == 2
-    assert max(seen["noticed_s"], seen["replaced_s"]) < LATEST_S

@@ -14,6 +14,7 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.serving.processes.behind_others import NICENESS
+from tests.support.process_trees import children_of
 from tests.support.servers.pools import pools, tiny_model
 
 Seen = set[tuple[int, tuple[int, ...]]]
@@ -31,23 +32,15 @@ def threads_of(pid: int) -> Seen:
     return seen
 
 
-def children() -> set[int]:
-    pids: set[int] = set()
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended meanwhile
-            pids.update(map(int, (thread / "children").read_text().split()))
-    return pids
-
-
 @contextmanager
 def watching() -> Iterator[Seen]:
     """All threads that processes started meanwhile are seen to have."""
     seen: Seen = set()
-    before, is_over = children(), threading.Event()
+    before, is_over = children_of(os.getpid()), threading.Event()
 
     def watch() -> None:
         while not is_over.wait(0.002):
-            for pid in children() - before:
+            for pid in children_of(os.getpid()) - before:
                 seen.update(threads_of(pid))
 
     watcher = threading.Thread(target=watch)

@@ -1,10 +1,7 @@
 /* A CPU with a tile unit under a system that gives it to who asks: what `ld --wrap` puts before cpu.c's questions.
- * With REFUSE_TILES in the environment the system says no; with SHOW_SUMS the end of the process says how many bytes lie
- * between the first and the last sum that a tile was loaded from. The rungs between have no kernels here. */
+ * With REFUSE_TILES in the environment the system says no. The rungs between have no kernels here. */
 #include <errno.h>
 #include <stdarg.h>
-#include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 
@@ -18,11 +15,6 @@ const pw_kernels pw_avx2_kernels = {.isa = "avx2"}, pw_avx_vnni_kernels = {.isa 
 #endif
 
 int emulated_tiles_granted;
-uintptr_t emulated_sums[2];
-
-__attribute__((destructor)) static void show_sums(void) {
-    if (getenv("SHOW_SUMS")) fprintf(stderr, "%zu\n", (size_t)(emulated_sums[1] - emulated_sums[0]));
-}
 
 unsigned __wrap_pw_cpu_features(void);
 unsigned __wrap_pw_cpu_features(void) {

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +37,7 @@ from tests.serving.ranks.test_ranks_processes import (
 )
 from tests.support.models.reference_forward import tiny_config, tiny_model
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
+from tests.support.process_trees import children_of
 from tests.support.tiers import first_is_smoke
 
 STEP = Batch("decode", (SequenceSlice([1], 0, 0, True),))
@@ -173,13 +173,13 @@ def test_signals_for_a_whole_service_are_the_engines_to_answer(two: ProcessRanks
 
 
 def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRanks) -> None:
-    wanted, first = tokens(two), set(children())
+    wanted, first = tokens(two), children_of(os.getpid())
     kill(two)
     stop = threading.Event()
 
     def kill_what_starts() -> None:
         while not stop.wait(0.01):
-            for pid in set(children()) - first:
+            for pid in children_of(os.getpid()) - first:
                 os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_what_starts)
@@ -190,15 +190,6 @@ def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRa
     killer.join()
     two.reopen()
     assert (tokens(two) == wanted).all()
-
-
-def children() -> list[int]:
-    """Processes that this one has started. A thread may end while its folder is read."""
-    pids: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):
-            pids += map(int, (task / "children").read_text().split())
-    return pids
 
 
 def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:
@@ -221,7 +212,7 @@ def test_closed_ranks_are_not_opened_again(two: ProcessRanks) -> None:
 @pytest.mark.slow
 def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
     """Descriptors, mappings of what was shared, processes and threads are as many after each of them."""
-    before = set(children())
+    before = children_of(os.getpid())
     ranks = open_two(in_memory)
     held = []
     for _ in range(3):
@@ -231,7 +222,7 @@ def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
             ranks.forward(STEP)
         ranks.reopen()
         gc.collect()
-        n_children = len(set(children()) - before)
+        n_children = len(children_of(os.getpid()) - before)
         held.append((len(descriptors()), len(shared_mappings()), n_children, threading.active_count()))
         assert caught.value.__cause__ is None
     ranks.close()
@@ -239,7 +230,7 @@ def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
     gc.collect()
 
     assert len(set(held)) == 1, held
-    assert not set(children()) - before
+    assert not children_of(os.getpid()) - before
 
 
 def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(

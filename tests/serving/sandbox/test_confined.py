@@ -22,6 +22,7 @@ from phasewise.serving.sandbox.confined import (
     Overrun,
     Unserved,
 )
+from tests.support.process_trees import children_of, tree_of
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.servers.rude_clients import until
 
@@ -55,23 +56,15 @@ def opened(started: list[ConfinedProcess], bounds: Bounds) -> ConfinedProcess:
 
 
 def descendants() -> set[int]:
-    pids = [os.getpid()]
-    for pid in pids:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                pids += map(int, task.read_text().split())
-            except OSError:  # it has just ended
-                continue
-    return set(pids[1:])
+    return set(tree_of(os.getpid())[1:])
 
 
 def stop_working(process: ConfinedProcess) -> set[int]:
     """Stop the processes that do its jobs, as a machine does that is busy with others."""
     assert process._process is not None
     keeper = process._process.pid
-    children = Path(f"/proc/{keeper}/task/{keeper}/children")
-    until(lambda: children.read_text() != "", "it has a process for jobs")
-    pids = set(map(int, children.read_text().split()))
+    until(lambda: bool(children_of(keeper)), "it has a process for jobs")
+    pids = children_of(keeper)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     return pids

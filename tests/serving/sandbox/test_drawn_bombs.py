@@ -20,6 +20,7 @@ from phasewise.serving.grammar.guides import Grammar, TokenView
 from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess
 from phasewise.serving.text.chat import Conversation, Conversations
 from phasewise.serving.text.chat_template import ChatTemplateError
+from tests.support.process_trees import tree_of
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.tiers import examples
 
@@ -104,22 +105,10 @@ def templates(draw: st.DrawFn) -> str:
     return body
 
 
-def descendants(pids: list[int]) -> list[int]:
-    """These processes and their children."""
-    seen = list(pids)
-    for pid in seen:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                seen += map(int, task.read_text().split())
-            except OSError:
-                continue
-    return seen
-
-
-def peaks(pids: list[int]) -> int:
-    """The most memory that one of these processes, or their children, has ever had."""
+def peak_below() -> int:
+    """The most memory that a process which this one has started, or one of those below, has ever had."""
     peak = 0
-    for pid in descendants(pids):
+    for pid in tree_of(os.getpid())[1:]:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
             peak = max(peak, int(status.split("VmHWM:")[1].split()[0]) * 1024)
@@ -128,21 +117,16 @@ def peaks(pids: list[int]) -> int:
     return peak
 
 
-def computed_s(pids: list[int]) -> float:
-    """The processor time of these processes and of their children that are there or have ended."""
+def computed_s() -> float:
+    """The processor time of all that this process has started, and of their children that have ended."""
     ticks = 0
-    for pid in descendants(pids):
+    for pid in tree_of(os.getpid())[1:]:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def children() -> list[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text().split()]
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +144,15 @@ def prover() -> Iterator[ConfinedProcess]:
 def test_a_drawn_schema_has_its_answer_within_the_bounds(
     prover: ConfinedProcess, schema: dict[str, Any]
 ) -> None:
-    before_s, said = computed_s(children()), ""
+    before_s, said = computed_s(), ""
     try:
         prover.ask(json.dumps(Grammar.of_schema(schema)).encode())
     except (RequestError, ConfinedError) as error:
         said = str(error)
 
     assert "\n" not in said
-    assert computed_s(children()) - before_s < BOUNDS.seconds + OVERHEAD_S
-    assert peaks(children()) < BOUNDS.memory_bytes + OVERHEAD_BYTES
+    assert computed_s() - before_s < BOUNDS.seconds + OVERHEAD_S
+    assert peak_below() < BOUNDS.memory_bytes + OVERHEAD_BYTES
 
 
 @examples(50, suppress_health_check=list(HealthCheck))
@@ -176,14 +160,14 @@ def test_a_drawn_schema_has_its_answer_within_the_bounds(
 def test_a_drawn_template_has_its_answer_within_the_bounds(source: str) -> None:
     conversations = Conversations(source, {}, [], Bounds(seconds=0.3, memory_bytes=128 * MIB))
     said = ""
-    before_s = computed_s(children())
+    before_s = computed_s()
     try:
         conversations.start()
         conversations.write(Conversation([{"role": "user", "content": "hello"}]))
     except (ChatTemplateError, ModelError) as error:
         said = str(error)
     finally:
-        peak, took_s = peaks(children()), computed_s(children()) - before_s
+        peak, took_s = peak_below(), computed_s() - before_s
         conversations.close()
 
     assert "\n" not in said

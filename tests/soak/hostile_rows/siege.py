@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.soak.row_runner import Missed
 from tests.soak.served_process import TINY, ServerProcess, model_reference, own_cache
+from tests.support.process_trees import tree_of
 
 LATENCY_RATIO = 2.0
 """The median of the well-behaved client beside the attack, by its median on an idle server."""
@@ -253,19 +254,7 @@ def _settled_mib(server: ServerProcess, enough_mib: float) -> float:
 
 def all_memory_mib(pid: int) -> float:
     """Proportional resident memory of a process and of all that it has started."""
-    return sum(_pss_mib(member) for member in process_tree(pid))
-
-
-def process_tree(pid: int) -> Sequence[int]:
-    """A process, its children, theirs, and so on."""
-    pids = [pid]
-    for parent in pids:
-        try:
-            tasks = list(Path(f"/proc/{parent}/task").iterdir())
-            pids += [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return pids
+    return sum(_pss_mib(member) for member in tree_of(pid))
 
 
 def _pss_mib(pid: int) -> float:

@@ -117,13 +117,6 @@ def product(
     command: list[str], w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1
 ) -> Array:
     """y float32 [m, n] by one_product.c, run as `command`."""
-    return told_product(command, w, x, walk, path, k_parts)[0]
-
-
-def told_product(
-    command: list[str], w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1
-) -> tuple[Array, str]:
-    """The same, and what the program says on stderr."""
     scales = b"" if w.scales is None else w.scales.tobytes()
     scale_bytes = 0 if w.scales is None else w.scales.itemsize
     fields = (KINDS.index(w.kind), w.group, w.zero_point, scale_bytes, w.mins is not None)
@@ -136,7 +129,7 @@ def told_product(
     head = struct.pack("<14i6q", *fields, *blocks, order, *sizes)
     operands = head + w.values.tobytes() + scales + mins + offsets + x.tobytes()
     run = subprocess.run(command, input=operands, capture_output=True, check=True)
-    return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n), run.stderr.decode()
+    return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n)
 
 
 def product_here(

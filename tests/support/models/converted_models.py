@@ -22,7 +22,11 @@ CONTROLS = (
     "<eop>",
 )
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-_ARCHITECTURES = {"kimi_linear": "KimiLinearForCausalLM"}
+_ARCHITECTURES = {
+    "kimi_linear": "KimiLinearForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
 NOT_CONVERTED: Mapping[str, str] = {
     "gemma3n": "the converter takes a table of all tokens in each layer for granted",
     "cohere2-biases": "llama.cpp has no biases there: the converter refuses those that are not zero",
@@ -91,7 +95,7 @@ def write_convertible(folder: Path, name: str, architecture: str | None) -> Path
     kind = "GPT2Tokenizer" if name.startswith("phi3") else "PreTrainedTokenizerFast"
     settings = {"tokenizer_class": kind, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    if name == "gemma2":
+    if name in ("gemma", "gemma2", "ernie4.5"):
         (folder / "tokenizer.model").write_bytes(_sentence_pieces())
     return folder
 

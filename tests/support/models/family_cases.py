@@ -81,6 +81,11 @@ _GRANITE = {
     "logits_scaling": 4.0,
 }
 
+_VISION = {
+    "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [8, 4, 4]},
+    "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+                      "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]},
+}  # fmt: skip
 _MAMBA = {
     "num_hidden_layers": 4, "layer_types": ["mamba", "full_attention", "mamba", "mamba"],
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 20, "mamba_d_conv": 4,
@@ -314,6 +319,45 @@ FAMILY_CASES: dict[str, FamilyCase] = {
                           "truncate": False, "original_max_position_embeddings": 64}},
         prompt_seeds=(9, 1001),
     ),
+    "qwen2moe": FamilyCase(
+        "qwen2_moe", "qwen2moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": False,
+         "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        prompt_seeds=(1001, 90),
+    ),
+    "gemma": FamilyCase(
+        "gemma", "gemma",
+        {**_GEMMA, "num_key_value_heads": 1, "hidden_act": "gelu", "hidden_activation": None,
+         "sliding_window": None},
+        unit_norms=True,
+        prompt_seeds=(1000, 90), logit_size=6.0,
+    ),
+    "olmo3": FamilyCase(
+        "olmo3", "",
+        {"num_hidden_layers": 5, "sliding_window": 24, "rope_theta": 5e5,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+                          "attention_factor": 1.1386294361119891, "beta_fast": 32.0, "beta_slow": 1.0}},
+        prompt_seeds=(9, 1005),
+    ),
+    "seed-oss": FamilyCase(
+        "seed_oss", "seed_oss", {"head_dim": 32, "attention_bias": True, "attention_out_bias": False},
+        prompt_seeds=(9, 1000),
+    ),
+    "exaone4": FamilyCase(
+        "exaone4", "exaone4",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 24, "rope_theta": 1e6},
+        prompt_seeds=(9, 1000),
+    ),
+    "exaone4-full": FamilyCase(
+        "exaone4", "exaone4",
+        {"num_hidden_layers": 3, "sliding_window": None, "layer_types": [FULL] * 3, "rope_theta": 1e6},
+        prompt_seeds=(1000, 1000),
+    ),
+    "ernie4.5": FamilyCase(
+        "ernie4_5", "ernie4_5",
+        {"head_dim": 32, "rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True}, logit_size=6.0,
+        prompt_seeds=(9, 1003),
+    ),
 }  # fmt: skip
 
 
@@ -352,6 +396,13 @@ WITHOUT_REFERENCE: dict[str, FamilyCase] = {
          "shared_intermediate_size": 96, "position_embedding_type": "rope"},
         interleaved=True,
         unit_norms=True,
+    ),
+    "qwen3vl": FamilyCase("qwen3_vl", "qwen3vl", {"head_dim": 32, "rope_theta": 5e6, **_VISION}),
+    "qwen3vlmoe": FamilyCase(
+        "qwen3_vl_moe", "qwen3vlmoe",
+        {"head_dim": 32, "rope_theta": 5e6, **_VISION, "num_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
+         "mlp_only_layers": []},
     ),
 }  # fmt: skip
 """Cases that converted files alone have: transformers answers beside them."""

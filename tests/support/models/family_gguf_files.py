@@ -132,7 +132,7 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_expert_used_count(f.get("num_experts_per_tok", f.get("num_experts_per_token")))
     if shared := f.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
-    if case.model_type in ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
+    if case.model_type in ("qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
         writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
     if case.model_type == "gemma2":
         writer.add_attn_logit_softcapping(f["attn_logit_softcapping"])
@@ -249,8 +249,6 @@ def _state_tensors(case: FamilyCase, f: Mapping[str, Any], name: str, values: np
         return {name: -np.exp(values.astype(np.float64)).astype(np.float32)}
     if name.endswith(".dt_bias"):
         return {name.replace(".dt_bias", ".dt_proj.bias"): values}
-    if name.endswith("shared_expert_gate.weight"):
-        return {name: values[0]}
     if name.endswith(".in_proj_qkvz.weight"):
         groups, key, value = (
             f[f"linear_{size}"] for size in ("num_key_heads", "key_head_dim", "value_head_dim")

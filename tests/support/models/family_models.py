@@ -21,8 +21,9 @@ from tests.support.models.family_cases import (
     SHAPE,
     FamilyCase,
 )
-from tests.support.models.reference_models import raw_values
+from tests.support.models.reference_models import FIXTURES, raw_values
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 Arrays = dict[str, np.ndarray]
 
 
@@ -40,7 +41,7 @@ def long_prompt(name: str) -> list[int]:
 
 def family_weights(name: str) -> Arrays:
     """Every tensor in float32 by the name that published checkpoints give it."""
-    shapes = _shapes(ALL_CASES[name])
+    shapes = _recorded_shapes(name) or _shapes(ALL_CASES[name])
     values = {tensor: raw_values(f"{name}/{tensor}", shape) for tensor, shape in shapes.items()}
     if ALL_CASES[name].fields["tie_word_embeddings"]:  # else every token would predict itself
         values["model.embed_tokens.weight"] *= np.float32(0.05)
@@ -55,8 +56,20 @@ def family_weights(name: str) -> Arrays:
     return values
 
 
+def _recorded_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """Those that transformers gave the tensors of a family; of experts the first one's stand for all."""
+    recorded = json.loads((FIXTURES / "family_shapes.json").read_text()).get(name, {})
+    fields = ALL_CASES[name].fields
+    count = next((fields[key] for key in EXPERT_COUNTS if key in fields), 1)
+    return {
+        tensor.replace(".experts.0.", f".experts.{expert}."): tuple(shape)
+        for tensor, shape in recorded.items()
+        for expert in range(count if ".experts.0." in tensor else 1)
+    }
+
+
 def _last_norm(case: FamilyCase) -> str:
-    return "model.embedding_norm.weight" if case.model_type == "lfm2" else "model.norm.weight"
+    return "model.embedding_norm.weight" if case.model_type.startswith("lfm2") else "model.norm.weight"
 
 
 def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
@@ -278,6 +291,11 @@ def write_family_hf(folder: Path, name: str, changes: Mapping[str, Any] | None =
     """A Hugging Face directory in float32; `changes` replace fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**ALL_CASES[name].fields, **(changes or {})}
+    if "vision_config" in fields:
+        outer = {
+            key: fields.pop(key) for key in ("model_type", "architectures", "vision_config") if key in fields
+        }
+        fields = {**outer, "text_config": {**fields, "model_type": f"{outer['model_type']}_text"}}
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "tokenizer.json").write_text(tiny_models.tokenizer_json(SHAPE))
     (folder / "tokenizer_config.json").write_text("{}")

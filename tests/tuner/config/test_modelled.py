@@ -98,16 +98,6 @@ def test_leaving_one_core_of_every_tag_cluster_beats_all_cores_and_the_last_core
     assert removed_by_cluster < all_cores < removed_by_node
 
 
-def test_fast_numa_nodes_beat_slow_ones(kunpeng_with_tags: tuple[Machine, ModelledEvaluator]) -> None:
-    machine, evaluator = kunpeng_with_tags
-    nodes = numa_sets(machine)
-
-    fast = step_ns(evaluator, on(machine, *nodes[:4]), DECODE)
-    slow = step_ns(evaluator, on(machine, *nodes[4:]), DECODE)
-
-    assert fast < slow
-
-
 def test_prefill_wants_all_cores_where_decode_does_not(
     kunpeng_with_tags: tuple[Machine, ModelledEvaluator],
 ) -> None:
@@ -116,15 +106,6 @@ def test_prefill_wants_all_cores_where_decode_does_not(
     all_cores = step_ns(evaluator, on(machine, *numa_sets(machine)), PREFILL)
 
     assert all_cores < step_ns(evaluator, on(machine, *without_fourths(machine)), PREFILL)
-
-
-def test_without_the_hidden_clusters_removing_cores_gains_nothing() -> None:
-    """The modelled gain of SC-RM comes from the hidden resource alone."""
-    machine = kunpeng()
-    evaluator = ModelledEvaluator(machine, llama_2_7b(), replace(kunpeng_rates(), core_read_bytes_per_s=3e9))
-    all_cores = step_ns(evaluator, on(machine, *numa_sets(machine)), DECODE)
-
-    assert all_cores < step_ns(evaluator, on(machine, *without_fourths(machine)), DECODE)
 
 
 # Fig. 3 (b): 2x EPYC 7H12.
@@ -193,15 +174,6 @@ def test_more_cores_read_more_until_their_node_is_saturated() -> None:
     assert reached[6:] == pytest.approx([65e9] * 14)
 
 
-def test_two_pus_of_a_core_read_and_multiply_no_more_than_one() -> None:
-    machine = epyc()
-    evaluator = ModelledEvaluator(machine, llama_2_7b(), epyc_rates())
-
-    one_pu_ns = step_ns(evaluator, on(machine, (0,)), PREFILL)
-
-    assert step_ns(evaluator, on(machine, (0, 128)), PREFILL) >= one_pu_ns
-
-
 def only_meetings() -> MachineRates:
     """Everything is for nothing but lines that pass from core to core."""
     free = 1e30
@@ -239,17 +211,6 @@ def test_ranks_meet_behind_each_op_and_prepare_few_rows_alone(rows: int, for_all
     assert taken == pytest.approx(expected_ns, rel=1e-6)
 
 
-def test_a_rank_of_three_times_the_threads_computes_three_times_the_columns() -> None:
-    """So both are done at once, where reading costs nothing; heads, vocabulary and width divide evenly."""
-    machine, shape = xeon(), replace(llama_2_7b(), vocab=32768, ffn=11264)
-    rates = replace(only_meetings(), flops_per_core=1e9, latency=LineLatency(0, 0, 0, 0))
-    evaluator = ModelledEvaluator(machine, shape, rates)
-
-    together = step_ns(evaluator, on(machine, range(15), range(20, 25)), PREFILL)
-
-    assert together == pytest.approx(step_ns(evaluator, on(machine, range(20)), PREFILL), rel=1e-6)
-
-
 @pytest.mark.parametrize("step", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_rank_of_slower_cores_has_so_much_less(step: Step) -> None:
     """Two ranks of as many threads, one of a kind that does half: both are done together, with three quarters
@@ -271,22 +232,6 @@ def test_a_rank_of_slower_cores_has_so_much_less(step: Step) -> None:
 
     assert told == pytest.approx(alike * 4 / 3, rel=1e-3)
     assert untold == pytest.approx(alike * 2, rel=1e-3)
-
-
-def test_the_slowest_rank_decides() -> None:
-    """Three KV heads on two ranks: one holds twice as much, and the other waits."""
-    machine = xeon()
-    shape = replace(llama_2_7b(), n_heads=9, n_kv_heads=3)
-    uneven = ModelledEvaluator(machine, shape)
-    even = ModelledEvaluator(machine, replace(shape, n_heads=12, n_kv_heads=4))
-    halves = on(machine, *numa_sets(machine))
-
-    gain_uneven = step_ns(uneven, on(machine, numa_sets(machine)[0]), PREFILL) / step_ns(
-        uneven, halves, PREFILL
-    )
-    gain_even = step_ns(even, on(machine, numa_sets(machine)[0]), PREFILL) / step_ns(even, halves, PREFILL)
-
-    assert gain_uneven < gain_even
 
 
 @pytest.mark.parametrize(("n_kv_heads", "share"), [(1, 1.0), (2, 0.5)])
@@ -380,27 +325,6 @@ def test_cores_that_the_machine_lacks_are_refused() -> None:
         evaluator.open(OnCores((RankCores((39, 40)),)), "decode"),
     ):
         pass
-
-
-def measured_rates(
-    machine: Machine, peak_flops: float, read_bytes_per_s: float, core_read_bytes_per_s: float
-) -> MachineRates:
-    """From limits measured on all allowed cores together, and one core's reading on its own."""
-    cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
-    memories = sum(1 for node in machine.nodes(Kind.NUMA) if node.cpus) or 1
-    return MachineRates(
-        flops_per_core=peak_flops / cores,
-        core_read_bytes_per_s=core_read_bytes_per_s,
-        l3_read_bytes_per_s=None,
-        numa_read_bytes_per_s=read_bytes_per_s / memories,
-    )
-
-
-def test_measured_limits_are_divided_over_cores_and_nodes() -> None:
-    rates = measured_rates(xeon(), peak_flops=4e12, read_bytes_per_s=2e11, core_read_bytes_per_s=1e10)
-
-    assert rates.flops_per_core == pytest.approx(1e11)
-    assert rates.numa_read_bytes_per_s == pytest.approx(1e11)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

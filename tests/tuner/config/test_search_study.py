@@ -201,27 +201,6 @@ def test_the_cost_of_a_pruned_one_is_comparable(database: str) -> None:
         assert event.cost_ms == pytest.approx(whole_ms)
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trial_tells_people_what_it_was(database: str, kind: EvaluatorKind) -> None:
-    run_on(database, FakeEvaluator(kind=kind))
-    trials = trials_of(database)
-    whole = trials[0]
-
-    assert set(whole.params) == {"ranks", "pus_per_rank", "pus_per_core", "pus_removed", "numa_nodes"}
-    assert whole.user_attrs["tree"] == "fundamental"
-    assert whole.params["pus_removed"] == 0
-    assert all(
-        trial.params["ranks"] * trial.params["pus_per_rank"] + trial.params["pus_removed"] == 8
-        for trial in trials
-    )
-    assert any("remove(" in trial.user_attrs["tree"] for trial in trials)
-    assert all(
-        len(trial.intermediate_values) == N_SLICES for trial in trials if trial.state.name == "COMPLETE"
-    )
-    assert all(trial.duration is not None for trial in trials)
-
-
 def test_the_tuning_database_works_as_before_beside_a_study(database: str) -> None:
     with open_store(database) as store:
         before = store.stats()
@@ -233,13 +212,6 @@ def test_the_tuning_database_works_as_before_beside_a_study(database: str) -> No
     assert (after.revision, after.rows) == (before.revision, before.rows)
     assert sum(removed.values()) == 0
     assert run_on(database, FakeEvaluator()).evaluations == 0
-
-
-@pytest.mark.slow
-def test_nothing_is_said_on_stderr(database: str, capfd: pytest.CaptureFixture[str]) -> None:
-    run_on(database, FakeEvaluator())
-
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
@@ -261,7 +233,6 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_two_processes_divide_a_study(database: str) -> None:
     """As two machines do that share a database."""
     children = [start_child(database, 0.1) for _ in range(2)]

@@ -18,7 +18,7 @@ from phasewise.tuner.config.frontier import FEW
 from phasewise.tuner.config.pruner import HOPELESS, MIN_SLICES, TransformationTreePruner, is_hopeless
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.trials import KEY, RIVAL
-from phasewise.tuner.config.walk import BAND_RULES, CandidateBatch, PrunedTree, Rules, Stopped, walk
+from phasewise.tuner.config.walk import BAND_RULES, CandidateBatch, PrunedTree, Rules, walk
 from phasewise.tuner.search.protocol import drive
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support.ablation import Cost, Walked, brute_force, walked
@@ -93,13 +93,6 @@ def test_no_configuration_is_asked_for_twice(seed: int) -> None:
     assert result.evaluations == len(result.scored)
 
 
-def test_the_same_answers_bring_the_same_questions() -> None:
-    """Resuming is replaying."""
-    once, again = (walked(small_space(), scattered(5), Rules()) for _ in range(2))
-
-    assert list(once.scored) == list(again.scored)
-
-
 def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None:
     """If every removal costs, only the survey and the removals of roots are looked at."""
 
@@ -123,26 +116,6 @@ def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None
     cuts = [decision for decision in decisions if isinstance(decision, PrunedTree)]
     assert cuts
     assert all(cut.cost_ms >= 0.997 * cut.parent_cost_ms for cut in cuts)
-
-
-def test_a_group_that_stops_improving_is_given_up() -> None:
-    stopped: list[Stopped] = []
-
-    def answer(ask: CandidateBatch) -> list[float]:
-        stopped.extend(decision for decision in ask.decisions if isinstance(decision, Stopped))
-        return [scattered(3)(candidate.configuration) for candidate in ask.candidates]
-
-    drive(walk(small_space(), Rules(share=None, patience=1)), answer)
-
-    assert stopped
-
-
-def test_no_more_than_a_share_of_the_space_is_asked_for() -> None:
-    result = walked(
-        planted.kunpeng().space, lambda configuration: 1.0 / configuration.n_pus, Rules(share=0.01)
-    )
-
-    assert result.evaluations <= 77
 
 
 def test_what_cannot_run_does_not_end_the_walk() -> None:

@@ -14,13 +14,12 @@ from phasewise.tuner.config.simulate import (
     LatencyBounds,
     Objective,
     ObjectiveKind,
-    Remembered,
     StepGrid,
     cost_ms,
     parse_slo,
 )
 from phasewise.tuner.config.steps import Step
-from phasewise.tuner.config.trace import RequestLengths, default_trace, parse_distribution, slices
+from phasewise.tuner.config.trace import RequestLengths, default_trace, slices
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import PHASES, Phase
 
@@ -129,27 +128,6 @@ def test_only_the_grids_steps_are_asked_for(trace: tuple[RequestLengths, ...], p
     assert len(grid.steps) <= 8
 
 
-def test_the_first_slice_of_a_trace_needs_fewer_steps_than_the_whole() -> None:
-    """So a hopeless configuration is left before the long steps."""
-    grid = StepGrid.of(TRACE, Objective(), "prefill")
-    timer = Counting(linear)
-
-    cost_ms(Objective(), "prefill", slices(TRACE, 4)[0], timer, grid)
-
-    assert len(set(timer.asked)) < len(grid.steps)
-    assert max(timer.asked) < max(grid.steps)
-
-
-def test_a_remembered_step_is_timed_once() -> None:
-    timer = Counting(linear)
-    remembered = Remembered(timer)
-    grid = StepGrid.of(TRACE, Objective(), "decode")
-    for part in (*slices(TRACE, 4), TRACE):
-        cost_ms(Objective(), "decode", part, remembered, grid)
-
-    assert sorted(timer.asked) == sorted(set(timer.asked))
-
-
 def test_slices_mean_what_the_whole_trace_means() -> None:
     whole = cost(TRACE, "decode")
     grid = StepGrid.of(TRACE, Objective(), "decode")
@@ -157,13 +135,6 @@ def test_slices_mean_what_the_whole_trace_means() -> None:
     by_slice = [cost_ms(Objective(), "decode", part, linear, grid) * len(part) for part in parts]
 
     assert sum(by_slice) / len(TRACE) == pytest.approx(whole)
-
-
-def test_a_trace_of_one_length_is_timed_at_exactly_that() -> None:
-    trace = parse_distribution("fixed:512/2", 10, 0)
-
-    assert StepGrid.of(trace, Objective(), "prefill").steps == (Step("prefill", 512),)
-    assert StepGrid.of(trace, Objective(), "decode").steps == (Step("decode", 1, 1, 512),)
 
 
 def test_a_concurrency_times_steps_of_so_many_sequences() -> None:
@@ -193,14 +164,6 @@ def test_goodput_counts_only_requests_that_keep_the_slo(phase: Phase) -> None:
 
     assert one_good == pytest.approx(2 * all_good)
     assert none_good > one_good
-
-
-def test_of_two_hopeless_configurations_the_slower_one_costs_more() -> None:
-    objective = Objective("goodput", LatencyBounds(ttft_ms=0.001))
-
-    assert cost(TRACE, "prefill", lambda step: 2 * linear(step), objective) > cost(
-        TRACE, "prefill", objective=objective
-    )
 
 
 def test_an_slo_is_read_with_or_without_units() -> None:

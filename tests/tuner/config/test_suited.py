@@ -17,13 +17,12 @@ from phasewise.tuner.config.rates import CoreShare, MachineRates, default_rates
 from phasewise.tuner.config.references import (
     ALL_CORES,
     PER_NODE,
-    PHYSICAL_CORES,
     Reference,
     references,
     same_cores,
 )
 from phasewise.tuner.config.steps import ModelShape
-from phasewise.tuner.config.suited import FEWER_CORES, OTHER_RANKS, STEPS, has_choice, suited_plan
+from phasewise.tuner.config.suited import FEWER_CORES, OTHER_RANKS, STEPS, suited_plan
 from phasewise.tuner.config.walk import refine
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, check_fits, default_plan, rank_on
 from phasewise.tuner.topotree import Configuration, UnevenCores, fundamental
@@ -105,15 +104,6 @@ def test_a_model_of_fewer_kv_heads_than_nodes_has_a_rank_on_each(name: str, head
     assert nodes_of(machine, suited.plan) == [{node} for node in range(len(machine.nodes(Kind.NUMA)))]
 
 
-def test_a_model_of_one_head_is_read_from_all_nodes_by_one_rank() -> None:
-    machine = xeon()
-    suited = suited_plan(machine, "decode", replace(llama_2_7b(), n_heads=1, n_kv_heads=1))
-
-    assert nodes_of(machine, suited.plan) == [{0, 1}]
-    assert suited.plan.ranks[0].numa_node is None
-    assert "one rank over 2 nodes (modelled" in suited.line
-
-
 def test_a_small_model_leaves_cores_that_would_only_be_waited_for() -> None:
     """On 64 cores of a node the barriers of its 30 layers take longer than its weights."""
     machine = epyc(1)
@@ -122,17 +112,6 @@ def test_a_small_model_leaves_cores_that_would_only_be_waited_for() -> None:
     assert len(plan.cores) < len(machine.allowed_cores()) / 2
     by_l3 = [len(set(l3.cpus) & set(plan.cores)) for l3 in machine.nodes(Kind.L3)]
     assert len(set(by_l3) - {0}) == 1
-
-
-def test_only_allowed_nodes_are_used() -> None:
-    whole = kunpeng()
-    second = whole.nodes(Kind.NUMA)[1]
-    narrow = replace(whole, allowed_pus=second.cpus)
-
-    assert not has_choice(narrow)
-    for phase in PHASES:
-        suited = suited_plan(narrow, phase, llama_2_7b())
-        assert (suited.plan, suited.line) == (default_plan(narrow, phase), "")
 
 
 @pytest.mark.parametrize("levels", [((Kind.CORE, 2),), ((Kind.NUMA, 1), (Kind.L3, 1), (Kind.CORE, 12))])
@@ -229,16 +208,6 @@ def test_by_the_model_no_kind_alone_is_faster(
 def of(machine: Machine, refusal: str | None = None) -> dict[str, Reference]:
     all_references = references(machine, "decode", lambda ranks: refusal)
     return {reference.name: reference for reference in all_references}
-
-
-def test_all_cores_are_every_allowed_pu_and_physical_ones_are_each_core_once() -> None:
-    machine = epyc(threads_a_core=2)
-    by_name = of(machine)
-
-    assert by_name[ALL_CORES].plan is not None
-    assert by_name[PHYSICAL_CORES].plan is not None
-    assert set(by_name[ALL_CORES].plan.cores) == set(range(256))
-    assert set(by_name[PHYSICAL_CORES].plan.cores) == set(range(128))
 
 
 def test_each_node_gets_a_process_that_stays_on_it() -> None:

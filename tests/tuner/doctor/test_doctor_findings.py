@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from phasewise.kerneldb.product_counts import ProductCounts
-from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
-from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, TunedCounts, examine, not_examined
+from phasewise.tuner.doctor import CHECKS, IsaUse, Severity, TunedCounts, examine, not_examined
 from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures, explain_decode
 from tests.support.machines.fake_host import CGROUP, CPU, MEMINFO, Plant, clean_host, found_in
 
@@ -292,15 +291,6 @@ def test_what_a_snapshot_does_not_tell_is_listed(tmp_path: Path) -> None:
 
     assert not_examined(whole) == ()
     assert not_examined(bare) == ("instruction sets in use", "the tuning database", "memory (proc/meminfo)")
-
-
-def test_kernel_settings_of_the_running_host_are_read() -> None:
-    """/proc/sys is no ordinary folder: it refuses large reads."""
-    release = Path("/proc/sys/kernel/osrelease")
-    if not release.exists():
-        pytest.skip("this system shows no /proc/sys")
-
-    assert Host(Path("/"), read_machine()).text("proc/sys/kernel/osrelease") == release.read_text().strip()
 
 
 FIGURES = DecodeFigures("a-model", 4, PhaseFigures(1200.0, 0.8), PhaseFigures(40.0, 0.3), 6e9, 20e9)

@@ -47,14 +47,6 @@ def test_no_prompt_is_on_both_sides(share: float, seed: int) -> None:
     assert held_out(examples[:30], share, seed)[1] == [example for example in examples[:30] if example in out]
 
 
-def test_about_the_wanted_share_is_held_out_and_learnt_folds_are_all_there() -> None:
-    """A share is no fold: what is left learns in all of its folds."""
-    kept, out = held_out(made_up(2000), 0.3, 0)
-
-    assert len(out) / 2000 == pytest.approx(0.3, abs=0.05)
-    assert train(kept[:200], "m", TrainOptions(epochs=1)).members
-
-
 def test_logs_are_read_packed_or_plain(tmp_path: Path) -> None:
     lines = [LINE, {**LINE, "finish_reason": "length", "output_tokens": 9, "max_tokens": None}]
     text = "".join(json.dumps(line) + "\n\n" for line in lines)
@@ -250,11 +242,6 @@ def test_a_price_holds_the_share_of_answers_to_come() -> None:
             held.append((coming > price_holding(earlier.tolist(), hold)).mean())
         assert np.mean(held) == pytest.approx(hold, abs=0.01)
         assert np.mean(held) >= hold - 0.003
-
-
-def test_a_price_that_nobody_knows_is_nothing() -> None:
-    assert price_holding([], 0.9) == 0
-    assert price_holding([0.1] * 50, 0.99) == 0  # 50 answers say nothing of one in a hundred
 
 
 def test_answers_that_outgrow_their_room_make_room_for_others() -> None:

@@ -95,12 +95,6 @@ def test_what_the_prompt_tells_is_learnt(predictor: LengthPredictor) -> None:
         assert held > 0.75
 
 
-def test_who_knows_nothing_says_so(predictor: LengthPredictor) -> None:
-    telling, silent = PromptFacts((1, 2, 3, 4, 100, 5, 6), 0.0, 512), PromptFacts((), 0.0, 512)
-
-    assert predictor.forecast(telling, 0.001).uncertainty < predictor.forecast(silent, 0.001).uncertainty
-
-
 def test_no_forecast_exceeds_max_tokens(predictor: LengthPredictor) -> None:
     for limit in (1, 2, 30, 511, 512, 4096, None):
         facts = PromptFacts((1, 2, 3, 4, 300, 5, 6), 0.0, limit)

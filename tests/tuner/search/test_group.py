@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.group import ScheduleCache, adopted, m_grid, tune_group
 from phasewise.tuner.search.protocol import SearchOptions, TimingBatch, drive
-from phasewise.tuner.search.space import Arithmetic, MicroKernel, fitting, kernel_of
+from phasewise.tuner.search.space import Arithmetic, MicroKernel, kernel_of
 from tests.support.machines.landscapes import KERNELS, PLAIN, GroupBench, Landscape, group_of
 from tests.support.searches import holds
 from tests.support.tiers import examples
@@ -62,27 +62,6 @@ def test_larger_m_reuse_the_slice_and_cost_next_to_nothing() -> None:
     assert all(len(schedules_of(bench, m)) <= 5 for m in outcome.reused)
 
 
-def test_a_fixed_slice_that_is_the_default_is_reused_too() -> None:
-    """A product with a single schedule: nothing to choose at any m."""
-    group = replace(group_of(n=16, k=32, threads=1), kernels={"fma": (MicroKernel(1, 1),)})
-    options = replace(OPTIONS, reuse_from=1, steady=1)
-
-    outcome = drive(tune_group(group, (1, 1_000, 1_001), options), GroupBench(group, Landscape(1)))
-
-    assert len(outcome.best) == 3
-
-
-def test_a_stored_search_is_replayed_without_a_single_new_timing() -> None:
-    group, ms = group_of(), m_grid(64, OPTIONS)
-    first = GroupBench(group, Landscape(2, 0.05))
-    outcome = drive(tune_group(group, ms, OPTIONS), first)
-
-    again = GroupBench(group, Landscape(3, 0.3), stored=dict(first.stored))
-
-    assert drive(tune_group(group, ms, OPTIONS), again) == outcome
-    assert again.timed == 0
-
-
 def test_an_interrupted_search_ends_where_an_undisturbed_one_does() -> None:
     """A resumed search needs only what was stored: cut it off after every N batches."""
     group, ms = group_of(), m_grid(20, OPTIONS)
@@ -99,16 +78,6 @@ def test_an_interrupted_search_ends_where_an_undisturbed_one_does() -> None:
     resumed = drive(tune_group(group, ms, OPTIONS), GroupBench(group, Landscape(4, 0.05), stored=stored))
 
     assert resumed == undisturbed
-
-
-def test_no_sample_answers_twice() -> None:
-    group = group_of(arithmetics=(PLAIN, SPLIT))
-    bench = GroupBench(group, Landscape(5, 0.05))
-
-    drive(tune_group(group, m_grid(32, OPTIONS), OPTIONS), bench)
-
-    assert bench.timed == sum(len(ask.schedules) for ask in bench.asks)
-    assert all(len(set(ask.schedules)) == len(ask.schedules) <= OPTIONS.batch for ask in bench.asks)
 
 
 def test_all_schedules_of_a_group_are_of_one_arithmetic() -> None:
@@ -128,18 +97,6 @@ def test_k_is_split_where_columns_leave_threads_idle_and_not_for_little() -> Non
 
     assert drive(tune_group(narrow, (1, 2), OPTIONS), GroupBench(narrow, Landscape(1))).arithmetic == parts
     assert drive(tune_group(wide, (1, 2), OPTIONS), GroupBench(wide, Landscape(1))).arithmetic == PLAIN
-
-
-def test_after_the_window_only_its_winners_and_new_kernels_are_screened() -> None:
-    options = replace(OPTIONS, window=4, reuse_from=1_000_000)
-    group = group_of()
-    bench = GroupBench(group, Landscape(6))
-
-    drive(tune_group(group, (8, 9, 10, 11, 12, 13), options), bench)
-
-    screened = {m: {MicroKernel(s.mr, s.panels) for s in schedules_of(bench, m)} for m in (8, 13)}
-    assert screened[8] >= set(fitting(KERNELS, 8))
-    assert len(screened[13]) <= 6
 
 
 def test_a_second_group_profits_from_the_first() -> None:
@@ -170,15 +127,6 @@ def test_a_lucky_first_sample_does_not_win() -> None:
         ]
 
     assert drive(tune_group(group, (1,), OPTIONS), flattered).best[1] != lucky
-
-
-def test_the_window_is_closed_at_any_time() -> None:
-    search = tune_group(group_of(), (1, 2, 3), OPTIONS)
-    next(search)
-    search.close()
-
-    with pytest.raises(StopIteration):
-        next(search)
 
 
 @pytest.mark.parametrize(

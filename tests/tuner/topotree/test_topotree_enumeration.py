@@ -8,12 +8,10 @@ PHASEWISE_SHARED_DATA names the folder of real machines.
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.topology import CpuKind, Kind, Machine, read_lstopo, read_machine
-from phasewise.tuner.plans import parse_cores
+from phasewise.topology import CpuKind, Machine, read_lstopo, read_machine
 from phasewise.tuner.topotree import (
     LeftOut,
     TopoTree,
@@ -158,14 +155,6 @@ def _is_tiled(tree: Nest) -> bool:
     return all(len(shift) == 1 for shift in shifts) and all(_is_tiled(child) for child in tree)
 
 
-def is_ordered(tree: Nest) -> bool:
-    """True if the children of every node ascend by their lowest PU."""
-    if isinstance(tree, int):
-        return True
-    firsts = [leaves(child)[0] for child in tree]
-    return all(a < b for a, b in pairwise(firsts)) and all(is_ordered(child) for child in tree)
-
-
 MAX_CORES = 16
 
 
@@ -204,21 +193,6 @@ def test_the_trees_are_those_of_the_naive_enumerator(shape: tuple[int, ...], pow
     assert set(nests) == every_removal(groupings)
 
 
-@pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 12), (2, 2, 8)], ids=str)
-def test_equal_nests_have_equal_keys_and_no_others(shape: tuple[int, ...]) -> None:
-    """The key is the same exactly where the same PUs nest in the same way, over all ways to get there."""
-    keys: dict[object, set[str]] = {}
-    nests: dict[str, set[object]] = {}
-    for grouping in grouped_trees(fundamental(machine_of(shape)).tree, power_of_two=False):
-        for tree in transformation_tree(grouping):
-            nest = canonical(nest_of(tree))
-            keys.setdefault(nest, set()).add(tree.key)
-            nests.setdefault(tree.key, set()).add(nest)
-
-    assert all(len(of_nest) == 1 for of_nest in keys.values())
-    assert all(len(of_key) == 1 for of_key in nests.values())
-
-
 @pytest.mark.parametrize("shape", [(12,), (2, 8), (2, 3, 2), (2, 2, 2, 2)], ids=str)
 def test_the_transformation_tree_is_in_topological_order(shape: tuple[int, ...]) -> None:
     """Every tree comes after all its parents, once; children and parents are each other's inverse."""
@@ -233,15 +207,6 @@ def test_the_transformation_tree_is_in_topological_order(shape: tuple[int, ...])
         assert len(seen) == grouping.n_pus
 
 
-@pytest.mark.parametrize("shape", [(24,), (2, 8), (4, 2, 6)], ids=str)
-def test_every_tree_comes_after_its_parents(shape: tuple[int, ...]) -> None:
-    """Over all groupings, where the parents of a tree may have been met under another one."""
-    seen: set[TopoTree] = set()
-    for tree in every_tree(fundamental(machine_of(shape)).tree, power_of_two=False):
-        assert seen.issuperset(parents(tree))
-        seen.add(tree)
-
-
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 20), (4, 2, 24), (2, 16, 4, 2)], ids=str)
 def test_counts_keep_the_papers_bounds(shape: tuple[int, ...], power_of_two: bool) -> None:
@@ -253,30 +218,12 @@ def test_counts_keep_the_papers_bounds(shape: tuple[int, ...], power_of_two: boo
     assert sum(1 for _ in transformation_tree(tree)) <= removal_bound(n)
 
 
-def test_fewer_groups_with_a_power_of_two_and_none_that_is_not() -> None:
-    """A.3 only leaves trees out."""
-    tree = fundamental(machine_of((2, 12))).tree
-    with_a3 = set(grouped_trees(tree))
-    without = set(grouped_trees(tree, power_of_two=False))
-
-    assert with_a3 < without
-    assert all(size.bit_count() == 1 for grouped in with_a3 for size, _, _ in grouped.groups)
-
-
 def test_enumeration_is_lazy() -> None:
     """The first trees of a machine with millions come at once."""
     trees = every_tree(fundamental(machine_of((96,))).tree)
 
     assert next(trees).notation == "fundamental"
     assert next(trees).notation == "fundamental | remove(1,1)"
-
-
-@pytest.mark.parametrize("shape", [(6, 2), (2, 12), (16,)], ids=str)
-def test_children_ascend_by_their_lowest_pu(shape: tuple[int, ...]) -> None:
-    """Right-most is well defined: it is the child with the highest lowest PU."""
-    for tree in grouped_trees(fundamental(machine_of(shape)).tree, power_of_two=False):
-        assert is_ordered(nest_of(tree))
-        assert tuple(sorted(tree.pus)) == tuple(leaves(nest_of(tree))) == tuple(range(prod(shape)))
 
 
 def _levels(machine: Machine) -> list[tuple[str, int]]:
@@ -411,22 +358,3 @@ def test_every_snapshot_at_hand_has_its_trees(path: Path, tmp_path: Path) -> Non
 def test_the_papers_largest_machines(machine: Machine) -> None:
     """256 PUs in 4 levels, and 192 cores in 8 nodes."""
     _check(machine)
-
-
-@needs_files
-def test_the_machine_built_from_facts_is_the_one_lstopo_describes() -> None:
-    """Two ways to the same fundamental tree of the 7H12."""
-    (path,) = [path for path in FILES if "7H12" in path.stem]
-
-    assert fundamental(read_lstopo(path)).tree == fundamental(epyc()).tree
-
-
-@needs_files
-def test_the_papers_machines_have_the_cpus_that_lscpu_lists() -> None:
-    """Nodes and their CPUs, as the facts transcribed from public outputs state them."""
-    facts = json.loads((SHARED / "hwloc" / "PAPER_PLATFORM_FACTS.json").read_text())
-
-    for machine, name in ((kunpeng(), "kunpeng920_5250_4s"), (epyc(), "epyc7h12_2s_nps1_smt")):
-        nodes = [parse_cores(text) for text in facts[name]["numa_cpus"]]
-        assert [node.cpus for node in machine.nodes(Kind.NUMA)] == nodes
-        assert len(machine.allowed_pus) == facts[name]["cpus"]

@@ -105,41 +105,6 @@ def test_removals_commute_and_add_up(
         assert removed.remove(1, second) == tree.remove(1, second).remove(n, first)
 
 
-def test_groups_of_different_depths_commute() -> None:
-    """The order in which levels are grouped does not matter, nor from outside or inside within one level."""
-    tree = fundamental(machine_of((4, 12))).tree
-
-    assert tree.group(2, 2, 1).group(3, 2, 3) == tree.group(3, 2, 2).group(2, 2, 1)
-    assert tree.group(2, 1, 2).group(3, 1, 2) == tree.group(6, 1, 2).group(2, 1, 3)
-    assert tree.group(6, 2, 2).group(3, 1, 3) == tree.group(3, 2, 2).group(2, 2, 2)
-
-
-def test_a_stride_interleaves() -> None:
-    """Members of a group are `stride` siblings apart, siblings in the order of their lowest PU."""
-    tree = fundamental(machine_of((8,))).tree.group(2, 4, 1)
-
-    assert nest_of(tree) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert nest_of(tree.remove(1, 2)) == ((0,), (1,), (2,), (3,))
-
-
-def test_strides_follow_the_machines_numbering() -> None:
-    """Groups hold siblings even if neighbours of the tree have numbers far apart."""
-    tree = fundamental(machine_of((2, 4), pus=(0, 2, 4, 6, 1, 3, 5, 7))).tree.group(2, 1, 2)
-
-    assert nest_of(tree) == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
-
-
-def test_equal_trees_of_different_groupings() -> None:
-    """Removing all but one child of every group leaves what removals alone cannot: every fourth core."""
-    tree = fundamental(machine_of((16,))).tree
-    by_neighbours = tree.group(4, 1, 1).remove(3, 2)
-    by_stride = tree.group(4, 4, 1).remove(3, 1)
-
-    assert by_neighbours == by_stride
-    assert by_neighbours.pus == (0, 4, 8, 12)
-    assert by_neighbours != tree.remove(12, 1)
-
-
 def test_nodes_are_cut_from_the_pus() -> None:
     """The PU sets of a level, in tree order, as they are after removals."""
     tree = fundamental(machine_of((2, 4))).tree.group(2, 2, 2).remove(1, 3)
