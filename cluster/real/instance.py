@@ -22,9 +22,15 @@ import zmq
 
 from phasewise._version import __version__
 from phasewise.cluster.real.handing_over.frames import Codec, parts_of
-from phasewise.cluster.real.handing_over.links import Post, SharedLink, StreamLink
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
-from phasewise.cluster.real.handing_over.sender import BlockLink, LinkBroken, Sender
+from phasewise.cluster.real.handing_over.sender import (
+    BlockLink,
+    LinkBroken,
+    Post,
+    Sender,
+    SharedLink,
+    StreamLink,
+)
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
     Drop,

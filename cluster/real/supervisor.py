@@ -41,38 +41,33 @@ class Launcher(Protocol):
 
     def launch(self, index: int, orders: Orders) -> None:
         """Start the process of one instance; the instance itself says what comes of it."""
-        ...
 
     def waits(self, index: int) -> str | None:
         """The reason, in one line, why the process that was launched last has no place yet; None: it has
         one."""
-        ...
+        return None
 
     def ended(self, index: int) -> str | None:
         """The way, in one line, in which the process that was launched last has ended; None while it runs."""
-        ...
 
     def n_joined(self) -> int:
         """Number of hosts that have joined since the start: when it grows, places that did not fit are tried
         again."""
-        ...
+        return 0
 
     def place(self, index: int) -> dict[str, object]:
         """Facts of where the instance runs or is to run, for people and scripts."""
-        ...
+        return {}
 
     def kill(self, index: int) -> None:
         """End an instance at once, also where it is stopped. It cannot write to any memory once this
         returns."""
-        ...
 
     def vacate(self, index: int) -> None:
         """Give an instance's place back, after `kill`: the next launch looks for another one."""
-        ...
 
     def close(self) -> None:
         """End all instances."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

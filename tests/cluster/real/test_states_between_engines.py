@@ -13,9 +13,8 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cluster.real.handing_over.frames import Codec, parts_of
-from phasewise.cluster.real.handing_over.links import SharedLink, StreamLink
 from phasewise.cluster.real.handing_over.receiver import Receiver
-from phasewise.cluster.real.handing_over.sender import Sender
+from phasewise.cluster.real.handing_over.sender import Sender, SharedLink, StreamLink
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.loaders import load_model
