@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.held_blocks import HeldBlocks
@@ -132,23 +132,17 @@ Work = tuple[bool, float]
 """A queue by which machines are ordered: True where there is no room, then the length."""
 
 
-class Policy(Protocol):
-    """Chooses the machines of a request; it changes nothing of the machines."""
-
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment: ...
-
-
 class Router:
     """Requests on their way over machines of given roles and sizes, under one policy."""
 
-    def __init__(self, machines: Iterable[tuple[Role, int]], policy: Policy) -> None:
-        """Make a router. machines: role, and KV slots that its pool has."""
+    def __init__(self, machines: Iterable[tuple[Role, int]], policy: str, limits: Limits) -> None:
+        """Make a router. machines: role, and KV slots that its pool has. policy: one of `POLICIES`."""
         self._machines = tuple(
             _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)
             for index, (role, kv_slots) in enumerate(machines)
         )
         _check_roles({machine.home for machine in self._machines})
-        self._policy = policy
+        self._queues_for, self._limits = POLICIES[policy], limits
         self._held: dict[str, _Held] = {}
 
     @property
@@ -234,7 +228,7 @@ class Router:
     def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
         """Choose a machine; where one kind is missing for now, the others do both phases."""
         if len(here) == len(self._machines) or _can_divide({machine.home for machine in here}):
-            return self._policy.choose(ask, here)
+            return _in_pools(ask, here, self._limits, self._queues_for(ask, here))
         least = min(here, key=_pending_tokens)
         return Assignment(least.index, least.index)
 
@@ -263,46 +257,20 @@ class Router:
             self._machines[index].blocks.ended(held.ask.prefix)
         self._look(held.assignment)
 
-    def check(self) -> None:
-        """Raise unless the machines' counts are the sums over the requests that have not ended."""
-        for machine in self._machines:
-            mine = [held for held in self._held.values() if machine.index in held.assignment]
-            prompts = [
-                held.n_to_compute
-                for held in mine
-                if held.assignment.prompt == machine.index and not held.is_prompt_done
-            ]
-            answers = [held for held in mine if held.assignment.token == machine.index]
-            leaving = [
-                held.ask.prompt_tokens
-                for held in mine
-                if held.assignment.token != machine.index and not held.is_prompt_done
-            ]
-            kv = sum(leaving) + sum(held.ask.prompt_tokens + held.ask.answer_tokens for held in answers)
-            expected = (len(prompts), sum(prompts), len(answers), kv)
-            load = (machine.n_prompts, machine.prompt_tokens, machine.n_answers, machine.kv_tokens)
-            if expected != load:
-                raise AssertionError(f"machine {machine.index} counts {load}, its requests are {expected}")
 
-
-@dataclass(frozen=True, slots=True)
-class SplitwisePolicy:
-    """Join the shortest queue, in pools: a machine's own kind first, then the mixed pool, then the opposite
-    kind, whose machine becomes mixed by that. Where all are full, both phases run on the least loaded.
+def _by_queue(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Work]:
+    """Join the shortest queue, in pools (`splitwise`): a machine's own kind first, then the mixed pool, then
+    the opposite kind, whose machine becomes mixed by that. Where all are full, both phases run on the least
+    loaded.
 
     A prompt machine's queue is its pending tokens. A token machine's is the context that its steps read,
     since that is what fills its memory and makes its steps long; a token is pending for each answer all the
     time, so the number of answers alone would not tell long from short ones.
     """
-
-    limits: Limits = Limits()
-
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        return _in_pools(ask, machines, self.limits, lambda machine: (False, machine.pending_tokens))
+    return lambda machine: (False, machine.pending_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixAwarePolicy:
+def _by_work(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Work]:
     """As `splitwise`, but a queue is the work that it would be with this request: the tokens that the machine
     has not computed yet, of those before it and, `OWN_TOKEN_COUNTS` times, of this prompt. So a request goes
     where its beginning is, unless the queue there is longer by that much than elsewhere; and then it is there
@@ -314,19 +282,15 @@ class PrefixAwarePolicy:
     An answer is placed as under `splitwise`, but for a prompt whose rest is short where its answer may run:
     it is computed there, as the next turn of a conversation is where the last one was answered.
     """
+    least_s = min((machine.token_s for machine in machines if machine.token_s > 0), default=1.0)
+    needed = ask.prompt_tokens + ask.answer_tokens
 
-    limits: Limits = Limits()
+    def work(machine: _Machine) -> Work:
+        n_tokens = machine.pending_tokens + OWN_TOKEN_COUNTS * machine.n_to_compute(ask)
+        times_as_slow = machine.token_s / least_s
+        return not machine.has_room(needed), n_tokens * (times_as_slow if times_as_slow >= UNLIKE else 1)
 
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        least_s = min((machine.token_s for machine in machines if machine.token_s > 0), default=1.0)
-        needed = ask.prompt_tokens + ask.answer_tokens
-
-        def work(machine: _Machine) -> Work:
-            n_tokens = machine.pending_tokens + OWN_TOKEN_COUNTS * machine.n_to_compute(ask)
-            times_as_slow = machine.token_s / least_s
-            return not machine.has_room(needed), n_tokens * (times_as_slow if times_as_slow >= UNLIKE else 1)
-
-        return _in_pools(ask, machines, self.limits, work)
+    return work
 
 
 def _in_pools(
@@ -367,10 +331,11 @@ def _overflow_tokens(machine: _Machine, limits: Limits) -> float:
     return OVERFLOW_S / machine.token_s if machine.token_s > 0 else AUTHORS_OVERFLOW_TOKENS
 
 
-POLICIES: Mapping[str, Callable[[Limits], Policy]] = {
-    "splitwise": SplitwisePolicy,
-    "prefix-aware": PrefixAwarePolicy,
+POLICIES: Mapping[str, Callable[[Ask, Sequence[_Machine]], Callable[[_Machine], Work]]] = {
+    "splitwise": _by_queue,
+    "prefix-aware": _by_work,
 }
+"""The policies by name: each measures the queues that a request may join."""
 
 
 def _first_fit(

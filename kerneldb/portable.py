@@ -31,6 +31,7 @@ from functools import cache, lru_cache
 from itertools import chain, islice
 from typing import Any, BinaryIO, TypeAlias
 
+from phasewise._json import refuse_constant, with_unique_keys
 from phasewise._words import counted
 from phasewise.kerneldb.errors import ExportFileError, RecordError
 from phasewise.kerneldb.fields import RecordField, is_shared, parts, shared
@@ -336,8 +337,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     """A line's JSON object. Raises ValueError, or RecursionError where it nests too deeply."""
     try:
         content = _DECODER.decode(line.decode("utf-8"))
-    except RecordError:
-        raise
     except ValueError as error:
         raise ValueError(f"the line is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -345,18 +344,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return content
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    by_name = dict(pairs)
-    if len(by_name) != len(pairs):
-        raise RecordError("a name stands twice in one object")
-    return by_name
-
-
-def _no_constant(name: str) -> None:
-    raise RecordError(f"{name} is not a number of JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=with_unique_keys, parse_constant=refuse_constant)
 
 
 def read_row(line: bytes) -> StoredRow:

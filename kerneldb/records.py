@@ -370,6 +370,11 @@ class PlanRecord(StoredRow):
     objectives: Figures = field(default_factory=dict, hash=False)
     """The figures of the plan when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
 
+    @property
+    def verdict(self) -> tuple[str, str, str]:
+        """The plan of a model's phase."""
+        return "plan", f"{self.model_key}, {self.phase}", self.plan_json
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime(StoredRow):

@@ -87,17 +87,7 @@ AsShared: TypeAlias = Callable[[PlanRecord], PlanRecord | None]
 """A plan as it is named elsewhere; None where it cannot be."""
 
 
-PlanKey: TypeAlias = tuple[str, str, MachineKey]
-
-
-def plans_in_use(store: Store, as_shared: AsShared = lambda plan: plan) -> dict[PlanKey, PlanRecord]:
-    """The plan in use of each model, phase and kind of machine, as `newest_plans` and `Store.newest_plan`."""
-    return newest_plans(
-        [shared for plan in store.rows(PlanRecord) if (shared := as_shared(plan)) is not None]
-    )
-
-
-def newest_plans(plans: Sequence[PlanRecord]) -> dict[PlanKey, PlanRecord]:
+def newest_plans(plans: Sequence[PlanRecord]) -> dict[tuple[str, str, MachineKey], PlanRecord]:
     """The newest plan of each key: one made there, else one imported. plans: oldest first."""
     in_order = sorted(plans, key=lambda plan: plan.origin.verified)
     return {(plan.model_key, plan.phase, plan.origin.machine): plan for plan in in_order}

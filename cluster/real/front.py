@@ -46,7 +46,7 @@ from phasewise.cluster.real.instance_messages import (
     write,
 )
 from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
-from phasewise.cluster.routing import POLICIES, Assignment, Limits, Role, Router
+from phasewise.cluster.routing import Assignment, Limits, Role, Router
 from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.live_request import GivenSoFar
@@ -116,8 +116,8 @@ class Front:
         self._supervisor = Supervisor(roles, launcher, settings, restarts)
         self._members = self._supervisor.members
         self._tallies = [InstanceTally() for _ in roles]
-        policy = POLICIES[settings.policy](Limits(None, settings.split_above_tokens))
-        self._router = Router([(role, 0) for role in roles], policy)
+        limits = Limits(None, settings.split_above_tokens)
+        self._router = Router([(role, 0) for role in roles], settings.policy, limits)
         for member in self._members:
             self._router.leave(member.index)
         self._requests: dict[str, Attempt] = {}

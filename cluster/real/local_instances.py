@@ -72,6 +72,9 @@ class LocalInstances(Launcher):
             process.kill()
             process.wait()
 
+    def vacate(self, index: int) -> None:
+        """Nothing is to be given back: this host is every place."""
+
     def close(self) -> None:
         for process in self._processes.values():
             try:

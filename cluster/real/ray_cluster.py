@@ -244,7 +244,7 @@ class RayInstances:
     # ---- what the front asks -----------------------------------------------------------------------------
 
     def launch(self, index: int, orders: Orders) -> None:
-        """Start an instance's process on a thread of its own, since Ray may take long (`Launcher.launch`)."""
+        """Start an instance's process on a thread of its own, since Ray may take long."""
         place = self._places[index]
         place.is_cancelled, place.problem, place.end = threading.Event(), None, None
         place.waits = f"Ray has not started it on {place.node or 'a node'} yet"
@@ -302,15 +302,15 @@ class RayInstances:
         return False
 
     def waits(self, index: int) -> str | None:
-        """The reason why an instance has no place yet, in one line; None: it has one (`Launcher.waits`)."""
+        """The reason why an instance has no place yet, in one line; None: it has one."""
         return self._places[index].waits
 
     def n_joined(self) -> int:
-        """Count the nodes that have joined since the start (`Launcher.n_joined`)."""
+        """Count the nodes that have joined since the start."""
         return self._n_joined
 
     def place(self, index: int) -> dict[str, object]:
-        """Facts of where an instance runs or is to run (`Launcher.place`)."""
+        """Facts of where an instance runs or is to run."""
         place = self._places[index]
         return {
             "node": place.node,
@@ -320,8 +320,7 @@ class RayInstances:
         }
 
     def ended(self, index: int) -> str | None:
-        """The way in which an instance's process has ended, in one line; None while it runs
-        (`Launcher.ended`)."""
+        """The way in which an instance's process has ended, in one line; None while it runs."""
         place = self._places[index]
         if place.problem is not None or place.end is None:
             return place.problem
@@ -333,7 +332,7 @@ class RayInstances:
             return f"its Ray actor ended: {_last_line(error)}"
 
     def kill(self, index: int) -> None:
-        """Kill an instance's process (`Launcher.kill`). A node that is lost cannot confirm it; no memory is
+        """Kill an instance's process. A node that is lost cannot confirm it; no memory is
         shared with it."""
         place = self._places[index]
         place.is_cancelled.set()
@@ -347,13 +346,13 @@ class RayInstances:
         self._ray.kill(actor)
 
     def vacate(self, index: int) -> None:
-        """Give an instance's place back (`Launcher.vacate`)."""
+        """Give an instance's place back."""
         place = self._places[index]
         place.left = place.node_id
         self._give_back(place)
 
     def close(self) -> None:
-        """End all instances at once, since one whose node is lost takes its time (`Launcher.close`)."""
+        """End all instances at once, since one whose node is lost takes its time."""
         self._is_closed.set()
         self._watch.join(KILL_S)  # Ray would start a cluster for one that asks after the connection ended
         with ThreadPoolExecutor(len(self._places)) as pool:

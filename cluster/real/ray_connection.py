@@ -46,13 +46,12 @@ def ray_connection(address: str) -> Iterator[str]:
                     configure_logging=False,
                 )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        asks = (
-            "compare RAY_AUTH_TOKEN with that of the cluster" if _sends_token() else "set RAY_AUTH_MODE=token"
-        )
-        hint = f"; if it asks for a token, {asks}"
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        asks = "compare RAY_AUTH_TOKEN with the cluster's" if _sends_token() else "set RAY_AUTH_MODE=token"
         stack.close()
-        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}{hint}") from error
+        raise ClusterError(
+            f"the Ray cluster {address!r} cannot be reached: {line}; if it asks for a token, {asks}"
+        ) from error
     try:
         node = str(ray.util.get_node_ip_address())
         _check_token(node)
@@ -179,7 +178,7 @@ _SETTINGS = 4
 _FRAME_HEAD_BYTES = 9
 _OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 """Bytes that open a connection of HTTP/2: its preface, and an empty frame of settings."""
-_TLS_RECORDS = (0x15, 0x16)
+_TLS_RECORDS = (b"\x15", b"\x16")
 """First bytes of two kinds of TLS records: of an alert and of a handshake."""
 _CERTIFICATES = "RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT"
 
@@ -216,23 +215,18 @@ def check_greets(there: socket.socket, address: str) -> None:
 def _problem(first: bytes) -> str:
     if not first:
         return "closes the connection"
-    return "speaks TLS" if first[0] in _TLS_RECORDS else "does not answer as Ray does"
+    return "speaks TLS" if first[:1] in _TLS_RECORDS else "does not answer as Ray does"
 
 
 def _first_bytes(there: socket.socket, deadline_s: float) -> bytes:
     """The head of the other side's first frame, or less where it closes. TimeoutError at the deadline."""
     first = b""
-    while len(first) < _FRAME_HEAD_BYTES:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        there.settimeout(left_s)
+    while len(first) < _FRAME_HEAD_BYTES and first[:1] not in _TLS_RECORDS:
+        there.settimeout(max(1e-3, deadline_s - time.monotonic()))
         received = there.recv(_FRAME_HEAD_BYTES - len(first))
         if not received:
             break
         first += received
-        if first[0] in _TLS_RECORDS:
-            break
     return first
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.routing import POLICIES, Ask, Limits, Policy, Role, Router
+from phasewise.cluster.routing import Ask, Limits, Role, Router
 from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine, Timeline
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
 from phasewise.cluster.simulated.steps import StepTimes
@@ -204,8 +204,8 @@ class _Going:
 class ProductionCluster:
     """Several engines behind a router; it is the `Listener` of each of its machines."""
 
-    def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival], policy: Policy | None = None) -> None:
-        """Make the machines of `spec` idle. policy: in place of the one that `spec` names."""
+    def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival]) -> None:
+        """Make the machines of `spec` idle."""
         self._spec = spec
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
@@ -214,10 +214,8 @@ class ProductionCluster:
             ProductionMachine(index, kind.steps, _settings(kind, longest, spec), self._timeline, self)
             for index, kind in enumerate(self._kinds)
         ]
-        self._router = Router(
-            ((role, kind.kv_slots) for role, kind in spec.machines),
-            policy or POLICIES[spec.policy](spec.limits),
-        )
+        machines = ((role, kind.kv_slots) for role, kind in spec.machines)
+        self._router = Router(machines, spec.policy, spec.limits)
         self._link_free_s = [0.0] * len(self._machines)
         self._lives = {str(index): Life(arrival) for index, arrival in enumerate(arrivals)}
         self._going: dict[str, _Going] = {}
@@ -232,7 +230,6 @@ class ProductionCluster:
             raise AssertionError(f"{counted(len(stuck), 'request')} never ended, the first is {stuck[0]}")
         for machine in self._machines:
             machine.scheduler.check()
-        self._router.check()
         uses = [
             MachineUse(role, kind.name, machine.busy_s, machine.occupancy_s)
             for machine, (role, kind) in zip(self._machines, self._spec.machines, strict=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.diff import diff
+from phasewise.kerneldb.diff import diff, others_in_use
 from phasewise.kerneldb.portable import import_rows, rows_of
 from phasewise.kerneldb.records import (
     Comparison,
@@ -30,7 +30,6 @@ from phasewise.kerneldb.upkeep import (
     Preferred,
     collect_garbage,
     is_stale,
-    plans_in_use,
     preferred_of,
     standings,
     tidy,
@@ -166,11 +165,13 @@ class TestDiff:
                 store.add(
                     [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
-            in_use, plans = plans_in_use(store), store.rows(PlanRecord)
+            in_use, plans = others_in_use(store, lambda plan: plan), store.rows(PlanRecord)
             shown = [*plan_fields(plans, labels(plan.origin.machine for plan in plans))]
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
-                assert in_use.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
+                of = f"{PLAN.model_key}, {phase}"
+                told = in_use.get(("plan", of, PLAN.origin.machine, ""))
+                assert told == (started and started.plan_json)
                 own = [fields for fields in shown if fields["phase"] == phase and fields["in_use"]]
                 assert len(own) == (started is not None)
                 assert all(started and fields["verified"] == started.origin.verified for fields in own)

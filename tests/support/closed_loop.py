@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
+from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine, Timeline
 from phasewise.cluster.simulated.steps import StepTimes
-from phasewise.cluster.simulated.machines import Timeline
 from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 from phasewise.serving.scheduling.request import Request, SchedulerLimits

@@ -9,7 +9,7 @@ has depths, fewer where the operators cannot be divided further.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -104,24 +104,6 @@ class Configuration:
 
     def plan(self, phase: Phase, source: Source = "default") -> ServicePlan:
         return ServicePlan(phase, self.ranks, source)
-
-
-def configurations(tree: TopoTree, limits: OperatorLimits) -> tuple[Configuration, ...]:
-    """The distinct cross-sections of a tree that the operators allow, outermost first."""
-    return tuple(every_configuration((tree,), limits))
-
-
-def every_configuration(trees: Iterable[TopoTree], limits: OperatorLimits) -> Iterator[Configuration]:
-    """The distinct configurations of trees of one machine, in the order met."""
-    seen: set[Partition] = set()
-    for tree in trees:
-        for depth in range(tree.depth + 1):
-            if not limits.allows(prod(tree.kept[:depth])):
-                continue
-            partition = cross_section(tree, depth)
-            if partition not in seen:
-                seen.add(partition)
-                yield configuration_of(tree.base, partition)
 
 
 def cross_section(tree: TopoTree, depth: int) -> Partition:

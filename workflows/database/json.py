@@ -197,22 +197,8 @@ def diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
     ]
 
 
-def plan_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
-    """One object a phase of a model whose plans differ; null where a side has none."""
-    return [
-        {
-            "model": difference.model_key,
-            "phase": difference.phase,
-            "machine": machines[difference.machine],
-            "here": difference.here,
-            "there": difference.there,
-        }
-        for difference in diff.plans
-    ]
-
-
 def other_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
-    """One object a storage, a predictor or a user's kernel that differs."""
+    """One object a plan, a storage, a predictor or a user's kernel that differs."""
     return [
         {
             "kind": difference.kind,

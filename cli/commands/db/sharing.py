@@ -182,34 +182,29 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     machines = database_json.labels(
         [
             *(difference.key.machine for difference in comparison.differences),
-            *(plan.machine for plan in comparison.plans),
             *(difference.machine for difference in comparison.others),
         ]
     )
     differences = database_json.diff_fields(comparison, machines)
-    plans = database_json.plan_diff_fields(comparison, machines)
     others = database_json.other_diff_fields(comparison, machines)
     if as_json:
         fields = {
             "same": comparison.same,
             "differences": differences,
-            "plans": plans,
             "others": others,
             "step_times": {"here_alone": comparison.steps_here, "there_alone": comparison.steps_there},
         }
         print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
-        n_different = len(differences) + len(plans) + len(others)
+        n_different = len(differences) + len(others)
         say(f"the same: {comparison.same}; different: {n_different}")
         if comparison.steps_here or comparison.steps_there:
             say(f"step times: {comparison.steps_here} here alone, {comparison.steps_there} there alone")
         if differences:
             db_text.print_diff(differences)
-        if plans:
-            db_text.print_plan_diff(plans)
         if others:
             db_text.print_other_diff(others)
-    if differences or plans or others:
+    if differences or others:
         raise typer.Exit(EXIT_FAILURE)
 
 

@@ -144,34 +144,23 @@ def print_diff(differences: Sequence[dict[str, Any]]) -> None:
         print_table(f"Schedules that differ: {here or 'none'} here, {there or 'none'} there", lines)
 
 
-def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
-    """A line for each phase of a model."""
-    lines = [
-        {
-            "model": _shortened(plan["model"], MAX_MODEL_CHARS),
-            "phase": plan["phase"],
-            "on": plan["machine"],
-            "here": "none" if plan["here"] is None else "a plan",
-            "there": "none" if plan["there"] is None else "another" if plan["here"] else "a plan",
-        }
-        for plan in plans
-    ]
-    print_table("Plans that differ", lines)
-
-
 def print_other_diff(others: Sequence[dict[str, Any]]) -> None:
-    """A line for each storage, predictor or user's kernel."""
+    """A line for each plan, storage, predictor or user's kernel."""
     lines = [
         {
             "kind": difference["kind"],
             "of": _shortened(difference["of"], MAX_SCHEDULE_CHARS),
             "on": difference["machine"],
-            "here": difference["here"] or "none",
-            "there": difference["there"] or "none",
+            "here": _verdict_words(difference["here"]),
+            "there": _verdict_words(difference["there"]),
         }
         for difference in others
     ]
     print_table("Others that differ", lines)
+
+
+def _verdict_words(verdict: str | None) -> str:
+    return "a plan" if verdict and verdict.startswith("{") else verdict or "none"
 
 
 def _schedule_words(schedule: dict[str, Any] | None) -> str:
