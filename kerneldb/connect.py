@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
 
 from phasewise._files import open_file
@@ -33,9 +33,6 @@ from phasewise.kerneldb.location import MEMORY_URL, Location
 
 BUSY_TIMEOUT_S = 15.0
 """The time to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
-
-LOOK_AGAIN_S = 0.0003
-"""Pause between two attempts to get the write lock."""
 
 LEAST_ROOM_BYTES = 64 << 10
 """Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
@@ -157,10 +154,8 @@ def _with_sqlite_habits(engine: Engine) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        if connection.get_execution_options().get(_WRITES):
-            begin_writing(connection)
-        else:
-            connection.exec_driver_sql("BEGIN")
+        writes = connection.get_execution_options().get(_WRITES)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
 
@@ -201,26 +196,6 @@ def _limit_steps(engine: Engine) -> None:
 def for_writing(engine: Engine) -> Engine:
     """The same engine, whose transactions take SQLite's write lock at once: they wait, and never deadlock."""
     return engine.execution_options(**{_WRITES: True})
-
-
-def begin_writing(connection: Connection) -> None:
-    """Take SQLite's write lock. Its own waiting sleeps 1, 2, 5, 10 .. 100 ms, where a write takes two."""
-    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
-    dbapi = connection.connection.driver_connection
-    assert isinstance(dbapi, sqlite3.Connection)
-    dbapi.execute("PRAGMA busy_timeout = 0")
-    try:
-        while True:
-            try:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-                return
-            except OperationalError as error:
-                busy = getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_BUSY")
-                if not busy or time.monotonic() > deadline_s:
-                    raise
-                time.sleep(LOOK_AGAIN_S)
-    finally:
-        dbapi.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
 
 
 def use_write_ahead_log(engine: Engine) -> None:

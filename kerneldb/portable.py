@@ -1,14 +1,8 @@
 """Schedules as a file that can be published: JSON lines, deterministic, versioned, checksummed.
 
     {"file": "phasewise schedules", "version": 1}
-    {"measurement": {...}, "sha256": "16 digits"}       one line a timing, each with a checksum of its own
-    {"promotion": {...}, "sha256": "16 digits"}         and a line for each schedule that was taken into use
-    {"storage_duel": {...}, "sha256": "16 digits"}      and for each comparison of sparse with dense storage
-    {"plan": {...}, "sha256": "16 digits"}              and for each plan: it names a model
-    {"predictor_score": {...}, "sha256": "16 digits"}   and for each score of a predictor: it names a model
-    {"user_timing": {...}, "sha256": "16 digits"}       only where asked for: they name users' functions
-    {"user_promotion": {...}, "sha256": "16 digits"}    the same
-    {"step_time": {...}, "sha256": "16 digits"}         only where asked for: they name models
+    {"measurement": {...}, "sha256": "16 digits"}       a line for each row, with a checksum of its own
+    {"plan": {...}, "sha256": "16 digits"}              kinds that name models or functions where asked for
     {"rows": 2, "sha256": "64 digits"}                  over all bytes before this line
 
 The same rows give the same bytes, in whatever order and database they were kept. Whether a row is trusted
@@ -113,7 +107,11 @@ def in_use_groups(
 ) -> Iterator[list[StoredRow]]:
     """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each. All
     of them are in memory; they are as many as there are problems."""
-    timings = [_summarised(row) for row in store.promoted_measurements() if wanted(row.origin.machine)]
+    timings = [
+        replace(row, sample=replace(row.sample, samples_ns=tuple(summary_of(row.sample.samples_ns))))
+        for row in store.promoted_measurements()
+        if wanted(row.origin.machine)
+    ]
     yield [*timings]
     rest = groups_of(store, wanted, also, as_shared)
     chosen = {(row.problem, row.origin.machine, row.kernel_abi, row.sample.schedule) for row in timings}
@@ -129,10 +127,6 @@ def in_use_groups(
             yield [*newest.values()]
         elif not isinstance(group[0] if group else None, Measurement):
             yield group
-
-
-def _summarised(row: Measurement) -> Measurement:
-    return replace(row, sample=replace(row.sample, samples_ns=tuple(summary_of(row.sample.samples_ns))))
 
 
 def rows_of(
@@ -151,19 +145,14 @@ def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
     count = 0
     for line in chain([canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
         if count > MAX_ROWS:
-            raise ExportFileError(too_many(count))
+            raise ExportFileError(
+                f"{counted(count, 'row')} are too many for one file, which holds {MAX_ROWS}: "
+                "choose machines with --signature"
+            )
         digest.update(f"{line}\n".encode())
         count += 1
         yield f"{line}\n"
     yield canonical({"rows": count - 1, "sha256": digest.hexdigest()}) + "\n"
-
-
-def too_many(count: int) -> str:
-    """Says that a file holds fewer rows, and what to do."""
-    return (
-        f"{counted(count, 'row')} are too many for one file, which holds {MAX_ROWS}: "
-        "choose machines with --signature"
-    )
 
 
 def _row_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
@@ -174,16 +163,13 @@ def _row_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
 
 def _place_of(row: StoredRow) -> tuple[Any, ...]:
     """The sort key of a row in a file: kind, key, machine, build, then time."""
-    named = (_sorted_by(getattr(row, name)) for name in row.kind.named_by)
+    values = (getattr(row, name) for name in row.kind.named_by)
+    named = (value if isinstance(value, str) else _numbers_of(value) for value in values)
     machine, origin = row.origin.machine, row.origin
     return (
         *(row.kind.word, *named, machine.core_sig, machine.placement_sig, row.build),
         origin.created_at_ms,
     )
-
-
-def _sorted_by(value: Any) -> Any:
-    return value if isinstance(value, str) else _numbers_of(value)
 
 
 @lru_cache(maxsize=1024)

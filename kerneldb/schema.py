@@ -172,16 +172,15 @@ def upgrade(
     elif before != HEAD:
         if before is not None:
             before_changing()
-        _migrate(connection)
+        migrate(connection)
     return SchemaChange(before, HEAD)
 
 
-def _migrate(connection: Connection) -> None:
+def migrate(connection: Connection) -> None:
+    """Bring the database to HEAD by all migrations that it lacks."""
     from alembic import command
 
-    config = _alembic_config()
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(alembic_config(connection), "head")
 
 
 def _create_file(connection: Connection) -> None:
@@ -198,21 +197,7 @@ def _create_file(connection: Connection) -> None:
     connection.execute(text(f"INSERT INTO {VERSION_TABLE} VALUES (:head)"), {"head": HEAD})
 
 
-def draft_revision(message: str) -> None:
-    """Write the next migration file from the difference between the newest schema and today's models."""
-    from alembic import command
-    from sqlalchemy import create_engine
-
-    engine = create_engine("sqlite://")
-    with engine.connect() as connection:
-        _migrate(connection)
-        config = _alembic_config()
-        config.attributes["connection"] = connection
-        command.revision(config, message, autogenerate=True, rev_id=f"{len(REVISIONS) + 1:04}")
-    engine.dispose()
-
-
-def _alembic_config() -> Config:
+def alembic_config(connection: Connection) -> Config:
     """Made here rather than read from an alembic.ini, which a wheel has no good place for."""
     from alembic.config import Config
 
@@ -224,4 +209,5 @@ def _alembic_config() -> Config:
     config.set_main_option("path_separator", "os")
     config.set_main_option("file_template", "v%%(rev)s_%%(slug)s")
     config.attributes["version_table"] = VERSION_TABLE
+    config.attributes["connection"] = connection
     return config

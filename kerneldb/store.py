@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, delete, func, select, text
 
 from phasewise.kerneldb import connect, counts, queries, schema, summaries
-from phasewise.kerneldb.counts import Key, KeyCount, StoreStats
+from phasewise.kerneldb.counts import Key, KeyCount, Report, StoreStats
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     DatabaseTooOldError,
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
 
     from phasewise.kerneldb.queries import AnySelect, Condition
-
-Report = Callable[[str], None]
 
 _IMPORT_LOCK = 0x70687769  # of PostgreSQL: a number that no other program is likely to use
 
@@ -246,10 +244,6 @@ class Store:
         ids = queries.promoted_ids(verified, *where)
         rows = self._read(Measurement, MEASUREMENT.c.id.in_(ids))
         return sorted(rows, key=lambda row: astuple(row.problem))
-
-    def plans(self) -> list[PlanRecord]:
-        """Every plan, oldest first."""
-        return self.rows(PlanRecord)
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
         """The verified plan that was appended last, else the imported one; None where there is none. A plan

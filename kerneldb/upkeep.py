@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -33,12 +33,6 @@ class Preferred:
 
     measurement: Measurement
     standing: PreferenceReason
-
-    @property
-    def key(self) -> Key:
-        """The key of the timing."""
-        row = self.measurement
-        return Key(row.problem, row.origin.machine, row.kernel_abi)
 
     @property
     def schedule(self) -> Schedule:
@@ -78,9 +72,7 @@ def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferre
 
 def order_of(key: Key) -> tuple[object, ...]:
     """By problem, then by machine and build."""
-    problem, machine = key.problem, key.machine
-    of_problem = (problem.family, problem.format, problem.n, problem.k, problem.m)
-    return (*of_problem, machine.core_sig, machine.placement_sig, key.kernel_abi)
+    return (*astuple(key.problem), *astuple(key.machine), key.kernel_abi)
 
 
 AsShared: TypeAlias = Callable[[PlanRecord], PlanRecord | None]

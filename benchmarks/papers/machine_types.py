@@ -13,7 +13,7 @@ import numpy as np
 from typer import Argument
 
 from benchmarks.harness import Row, Yielded
-from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
+from phasewise.cluster.simulated.steps import TimedStep, steps_of
 from phasewise.cluster.simulated.steps import Curve
 
 KNOTS = {"prompt_time": (128, 512, 2048, 4096, 8192, 32768), "token_time": (128, 4096, 8192, 32768)}

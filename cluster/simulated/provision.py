@@ -110,19 +110,13 @@ def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
         best = _improved(search, best)
     best = _least_tight(search, best)
     while (better := _better_neighbour(search, best)) is not None:
-        best = _least_tight(search, _further(search, best, better))
+        best = _least_tight(search, better)
     outcome = search.outcome(best)
     return BestCell(best, search.objective(best), outcome, len(search.outcomes), search.frontier())
 
 
 def _rank(search: Search, cell: Cell) -> tuple[float, float, Cell]:
     return round(search.objective(cell), 9), search.outcome(cell).tightness, cell
-
-
-def _none_keeps(search: Search) -> str:
-    return (
-        f"no cluster of up to {counted(search.most, 'machine')} of each kind keeps the promises at this rate"
-    )
 
 
 def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:
@@ -134,7 +128,8 @@ def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:
     scale = 1.0
     while not search.is_feasible(cell(scale)):
         if all(count == search.most for count in cell(scale)):
-            raise ClusterError(_none_keeps(search))
+            most = counted(search.most, "machine")
+            raise ClusterError(f"no cluster of up to {most} of each kind keeps the promises at this rate")
         scale *= 1.5
     low, high = (scale / 1.5 if scale > 1 else 0.0), scale
     while cell(low) != cell(high) and high - low > 0.02 * high:
@@ -223,22 +218,6 @@ def _better_neighbour(search: Search, best: Cell) -> Cell | None:
         if is_open and search.outcome(cell).is_feasible:
             return cell
     return None
-
-
-def _further(search: Search, best: Cell, better: Cell) -> Cell:
-    """The best cell in the direction that led from `best` to `better`, in strides that double while they
-    succeed."""
-    step = [new - old for new, old in zip(better, best, strict=True)]
-    stride = 1
-    while stride:
-        cell = tuple(count + stride * change for count, change in zip(better, step, strict=True))
-        is_inside = min(cell) >= 1 and max(cell) <= search.most
-        if is_inside and search.objective(cell) < search.objective(better) and search.is_feasible(cell):
-            better = cell
-            stride *= 2
-        else:
-            stride //= 2
-    return better
 
 
 def highest_rate(feasible: Callable[[float], bool], step: float, most: float, above: float = 0.0) -> float:

@@ -7,26 +7,31 @@ events of one instant run in the order in which they were scheduled, and of equa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from heapq import heappop, heappush
+from typing import NamedTuple, Protocol, cast
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import Ask, Limits, Role, Router
-from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine, Timeline
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
-from phasewise.cluster.simulated.steps import StepTimes
+from phasewise.cluster.simulated.steps import PromptPart, StepTimes
+from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RequestError
-from phasewise.serving.scheduling.held_prefixes import HeldReport, block_keys
-from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
+from phasewise.serving.pools.contract import PoolSettings
+from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
+from phasewise.serving.scheduling.held_prefixes import HeldPrefixes, HeldReport, block_keys
+from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.scheduling.request import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
     Request,
     SchedulerLimits,
 )
+from phasewise.serving.scheduling.scheduler import Scheduler
 
 DEFAULT_LIMITS = Limits()
 
@@ -90,7 +95,181 @@ def transfer(link: Link, prompt: Prompt, granted_s: float, free_s: float) -> Tra
     return Transfer(begin_s, left_s, left_s + link.latency_s)
 
 
-# ---- machines and the cluster ---------------------------------------------------------------------------
+# ---- a machine -------------------------------------------------------------------------------------------
+
+REFRESH_S = 0.5
+"""Simulated seconds between two times that a pool learns."""
+
+TOKEN = 0
+"""The id that stands for every token of an answer."""
+
+
+Action = Callable[[], None]
+
+
+class Timeline:
+    """A clock in seconds that only events move: equal instants run in the order they were scheduled."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._serial = 0
+        self._heap: list[tuple[float, int, Action]] = []
+
+    def at(self, at_s: float, action: Action) -> None:
+        """Run `action` at `at_s`, which must not lie in the past."""
+        if at_s < self.now_s:
+            raise ValueError(f"an event at {at_s} s would lie before now, {self.now_s} s")
+        self._serial += 1
+        heappush(self._heap, (at_s, self._serial, action))
+
+    def run(self) -> None:
+        """Run every event, and those that they schedule, to the last."""
+        heap = self._heap
+        while heap:
+            self.now_s, _, action = heappop(heap)
+            action()
+
+
+class Listener(Protocol):
+    """Hears of events of a machine's requests, at the simulated instant at which they happen."""
+
+    def prompt_step_begins(self, request_id: str) -> None:
+        """A step begins that computes a part of the request's prompt, or of what a preemption undid."""
+
+    def prompt_computed(self, request_id: str) -> None:
+        """All of the request's prompt is computed."""
+
+    def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None: ...
+
+    def block_granted(self, request_id: str) -> None:
+        """A request that was expected has a block."""
+
+    def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
+        """A machine tells its pace, and changes of the prefixes that it holds, as instances do."""
+
+
+class ProductionMachine:
+    """A machine that runs the production scheduler, its KV pool and its pacing. `submit`, `expect`, `arrived`
+    and `acknowledge` come from outside. Nothing here decides anything that the engine would decide: it does
+    what `serving.engine.engine.Engine.step` does with stand-ins for tokens, and moves the clock by what the
+    step-time model says."""
+
+    def __init__(
+        self,
+        index: int,
+        steps: StepTimes,
+        limits: SchedulerLimits,
+        kv_slots: int,
+        tpot_ms: float,
+        timeline: Timeline,
+        listener: Listener,
+        tells_prefixes: bool = False,
+    ) -> None:
+        """Make an idle machine. tells_prefixes: those that it holds are told."""
+        self.index = index
+        self.busy_s = 0.0
+        self.occupancy_s: dict[int, float] = defaultdict(float)
+        """Seconds that steps took, by the tokens of the step."""
+        self._steps = steps
+        self._timeline = timeline
+        self._listener = listener
+        pool_settings = PoolSettings(longest_request=limits.context_length)
+        pool = open_pool(DEFAULT_POLICY, kv_slots, pool_settings)
+        self.scheduler = Scheduler(pool, limits)
+        self._held = HeldPrefixes(self.scheduler, "") if tells_prefixes else None
+        self._pacing = Pacing(round(tpot_ms * 1e6), limits.max_batch_tokens)
+        self._is_computing = False
+        self._granted: set[str] = set()
+        self._refreshed_s = 0.0
+        self._since_prefill: int | None = None
+        """Decode steps since the last prefill step; None: there was none."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. RequestError if it can never run here."""
+        self.scheduler.add(request)
+        self._wake()
+
+    def expect(self, request: Request) -> None:
+        """Queue a request whose prompt is computed elsewhere. RequestError if it can never run here."""
+        self.scheduler.expect(request)
+        self._wake()
+
+    def arrived(self, request_id: str) -> None:
+        """Note that keys and values of an expected request are here: its first token is sampled."""
+        self._granted.discard(request_id)
+        out = self.scheduler.arrived(request_id, TOKEN)
+        assert out is not None, f"{request_id} was aborted"
+        self._listener.token_made(request_id, out.n_generated, is_last=out.finish_reason is not None)
+        self._wake()
+
+    def acknowledge(self, request_id: str) -> None:
+        """Note that a request that was handed over has arrived elsewhere."""
+        self.scheduler.acknowledge(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_computing:
+            self._step()
+
+    def _step(self) -> None:
+        scheduler = self.scheduler
+        paced = self._pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
+        batch = scheduler.next_batch(*paced)
+        if batch is None:
+            self.scheduler.take_copies()
+            self._tell_granted()
+            return
+        self._is_computing = True
+        now_s = self._timeline.now_s
+        if batch.phase == "prefill":
+            for name in batch.request_ids:
+                self._listener.prompt_step_begins(name)
+        self._tell_granted()
+        cost_s = self._cost_s(batch)
+        self._timeline.at(now_s + cost_s, lambda: self._end(batch, cost_s))
+
+    def _cost_s(self, batch: Batch) -> float:
+        if batch.phase == "prefill":
+            return self._steps.prompts_s(
+                PromptPart(len(piece.token_ids), piece.start) for piece in batch.slices
+            )
+        context = sum(piece.start + 1 for piece in batch.slices)
+        return self._steps.decode_s(len(batch.slices), context, self._since_prefill)
+
+    def _end(self, batch: Batch, cost_s: float) -> None:
+        self._is_computing = False
+        self.busy_s += cost_s
+        self.occupancy_s[batch.n_tokens] += cost_s
+        runs = [[TOKEN] for piece in batch.slices if piece.wants_logits]
+        outs = self.scheduler.commit_runs(batch, runs)
+        self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9), batch.n_in_shadow)
+        if batch.phase == "prefill":
+            self._since_prefill = 0
+        elif self._since_prefill is not None:
+            self._since_prefill += 1
+        self._tell()
+        if batch.phase == "prefill":
+            for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+                if piece.wants_logits:
+                    self._listener.prompt_computed(name)
+        for out in outs:
+            self._listener.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
+        if self._timeline.now_s - self._refreshed_s >= REFRESH_S:
+            self._refreshed_s = self._timeline.now_s
+            self.scheduler.pool.refresh()
+        self._wake()
+
+    def _tell(self) -> None:
+        report = None if self._held is None else self._held.report()
+        self._listener.told(self.index, self._pacing.best_token_ns / 1e9, report)
+
+    def _tell_granted(self) -> None:
+        for request_id in [name for name in self.scheduler.expected if name not in self._granted]:
+            self._granted.add(request_id)
+            self._listener.block_granted(request_id)
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -211,7 +390,16 @@ class ProductionCluster:
         self._kinds = [kind for _, kind in spec.machines]
         longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
         self._machines = [
-            ProductionMachine(index, kind.steps, _settings(kind, longest, spec), self._timeline, self)
+            ProductionMachine(
+                index,
+                kind.steps,
+                _limits(kind, longest, spec),
+                kind.kv_slots,
+                kind.tpot_ms,
+                self._timeline,
+                self,
+                spec.tells_prefixes,
+            )
             for index, kind in enumerate(self._kinds)
         ]
         machines = ((role, kind.kv_slots) for role, kind in spec.machines)
@@ -313,7 +501,7 @@ class ProductionCluster:
         going.is_sending = True
         kind = self._kinds[life.prompt_machine]
         link = kind.link.to(self._kinds[life.token_machine].link)
-        n_tokens = self.tokens_to_send(request_id)
+        n_tokens = life.arrival.prompt_tokens  # all of them (decision 0131)
         prompt = Prompt(
             n_tokens,
             n_tokens * kind.kv_bytes_per_token,
@@ -325,10 +513,6 @@ class ProductionCluster:
         self._link_free_s[life.prompt_machine] = sent.link_free_s
         self._timeline.at(max(sent.arrival_s, self._timeline.now_s), lambda: self._arrive(request_id))
 
-    def tokens_to_send(self, request_id: str) -> int:
-        """Positions of a prompt that a hand-over brings to the machine that answers: all (decision 0131)."""
-        return self._lives[request_id].arrival.prompt_tokens
-
     def _arrive(self, request_id: str) -> None:
         life = self._going.pop(request_id).life
         life.kv_arrival_s = self._timeline.now_s
@@ -337,16 +521,13 @@ class ProductionCluster:
         self._machines[life.prompt_machine].acknowledge(request_id)
 
 
-def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSettings:
+def _limits(kind: MachineType, longest: int, spec: ClusterSpec) -> SchedulerLimits:
     if kind.kv_slots < longest:
         raise ClusterError(
             f"machine type {kind.name} has room for the keys and values of {max(0, kind.kv_slots)} tokens, "
             f"but a request of the trace has {longest}"
         )
-    limits = SchedulerLimits(
-        longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse
-    )
-    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms, spec.tells_prefixes)
+    return SchedulerLimits(longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse)
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:

@@ -85,8 +85,8 @@ def summarised(measurement: Measurement) -> Measurement:
 
 def preferred_now(store: Store) -> dict[Key, Preferred]:
     """The preferred timing of each key."""
-    timings = (preferred_of(store, key, standing) for key, standing in standings(store).items())
-    return {timing.key: timing for timing in timings if timing is not None}
+    timings = {key: preferred_of(store, key, standing) for key, standing in standings(store).items()}
+    return {key: timing for key, timing in timings.items() if timing is not None}
 
 
 @pytest.fixture(params=["memory", "postgresql"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine, Timeline
+from phasewise.cluster.simulated.simulate import ProductionMachine, Timeline
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.held_prefixes import HeldReport
@@ -79,8 +79,7 @@ class ClosedLoop:
         self._going: dict[str, Sent] = {}
         self._made_s: list[float] = []  # of each token of an answer, in order
         limits = SchedulerLimits(4096, max_sequences=self._places, prefix_reuse=False)
-        settings = EngineSettings(limits, 200_000, tpot_ms)
-        self.machine = Timed(0, steps, settings, self.timeline, self)
+        self.machine = Timed(0, steps, limits, 200_000, tpot_ms, self.timeline, self)
         prepare(self.machine)
         self._is_closed = at_s is None
         for when_s in (

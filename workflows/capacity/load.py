@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from phasewise._files import open_input
 from phasewise._json import read_json
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
 from phasewise.cluster.simulated.simulated_requests import Arrival, poisson
+from phasewise.cluster.simulated.steps import TimedStep, steps_of
 from phasewise.tuner.config.trace import load_trace, read_trace
 from phasewise.tuner.config.trace_files import MAX_ROW_CHARS
 from phasewise.workflows.report import Report

@@ -6,9 +6,9 @@ import pytest
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.simulated.metrics import TABLE_VI, Bound, broken, parse_slo, summarise
-from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
 from phasewise.cluster.simulated.simulate import simulate
 from phasewise.cluster.simulated.simulated_requests import Arrival, poisson
+from phasewise.cluster.simulated.steps import TimedStep, steps_of
 from tests.support.clusters import STEPS, machine, mixed, split
 
 
