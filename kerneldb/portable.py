@@ -145,14 +145,17 @@ def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
     count = 0
     for line in chain([canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
         if count > MAX_ROWS:
-            raise ExportFileError(
-                f"{counted(count, 'row')} are too many for one file, which holds {MAX_ROWS}: "
-                "choose machines with --signature"
-            )
+            raise ExportFileError(too_many(count))
         digest.update(f"{line}\n".encode())
         count += 1
         yield f"{line}\n"
     yield canonical({"rows": count - 1, "sha256": digest.hexdigest()}) + "\n"
+
+
+def too_many(count: int) -> str:
+    """Says that a file holds fewer rows, and what to do."""
+    rows = counted(count, "row")
+    return f"{rows} are too many for one file, which holds {MAX_ROWS}: choose machines with --signature"
 
 
 def _row_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:

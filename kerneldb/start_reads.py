@@ -22,8 +22,9 @@ from phasewise.kerneldb.errors import DatabaseNameError, KernelDbError
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.counts import Report
     from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, StoredRow
-    from phasewise.kerneldb.store import Report, Store
+    from phasewise.kerneldb.store import Store
 
 R = TypeVar("R", bound="StoredRow")
 

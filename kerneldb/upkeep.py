@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from phasewise._words import counted
-from phasewise.kerneldb.counts import Key, KeyCount
+from phasewise.kerneldb.counts import Key, KeyCount, Report
 from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Schedule
-from phasewise.kerneldb.store import Report, Store
+from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, TIDY_ABOVE_ROWS
 
 
