@@ -35,9 +35,8 @@ from typer import Argument, Option
 
 from benchmarks.harness import MODEL, Model, Rounds, Row, Yielded, commands, seconds_of
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.drafts.computed_drafts import ModelDrafter
+from phasewise.serving.drafts.computed_drafts import GuestRank, ModelDrafter
 from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter, StepCosts
-from phasewise.serving.drafts.draft_ranks import GuestRank
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.engine_size import EngineSize

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, get_args
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from phasewise._options import NoEffect
 from phasewise.cli.present import note
-from phasewise.workflows.option_ways import GivenOption
-from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, unused_options
 
 MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"
@@ -27,6 +26,10 @@ NOUNS: dict[Any, str] = {int: "N", Path: "FILE"}
 EXAMPLE = "$ "
 """A line of a command's docstring that begins so is an example, which help shows first."""
 HYPHEN, KEPT_HYPHEN = "-", "\N{NON-BREAKING HYPHEN}"
+SAYS_WHAT_IS_UNUSED = frozenset({"serve"})
+"""Commands that say which variables and lines of the configuration file they leave out. Others have defaults
+such as PHASEWISE_DB for runs that read them.
+"""
 TYPER_WORDS = "Value error, "
 """Typer's validator puts them before the reason why a value is refused."""
 
@@ -148,45 +151,30 @@ class GroupedCommand(_WithExamples, TyperCommand):
 
             make_stderr_json()
         try:
-            self._leave_out_unused(ctx)
-            return super().invoke(ctx)
+            return self._followed(ctx)
         except Exception as error:
             if getattr(error, "exit_code", None) != EXIT_USAGE or isinstance(error, typer.BadParameter):
                 raise
             raise typer.BadParameter(str(error), ctx) from None
 
-    def _leave_out_unused(self, ctx: Any) -> None:
-        """Options that this run cannot follow get their defaults. UsageError where one was written."""
-        command, source = _path(ctx), ctx.get_parameter_source
-        parameters = {
-            _name(parameter): parameter for parameter in self.get_params(ctx) if parameter.name in ctx.params
-        }
-        given = {
-            flag: GivenOption(
-                ctx.params[parameter.name],
-                source(parameter.name).name != "DEFAULT"
-                and str(ctx.params[parameter.name]) != str(parameter.default),
-                source(parameter.name).name == "COMMANDLINE",
-            )
-            for flag, parameter in parameters.items()
-        }
-
-        def model_makes_vectors() -> bool:
-            from phasewise.workflows.serve.embedding import makes_vectors
-
-            model = given["MODEL"].value
-            return model is not None and makes_vectors(model, str(given["--format"].value), note)
-
-        unused = unused_options(command, given, model_makes_vectors)
-        for flag, _ in unused:
-            parameter = parameters[flag]
-            ctx.params[parameter.name] = parameter.process_value(ctx, parameter.default)
-        if unused and command in SAYS_WHAT_IS_UNUSED:
-            by_where: dict[str, list[str]] = {}
-            for flag, where in unused:
-                by_where.setdefault(where, []).append(_written(ctx, parameters[flag]))
-            told = "; ".join(f"{', '.join(names)} {where}" for where, names in by_where.items())
-            note(f"without effect: {told}")
+    def _followed(self, ctx: Any) -> Any:
+        """Run the command without the variables and lines of the configuration file that it does not follow:
+        they stand for many runs. BadParameter where such an option was written.
+        """
+        parameters = {parameter.name: parameter for parameter in self.get_params(ctx)}
+        for _ in parameters:
+            try:
+                return super().invoke(ctx)
+            except NoEffect as error:
+                unused = [parameters[name] for name in error.fields]
+                written = [each for each in unused if _source(ctx, each) == "COMMANDLINE"]
+                if written:
+                    raise typer.BadParameter(error.naming([_name(each) for each in written]), ctx) from None
+                if _path(ctx) in SAYS_WHAT_IS_UNUSED:
+                    note(f"without effect: {', '.join(_written(ctx, each) for each in unused)} {error.where}")
+                for each in unused:
+                    ctx.params[each.name] = each.process_value(ctx, each.default)
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

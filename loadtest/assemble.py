@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._json import read_json
+from phasewise._options import changed, refuse_unused
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated
 from phasewise.loadtest.client import LoadTestError, Target, base_of
 from phasewise.loadtest.rate_search import RateSearch
@@ -45,6 +46,9 @@ def load_test_of(
     Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
     """
     is_search = promises.find_rate
+    if is_search:
+        instead = "--probe says how long each rate is sent; leave that out"
+        refuse_unused("while a rate is searched", changed(times, "duration_s"), instead)
     slo = _slo(promises, needs_one=is_search)
     requests = _requests(times, lengths)
     return LoadTest(

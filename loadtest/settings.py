@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,10 @@ class Promises:
     )
     probe_s: float = option(20.0, "length of one probe in seconds", "--probe", metavar="S", min=0.1, max=3600)
 
+    def __post_init__(self) -> None:
+        if not self.find_rate:
+            refuse_unused("without --find-rate", changed(self, "probe_s"))
+
 
 @dataclass(frozen=True)
 class EmbedLoad:
@@ -126,3 +130,11 @@ class EmbedLoad:
     )
     api_key: str | None = option(None, "key that requests carry", envvar="PHASEWISE_API_KEY", repr=False)
     seed: int = option(0, "seed of lengths, words and arrivals", min=0)
+
+    def __post_init__(self) -> None:
+        if self.find:
+            refuse_unused("with --find", changed(self, "requests", "concurrency", "rate", "inputs"))
+        if self.rate is not None:
+            refuse_unused("with --rate", changed(self, "concurrency"))
+        if self.file is not None:
+            refuse_unused("with --file", changed(self, "lengths"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from phasewise._words import bytes_of
@@ -21,6 +21,32 @@ class OptionError(ValueError):
     """The text of an option that cannot be read."""
 
     exit_code = 2
+
+
+class NoEffect(OptionError):
+    """Options that the chosen way of running does not follow. `fields`: their parameters, by name."""
+
+    def __init__(self, fields: Sequence[str], where: str, instead: str = "leave that out") -> None:
+        self.fields, self.where, self.instead = tuple(fields), where, instead
+        super().__init__(self.naming([f"--{name.replace('_', '-')}" for name in fields]))
+
+    def naming(self, flags: Sequence[str]) -> str:
+        """The error's line with these flags."""
+        have = "has" if len(flags) == 1 else "have"
+        return f"{', '.join(flags)} {have} no effect {self.where}: {self.instead}"
+
+
+def changed(settings: Any, *names: str) -> list[str]:
+    """Those of the named fields of a dataclass that are not their defaults; without names of all fields."""
+    own = {each.name: each.default for each in fields(settings)}
+    values = {name: getattr(settings, name) for name in names or own}
+    return [name for name, value in values.items() if value != own[name] and value not in ([], ())]
+
+
+def refuse_unused(where: str, given: Sequence[str], instead: str = "leave that out") -> None:
+    """NoEffect where any of these parameters is given."""
+    if given:
+        raise NoEffect(given, where, instead)
 
 
 @dataclass(frozen=True)

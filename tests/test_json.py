@@ -24,7 +24,7 @@ from phasewise.serving.embedding.plan import stored_places
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.receipts import AskedSettings, Receipt
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.load_adapter import load_parts
+from phasewise.serving.loaders.adapter_files import load_parts
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.config.sharing import read_hidden

@@ -1,4 +1,4 @@
-"""Small line charts as SVG text: panels side by side, logarithmic axes or shares, one legend on top."""
+"""Small line charts as SVG text: panels side by side, shares over a logarithmic axis, one legend on top."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ class Chart:
     emphasised: str | None
     """The line that is drawn boldly."""
     panels: Sequence[Panel]
-    y_is_share: bool = False
-    """Upwards from 0 to 1, evenly, written as percentages."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,8 @@ def draw_chart(chart: Chart) -> str:
 
 def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str]) -> list[str]:
     points = [point for line in (*panel.lines.values(), panel.limit) for point in line]
-    across = _Scale(*_span([px for px, _ in points], 2), x, x + PLOT_WIDTH)
-    up, up_ticks = _upwards([py for _, py in points], y, is_share=chart.y_is_share)
+    across = _Scale(*_span([px for px, _ in points]), x, x + PLOT_WIDTH)
+    up = _Share(y + PLOT_HEIGHT, y)
     elements = [
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{PLOT_WIDTH}" height="{PLOT_HEIGHT}" fill="#ffffff" '
         f'stroke="{FAINT_INK}"/>',
@@ -112,12 +110,12 @@ def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str])
         f'<text class="m" transform="translate({x - 44:.1f} {y + PLOT_HEIGHT / 2:.1f}) rotate(-90)">'
         f"{escaped(chart.y_name)}</text>",
     ]
-    for value in _ticks(across, 2):
+    for value in _ticks(across):
         elements.append(_rule(across.at(value), y, across.at(value), y + PLOT_HEIGHT))
         elements.append(text(across.at(value), y + PLOT_HEIGHT + 15, _number(value), "m"))
-    for value, label in up_ticks:
+    for value in SHARES:
         elements.append(_rule(x, up.at(value), x + PLOT_WIDTH, up.at(value)))
-        elements.append(text(x - 6, up.at(value) + 4, label, "e"))
+        elements.append(text(x - 6, up.at(value) + 4, percent(value), "e"))
     if panel.limit:
         path = " ".join(f"{across.at(px):.1f},{up.at(py):.1f}" for px, py in panel.limit)
         elements.append(
@@ -131,30 +129,16 @@ def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str])
     return elements
 
 
-def _upwards(
-    values: Sequence[float], y: float, *, is_share: bool
-) -> tuple[_Scale | _Share, list[tuple[float, str]]]:
-    """The axis of a panel whose top is at `y`, and its ticks with their labels."""
-    if is_share:
-        return _Share(y + PLOT_HEIGHT, y), [(share, percent(share)) for share in SHARES]
-    scale = _Scale(*_span(values, 10), y + PLOT_HEIGHT, y)
-    return scale, [(value, _number(value)) for value in _ticks(scale, 10)]
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """The whole powers of two around all values, at least one step apart."""
+    low = 2.0 ** math.floor(math.log2(min(values)) + 1e-9)
+    return low, max(2.0 ** math.ceil(math.log2(max(values)) - 1e-9), low * 2)
 
 
-def _span(values: Sequence[float], base: float) -> tuple[float, float]:
-    """The whole powers of `base` around all values, at least one step apart."""
-    low = base ** math.floor(math.log(min(values), base) + 1e-9)
-    high = base ** math.ceil(math.log(max(values), base) - 1e-9)
-    return low, max(high, low * base)
-
-
-def _ticks(scale: _Scale, base: float) -> list[float]:
-    """Powers of `base`, with 2 and 5 between powers of ten that are few, and not more than can be read."""
-    steps = round(math.log(scale.high / scale.low, base))
-    powers = [scale.low * base**step for step in range(steps + 1)]
-    if base == 10 and steps <= 2:
-        between = [power * factor for power in powers for factor in (1, 2, 5)]
-        return [value for value in between if value <= scale.high]
+def _ticks(scale: _Scale) -> list[float]:
+    """Powers of two, and not more than can be read."""
+    steps = round(math.log2(scale.high / scale.low))
+    powers = [scale.low * 2**step for step in range(steps + 1)]
     return powers[:: -(-len(powers) // 12)]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from phasewise._options import changed, refuse_unused
 from phasewise._words import counted, number
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, OptionalModelArgument
@@ -57,6 +58,12 @@ def batch(
     if model is not None and url is None:
         server: str | OwnServer = OwnServer(model, weights, placement, answering)
     elif url is not None and model is None:
+        own = [
+            *changed(weights),
+            *changed(placement),
+            *changed(answering, "draft", "draft_tokens", "kv_format"),
+        ]
+        refuse_unused("with --url", own, "the server has its own; leave that out")
         server = url
     else:
         raise UsageError("give MODEL or --url, one of the two")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
@@ -65,15 +66,22 @@ def doctor(
     Nothing is changed. The exit code is 0 whatever is found, unless --strict is given. With --bits, which
     takes a minute at most, it is 1 if any bit is wrong: the build is broken, or a core is.
     """
+    examining = {"root": root, "strict": strict}
+    given = [name for name, value in examining.items() if value]
+    kept = [] if db is None else ["db"]
     if bits:
+        refuse_unused("with --bits", [*given, *kept, *([] if decode is None else ["decode"])])
         _check_bits(as_json)
         return
     if decode is not None:
+        refuse_unused("with --decode", given)
         _explain_decode(decode, db, as_json)
         return
     from phasewise.tuner.doctor import examine
     from phasewise.workflows.doctor import snapshot_host, this_host
 
+    if root is not None:
+        refuse_unused("with --root", kept)
     host = this_host(db) if root is None else snapshot_host(root)
     findings = examine(host)
     if as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import changed, refuse_unused
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
@@ -58,6 +59,9 @@ def generate(
     from phasewise.cli.explain_text import uses_text
     from phasewise.workflows.generate.run import generate_text
 
+    if sampling.temperature is None:
+        choosing = changed(sampling, "top_k", "top_p", "min_p", "seed")
+        refuse_unused("without --temperature", choosing, "the likeliest token is chosen always; add one")
     explained: dict[str, Any] = {}
 
     def tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:

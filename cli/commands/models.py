@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, complete_name
@@ -158,6 +159,8 @@ def inspect(
     that are not zero, its bytes stored dense and sparse, and from which share
     of zeros on it is stored sparse where nothing was measured.
     """
+    if not density:
+        refuse_unused("without --density", [] if weight_format == "native" else ["weight_format"])
     from phasewise.serving.loaders import head_place, inspection, open_head_source, open_source
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
@@ -236,7 +239,7 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
 def _heads(config: ModelConfig) -> str:
     latent = config.latent
     if config.has_mixed_heads:
-        own = dict.fromkeys(config.heads_of(layer) for layer in range(config.n_layers))
+        own = dict.fromkeys(part.heads for part in config.keeping)
         by_layer = " or ".join(f"{heads.n_kv_heads} of {heads.head_dim}" for heads in own)
         return f"{config.n_heads} query, key/value: {by_layer}"
     if latent is None:

@@ -17,16 +17,16 @@ from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import Weights
-from phasewise.workflows.serve.embedding import Embeddings
-from phasewise.workflows.serve.pools import Pools
 from phasewise.workflows.serve.run import serve_models
 from phasewise.workflows.serve.settings import (
     Accepting,
     Answering,
     Batches,
+    Embeddings,
     KeysAndValues,
     Listening,
     Logged,
+    Pools,
     Prefixes,
     Residency,
     Running,

@@ -2,14 +2,13 @@
 the model that is served (Gloeckle et al. 2024; DeepSeek-AI 2024).
 
 A model computes the same sequences in the same slots, so that a block that moves, or a beginning that is
-copied, is moved and copied here too. What it has computed of a sequence is known up to a position; where
-that lags behind, because drafts did not pay for a while, it catches up in parts.
+copied, is moved and copied here too. What it has computed of a sequence is known up to a position; where that
+lags behind, because drafts did not pay for a while, it catches up in parts.
 
 A head computes keys and values of every position whose next token is known, from the model's row there and
 that token, in the slots of the model: rows wait for their tokens, and where drafts do not pay until they are
 many. From the last one on it drafts token by token; its own row then stands in for the model's, and what it
-wrote with that is written over when the model's has come.
-"""
+wrote with that is written over when the model's has come."""
 
 from __future__ import annotations
 
@@ -23,11 +22,84 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.contract import NO_DRAFT, Agreement, Draft, DraftMemory, StepCosts
-from phasewise.serving.drafts.draft_ranks import DraftRanks, HeadRanks
 from phasewise.serving.drafts.gain import DraftGain, Drafting
-from phasewise.serving.models.draft_head import RowVectors
+from phasewise.serving.models.draft_head import FedRows, RowVectors
+from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.processes.headroom import check_memory
+from phasewise.serving.ranks.first_rank import FirstRank, room_for, slices_at_once
+from phasewise.serving.ranks.rank_teams import touch_memory
+from phasewise.serving.ranks.ranks_contract import RankOptions
+from phasewise.serving.ranks.shared_weights import weights_near
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
 from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
+
+
+class GuestRank:
+    """`model` on the teams of `host`, which may become another rank when ranks are started anew.
+
+    Other ranks' cores rest meanwhile: a model that is worth drafting with is small. Errors: `open_ranks`."""
+
+    def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
+        kv_format = resolve_kv_format(model, options.kv.format)
+        self.vocab_size = model.config.vocab_size
+        self.kv_bytes = options.kv.slots * kv_bytes_per_slot(model, kv_format)
+        self._host = host
+        at_first = host()
+        self._capacity = room_for(options, at_first.teams.most_threads, kv_format)
+        nodes = at_first.nodes
+        self._program = build_program(weights_near(model, nodes, self.kv_bytes), self._capacity, check_memory)
+        if nodes:
+            self._program.spread(nodes)
+        if options.kv.touched:
+            touch_memory(self._program, at_first.teams.by_table)
+        self._guest, self._guest_of = self._open(at_first), at_first
+
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """As Ranks.forward. Adapters are those of the model that is served: this one has none."""
+        slices = tuple(piece._replace(adapter=0) for piece in batch.slices)
+        return self._rank.forward(batch._replace(slices=slices))
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        """As Ranks.copy_kv. This model's layers keep no rings: nothing is to be done for those."""
+        if source_slot >= self._capacity.kv_slots:
+            return
+        self._rank.copy_kv(source_slot, target_slot, n_slots)
+
+    @property
+    def _rank(self) -> FirstRank:
+        host = self._host()
+        if host is not self._guest_of:
+            self._guest, self._guest_of = self._open(host), host
+        return self._guest
+
+    def _open(self, host: FirstRank) -> FirstRank:
+        return FirstRank(self._program, host.teams, self._capacity, host)
+
+
+class GuestHead(GuestRank):
+    """A head that drafts for the model of `host`, on its teams."""
+
+    def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
+        super().__init__(model, host, options)
+        room = self._capacity
+        self._fed = FedRows.of(self._program, model.config, room.step_tokens, room.logit_rows)
+
+    def forward_rows(self, batch: Batch, rows: RowVectors) -> tuple[npt.NDArray[np.float32], RowVectors]:
+        """Logits as Ranks.forward and the head's own row for each; of a prefill batch both are empty.
+
+        rows: the model's, of every token."""
+        if batch.phase == "decode":
+            self._fed.write(rows)
+            logits = self.forward(batch)
+            return logits, self._fed.read(len(logits))
+        first = 0
+        for step in slices_at_once(batch.slices, self._capacity.step_tokens):
+            n_tokens = sum(len(piece.token_ids) for piece in step)
+            self._fed.write(rows[first : first + n_tokens])
+            self.forward(Batch("prefill", tuple(step)))
+            first += n_tokens
+        return np.empty((0, self.vocab_size), np.float32), rows[:0]
 
 
 class DraftState:
@@ -106,7 +178,7 @@ class ComputedDrafter(DraftMemory[State]):
 
     def __init__(
         self,
-        ranks: DraftRanks | HeadRanks,
+        ranks: GuestRank,
         costs: StepCosts,
         most_rows: int,
         begun: Callable[[str], State],
@@ -190,12 +262,11 @@ class _ModelRow(DraftedRow[_Computed]):
 
 class ModelDrafter(ComputedDrafter[_Computed]):
     """A Drafter with a model. most_rows: of one step of the model that is served, whose logits have
-    `vocab_size` columns; the draft model's may have fewer or more. n_tokens: as `DraftSource.n_tokens`.
-    """
+    `vocab_size` columns; the draft model's may have fewer or more. n_tokens: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,
-        ranks: DraftRanks,
+        ranks: GuestRank,
         costs: StepCosts,
         most_rows: int,
         vocab_size: int,
@@ -355,12 +426,11 @@ def _slice(
 
 class HeadDrafter(ComputedDrafter[_Followed]):
     """A Drafter with a head. take_rows: of the model that is served. most_rows: of one of its steps, and of
-    the head's. n_tokens: as `DraftSource.n_tokens`.
-    """
+    the head's. n_tokens: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,
-        ranks: HeadRanks,
+        ranks: GuestHead,
         take_rows: TakeRows,
         costs: StepCosts,
         most_rows: int,
@@ -429,8 +499,7 @@ class HeadDrafter(ComputedDrafter[_Followed]):
 
     def _catch_up(self, rows: Sequence[_HeadRow], ready: Sequence[_HeadRow]) -> None:
         """Compute rows that have waited long, and those that would be too many for one step with drafts; of a
-        sequence that is drafted all but the last.
-        """
+        sequence that is drafted all but the last."""
         n_rows, late = sum(row.state.n_waiting for row in ready), []
         for row in rows:
             is_drafted = row in ready

@@ -1,6 +1,5 @@
 """The contract between the engine and a source of drafts: a draft, the share of drafts of a kind that were
-right, and the time that a step takes by its rows.
-"""
+right, and the time that a step takes by its rows."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class Agreement:
     that of all requests, its `parent`.
 
     fading: the first guess loses its weight with each trial, as trials do, so that drafts that are nearly
-    always right are known as such; else it stays, and what seldom repeats is drafted with more care.
-    """
+    always right are known as such; else it stays, and what seldom repeats is drafted with more care."""
 
     def __init__(
         self, first_rates: tuple[float, ...], parent: Agreement | None = None, *, fading: bool = False
@@ -110,8 +108,7 @@ class StepCosts:
         """Expected nanoseconds of a step of `n_rows` rows, at least one step having been seen.
 
         Between numbers of rows that were seen: linear. Beyond them: in proportion to the recorded times, else
-        as the last two numbers of rows differ, else by a guess at what a row costs.
-        """
+        as the last two numbers of rows differ, else by a guess at what a row costs."""
         rows, costs_ns = self._rows, self._ns
         seen_ns = costs_ns.get(n_rows)
         if seen_ns is not None:

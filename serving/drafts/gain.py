@@ -1,7 +1,6 @@
 """The number of drafts of each sequence that one step checks: as many as raise the tokens that come in its
 time; and of drafts that a model or a head computes as many as give the most tokens in a nanosecond, with
-trials where none seem to pay.
-"""
+trials where none seem to pay."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def choose_lengths(
     chances: for each sequence and draft the probability that it and all before it are right, never rising.
     cost_ns: of a step, by its number of rows. The likeliest drafts go first; of all numbers of them the one
     counts that gives the most expected tokens in a nanosecond. All zeros where that is hardly more than
-    without.
-    """
+    without."""
     n_plain = len(chances)
     lengths = [0] * n_plain
     if n_plain >= most_rows or not any(chances):
@@ -74,8 +72,7 @@ class Drafting(NamedTuple):
 
 class DraftGain:
     """Chooses the length of drafts. costs: of steps of the model that is served, by rows; most_rows: of one
-    of them; n_tokens: as `DraftSource.n_tokens`.
-    """
+    of them; n_tokens: as `DraftSource.n_tokens`."""
 
     def __init__(self, costs: StepCosts, most_rows: int, n_tokens: int | None) -> None:
         self._costs = costs

@@ -1,8 +1,7 @@
 """Drafts by lookup: what followed where the sequence ended like this before. They cost next to nothing.
 
 Whether the expected token came is seen at every token, drafted or not, so that rates are known while drafts
-do not pay, and drafting begins again when the text begins to repeat itself.
-"""
+do not pay, and drafting begins again when the text begins to repeat itself."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ MOST_MATCHED = 32
 
 class Repeats:
     """Fed with the tokens of one sequence; knows one earlier place that ended like the sequence ends now, the
-    longest that two n-gram tables find, and whose next tokens may follow again (Saxena 2023).
-    """
+    longest that two n-gram tables find, and whose next tokens may follow again (Saxena 2023)."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []

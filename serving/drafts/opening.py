@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from phasewise.serving.drafts.computed_drafts import HeadDrafter, ModelDrafter
+from phasewise.serving.drafts.computed_drafts import GuestHead, GuestRank, HeadDrafter, ModelDrafter
 from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter, StepCosts
-from phasewise.serving.drafts.draft_ranks import GuestHead, GuestRank
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.draft_head import RowVectors
@@ -26,8 +25,7 @@ class DraftSource:
     served; None: lookup in the sequence.
 
     recorded_ns: what decode steps took by their number of rows, as far as the database knows. n_tokens: of
-    each draft; None: as many as pay, by what is observed.
-    """
+    each draft; None: as many as pay, by what is observed."""
 
     model: PackedModel | None = None
     recorded_ns: Mapping[int, float] = field(default_factory=dict)
@@ -73,8 +71,7 @@ def _head_drafter(
 def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:
     """ModelError, one line, unless both models' tokens have the same ids and texts.
 
-    Logits may have more columns than there are tokens: their numbers may differ.
-    """
+    Logits may have more columns than there are tokens: their numbers may differ."""
     draft_tokenizer, model_tokenizer = (
         Tokenizer.from_json(each.tokenizer_json, each.config) for each in (draft, model)
     )

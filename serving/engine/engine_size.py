@@ -194,7 +194,7 @@ def _rings_of(
     config = model.config
     if config.state is not None:  # what is copied of a prefix is as long as a kept state says
         return None
-    window = max((config.kind_of(layer).window or 0 for layer in range(config.n_layers)), default=0)
+    window = max(part.window or 0 for part in config.keeping)
     longest = -(-(window + STEP_TOKENS) // KV_CHUNK) * KV_CHUNK
     if window == 0 or longest >= longest_request:
         return None

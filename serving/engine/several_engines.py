@@ -104,8 +104,12 @@ class SeveralEngines:
         return None if host is None else host.fingerprint()
 
     def instances(self) -> tuple[InstanceState, ...]:
-        """None: each engine does everything for its model."""
-        return ()
+        """Those of every model, by its id and their names."""
+        return tuple(
+            state._replace(name=f"{name}/{state.name}")
+            for name, host in self._hosts.items()
+            for state in host.instances()
+        )
 
     def start(self) -> None:
         self._has_started = True

@@ -194,8 +194,7 @@ def _uses(model: PackedModel, name: str) -> int:
 def _attention_flops(config: ModelConfig, workload: Workload) -> int:
     n = workload.n_prompt + workload.n_gen
     scores = n * workload.n_depth + n * (n + 1) // 2  # causal: position i sees i + 1 keys
-    values = config.head_dim if config.latent is None else config.latent.kv_rank
-    return 2 * scores * config.n_heads * (config.head_dim + values) * len(config.attention_layers)
+    return 2 * scores * sum(part.n_heads * part.numbers for part in config.keeping)
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:

@@ -2,8 +2,7 @@
 
 The first start reads the source and packs it; every later one compares the source's names, sizes and times
 with what the packed file was made from, and maps it. Readers of foreign formats are imported on the first
-path only.
-"""
+path only."""
 
 from __future__ import annotations
 
@@ -36,12 +35,10 @@ def load_model(
 ) -> PackedModel:
     """The model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
 
-    ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name.
-    cache_dir: where packed files and fetched models live; None for the user's cache directory.
-    report: told in one line whatever takes long.
-    checksum: a packed file whose arrays are not as they were written is made anew.
-    storage: which weights are stored sparse; None: `auto`. Raises ModelError.
-    """
+    ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name. cache_dir:
+    where packed files and fetched models live; None for the user's cache directory. report: told in one line
+    whatever takes long. checksum: a packed file whose arrays are not as they were written is made anew.
+    storage: which weights are stored sparse; None: `auto`. Raises ModelError."""
     if format not in FORMATS:
         raise ModelError(f"weight format {format!r:.80} is not one of {', '.join(FORMATS)}")
     report, storage = report or _silent, storage or StorageChoice()
@@ -66,8 +63,7 @@ def load_head(
     model: PackedModel, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> PackedModel | None:
     """The head that drafts for `model`, of its files, with the embeddings that it shares with it; None where
-    there is none, or not of a kind that is read. format: as for `load_model`. Raises ModelError.
-    """
+    there is none, or not of a kind that is read. format: as for `load_model`. Raises ModelError."""
     from phasewise.serving.models.draft_head import with_own_head
 
     located = head_place(model.config.architecture, model.name, model.source)
@@ -126,8 +122,7 @@ def config_of_model(
 ) -> ModelConfig:
     """The config of the model that `ref` names. Packs nothing: a packed file tells it, or the source.
 
-    ref, cache_dir, report: as for `load_model`. Raises ModelError.
-    """
+    ref, cache_dir, report: as for `load_model`. Raises ModelError."""
     return _facts_of(ref, format, cache_dir, report)[0]
 
 

@@ -2,22 +2,23 @@
 adapter_model.safetensors), and a GGUF file that llama.cpp's `convert_lora_to_gguf.py` has written; every pair
 is checked against the model's shapes.
 
-Every setting that changes what the numbers mean, and is not listed here, is refused by its name.
-"""
+Every setting that changes what the numbers mean, and is not listed here, is refused by its name."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from phasewise._words import counted
+from phasewise.cython_kernels._native import MAX_ADAPTERS
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, Names, half_split, our_tensors
 from phasewise.serving.loaders.families import Family, family_named, family_of_gguf
@@ -29,7 +30,7 @@ from phasewise.serving.loaders.formats.model_directory import ModelDirectory, op
 from phasewise.serving.loaders.layout import shapes_of_all, weight_shapes
 from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.models.linears import Adapter, LowRank, Matrix, update_of
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 
 MOST_RANK = 512
 MOST_SCALE = 1e6
@@ -172,8 +173,7 @@ class _Scaling:
 def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
     """The pairs of a directory, by our names of weights; `stack` closes their file.
 
-    ModelError in one line for whatever cannot run.
-    """
+    ModelError in one line for whatever cannot run."""
     directory = ModelDirectory(path)
     fields = directory.json(CONFIG)
     if fields is None:
@@ -235,9 +235,8 @@ def _our_pairs(
     *,
     is_interleaved: bool,
 ) -> dict[str, Pair]:
-    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name
-    there. scale_of: by a module and its rank.
-    """
+    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name there.
+    scale_of: by a module and its rank."""
     shapes, pairs = shapes_of_all(config, has_bias=False), dict[str, Pair]()
     for module, both in by_module.items():
         if len(both) != 2:
@@ -247,12 +246,8 @@ def _our_pairs(
             kind = "experts" if stem else "embeddings, or of the head"
             raise ModelError(f"{what}: adapters of {kind} cannot run")
         a, whole_b = (both[letter] for letter in sorted(both))
-        scale = scale_of(module, a.shape[0])
-        try:
-            renamed = list(our_tensors(name, names, whole_b, CutFor(stem, shapes, f"{what} that")))
-        except KeyError:
-            raise ModelError(f"{what} that {family.name} models do not have") from None
-        for ours, part in renamed:
+        scale, cut_for = scale_of(module, a.shape[0]), CutFor(stem, shapes, f"{what} that")
+        for ours, part in our_tensors(name, names, whole_b, cut_for, family.name):
             if ours in pairs:
                 raise ModelError(f"{path} has the adapter of {module!r:.120} twice")
             b = half_split(ours, part, config) if is_interleaved else part
@@ -339,3 +334,69 @@ def gguf_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
         path,
         is_interleaved=family.gguf_interleaved_heads,
     )
+
+
+def load_adapter(name: str, path: Path, config: ModelConfig) -> Adapter:
+    """PEFT's directory, or a GGUF file. ModelError in one line for what cannot run beside this model."""
+    return adapter_of(name, load_parts(path, config), config)
+
+
+def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
+    """Its numbers, by our names of the weights that they are added to. ModelError."""
+    check_takes_adapters(config, path)
+    if path.suffix == ".safetensors" and not path.is_dir():
+        raise ModelError(f"{path} is only the numbers of an adapter: give the directory that holds it")
+    with ExitStack() as stack:
+        pairs = (peft_pairs if path.is_dir() else gguf_pairs)(path, config, stack)
+        return parts_of(pairs, config, str(path))
+
+
+def check_takes_adapters(config: ModelConfig, path: Path) -> None:
+    """ModelError for a model that no adapter can be added to. path: of one, for the error."""
+    if config.encoder is not None:
+        raise ModelError(f"{path}: adapters are for models that generate text")
+    reasons = (mixer.takes_no_adapters for layer in config.layers for mixer in layer.mixers)
+    why = next(filter(None, reasons), "")
+    if config.has_mixed_heads or config.shared_kv_layers:
+        why = "whose layers have heads of their own"
+    if why:
+        raise ModelError(f"{path}: {config.architecture} models, {why}, take no adapters")
+
+
+def with_adapters(model: PackedModel, lora: Sequence[str]) -> PackedModel:
+    """The model with adapters of `NAME=PATH` each, numbered in this order. ModelError."""
+    if not lora:
+        return model
+    named = named_paths(lora)
+    if len(named) > MAX_ADAPTERS:
+        raise ModelError(f"{counted(len(named), 'adapter')} of one model; at most {MAX_ADAPTERS} can run")
+    if model.config.encoder is not None or model.embedding is not None:
+        raise ModelError(f"{model.name} makes vectors: adapters are for models that generate text")
+    adapters = tuple(load_adapter(name, path, model.config) for name, path in named)
+    return replace(model, adapters=adapters)
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+
+
+def named_path(text: str) -> tuple[str, Path]:
+    """The name and the path of `NAME=PATH` or `PATH`. ModelError for a name that no request could say."""
+    name, equals, path = text.partition("=")
+    if not equals or "/" in name:
+        path = text
+        name = Path(text).name.removesuffix(".gguf")
+    if not NAME.fullmatch(name) or not path:
+        raise ModelError(
+            f"adapter {text!r:.120}: NAME=PATH expected, a name of letters, digits, '.', '_' and '-'"
+        )
+    return name, Path(path)
+
+
+def named_paths(texts: Sequence[str]) -> list[tuple[str, Path]]:
+    """All of them. ModelError where two have one name."""
+    named = [named_path(text) for text in texts]
+    names = [name for name, _ in named]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ModelError(f"two adapters are called {twice}: give another name with NAME=PATH")
+    return named

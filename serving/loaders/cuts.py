@@ -1,7 +1,6 @@
 """Tensors of a file that hold ours: several of them, in another order or in another form.
 
-Everything here is a view: rows are read from the file when the packer asks for them.
-"""
+Everything here is a view: rows are read from the file when the packer asks for them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class CutFor:
     """The layer and the config that a tensor is cut for.
 
     stem: "layers.3.". shapes: those that the config calls for, by our names. what: the tensor, in errors.
-    turns: `ModelConfig.turns`.
-    """
+    turns: `ModelConfig.turns`."""
 
     stem: str
     shapes: Shapes
@@ -56,10 +54,12 @@ Names = Mapping[str, str | Cut]
 
 
 def our_tensors(
-    name: str, names: Names, tensor: SourceTensor, cut_for: CutFor
+    name: str, names: Names, tensor: SourceTensor, cut_for: CutFor, family: str
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Our names and tensors of a layer's tensor `name`; KeyError where the family has no such name."""
-    ours = names[name]
+    """Our names and tensors of a layer's tensor `name`; ModelError where the family has no such name."""
+    ours = names.get(name)
+    if ours is None:
+        raise ModelError(f"{cut_for.what} {family} models do not use")
     parts: Parts = [(ours, tensor)] if isinstance(ours, str) else ours.parts_of(tensor, cut_for)
     for part, own in parts:
         yield cut_for.stem + part, own
@@ -95,8 +95,7 @@ class TensorCut(Cut):
 
     of_experts: the first dimension counts experts, and parts are those of each. stacked: it counts parts.
     alternating: rows of the parts take turns. transposed: inputs come before outputs. turns: parts take turns
-    in runs of rows, as many as `n_heads` or the `groups` of layers with a state.
-    """
+    in runs of rows, as many as `n_heads` or the `groups` of layers with a state."""
 
     parts: tuple[str, ...]
     of_experts: bool = False
@@ -190,8 +189,7 @@ class ColumnCut(Cut):
 class OtherForm(Cut):
     """A tensor of another shape than ours: a `vector` of all its numbers, else a matrix of one row.
 
-    negated_exponential: ours are -e^x of its numbers.
-    """
+    negated_exponential: ours are -e^x of its numbers."""
 
     name: str
     vector: bool = True
@@ -297,11 +295,10 @@ class HeadParts(Cut):
 
 
 def half_split(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTensor:
-    """Queries and keys of a file whose turned rows are pairs side by side: (2 i, 2 i + 1) there is
-    (i, i + half) here. Rows that are not turned keep their places behind the others.
+    """Queries and keys of a file whose turned rows are pairs side by side: (2 i, 2 i + 1) there is (i, i +
+    half) here. Rows that are not turned keep their places behind the others.
 
-    ours: our name of the tensor; others than those stay as they are.
-    """
+    ours: our name of the tensor; others than those stay as they are."""
     match = _TURNED.fullmatch(ours)
     if match is None:
         return tensor

@@ -1,6 +1,5 @@
 """Facts about a model without packing it; and the cache directory: which models lie in it as files, which
-packed from them, and what may go.
-"""
+packed from them, and what may go."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ def packed_caches(root: Path) -> list[PackedCache]:
 def remove(name: str, root: Path, *, packed_only: bool = False) -> list[Removed]:
     """Remove a fetched model and what was packed from it, or only the latter. ModelError if there is neither.
 
-    A file of the user's own is not removed, only what was packed from it.
-    """
+    A file of the user's own is not removed, only what was packed from it."""
     wanted = KNOWN_ON_HUB[name].ref if name in KNOWN_ON_HUB else name
     stored = [model for model in stored_models(root) if model.name in (name, wanted)]
     own = _resolved(name)
@@ -163,8 +161,7 @@ def _is_of(source: Path, stored: list[StoredModel]) -> bool:
 def prune(root: Path, *, all_packed: bool = False, dry_run: bool = False) -> list[Removed]:
     """Remove what no start will use: packed files without their model, parts of downloads, left-over files.
 
-    all_packed: every packed file as well; the next start of a model makes its own anew.
-    """
+    all_packed: every packed file as well; the next start of a model makes its own anew."""
     removed = [
         Removed(cache.path, cache.n_bytes, "packed; its model is gone" if cache.is_orphan else "packed")
         for cache in packed_caches(root)

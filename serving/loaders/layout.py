@@ -1,21 +1,20 @@
 """The tensors that a config calls for, with their shapes, and how parts are fused into packed weights.
 
-Weights of an encoder are a decoder's. Its vectors: "embed_norm", "positions" [context, hidden] and
-"segments" [2, hidden] row by row where the config has them, with `pre_norms` "final_norm"; per layer
-"attn_norm", "ffn_norm" and biases. Of a cross-encoder's head: "score_dense" [hidden, hidden] row by row,
-"score_out" [hidden]. Every norm, dense and out has a bias of the same name with "_bias" behind it, but for
-norms of `pre_norms`, and with `norm_head` for dense and its norm, "score_norm".
+Weights of an encoder are a decoder's. Its vectors: "embed_norm", "positions" [context, hidden] and "segments"
+[2, hidden] row by row where the config has them, with `pre_norms` "final_norm"; per layer "attn_norm",
+"ffn_norm" and biases. Of a cross-encoder's head: "score_dense" [hidden, hidden] row by row, "score_out"
+[hidden]. Every norm, dense and out has a bias of the same name with "_bias" behind it, but for norms of
+`pre_norms`, and with `norm_head` for dense and its norm, "score_norm".
 
 Of tasks, of all of them one after the other: A and B of what is added to the embeddings, "task_embed_a"
 [tasks, vocab, rank] and "task_embed_b" [tasks, rank, hidden], "task_segments_a" and "_b" alike; per layer
 "task_qkv_a" [tasks, rank, inputs] and "task_qkv_b" [tasks, outputs, rank], and "task_o", "task_up" and
-"task_down" alike.
-"""
+"task_down" alike."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +33,8 @@ from phasewise.serving.loaders.source import (
 from phasewise.serving.models.draft_head import PARTS as HEAD_PARTS
 from phasewise.serving.models.encoding import Encoder, EncoderTasks
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig
-from phasewise.serving.models.parts.part import Product
+from phasewise.serving.models.parts.attention import Attention
+from phasewise.serving.models.parts.site import Product
 
 SEGMENTS = 2
 
@@ -66,93 +66,12 @@ def task_shapes(config: ModelConfig, tasks: EncoderTasks) -> dict[str, tuple[int
         "task_segments_a": (count, 1, rank),
         "task_segments_b": (count, rank, hidden),
     }
-    products = {
-        "qkv": (config.q_rows + 2 * config.kv_rows, hidden),
-        "o": (hidden, config.q_rows),
-        "up": (config.ffn, hidden),
-        "down": (hidden, config.ffn),
-    }
-    for layer in range(config.n_layers):
-        for name, (outputs, inputs) in products.items():
-            shapes[f"layers.{layer}.task_{name}_a"] = count, rank, inputs
-            shapes[f"layers.{layer}.task_{name}_b"] = count, outputs, rank
+    for number, layer in enumerate(config.layers):
+        for product in layer.products:
+            stem = f"layers.{number}.task_{product.reader}"
+            shapes[f"{stem}_a"] = count, rank, product.inputs
+            shapes[f"{stem}_b"] = count, sum(product.outputs.values()), rank
     return shapes
-
-
-def flattened(tensor: SourceTensor, first_row: int, n_rows: int, what: str) -> SourceTensor:
-    """`n_rows` rows of a matrix as one vector, row by row. what: the tensor, in errors."""
-    if len(tensor.shape) == 1 and first_row == 0 and n_rows == 1:
-        return tensor  # GGUF files leave out dimensions of one
-    if len(tensor.shape) != 2 or tensor.shape[0] < first_row + n_rows or tensor.form.is_quantised:
-        raise ModelError(
-            f"{what} is {tensor.type_name} {tensor.shape}: {counted(n_rows, 'row')} of plain numbers from"
-            f" row {first_row} on expected"
-        )
-    read, width = tensor.rows, tensor.shape[1]
-
-    def rows(_start: int, _stop: int) -> Rows:
-        whole = read(first_row, first_row + n_rows)
-        assert isinstance(whole, np.ndarray)
-        return whole.reshape(1, -1)
-
-    n_bytes = tensor.n_bytes * n_rows // max(tensor.shape[0], 1)
-    return replace(tensor, shape=(n_rows * width,), n_bytes=n_bytes, rows=rows)
-
-
-def padded(tensor: SourceTensor, n_rows: int) -> SourceTensor:
-    """A vector of rows, repeated `n_rows` times: one embedding for the two segments of a pair."""
-    read, length = tensor.rows, tensor.shape[0]
-
-    def rows(_start: int, _stop: int) -> Rows:
-        whole = read(0, 1)
-        assert isinstance(whole, np.ndarray)
-        return np.tile(whole.reshape(1, -1), n_rows)
-
-    return replace(tensor, shape=(length * n_rows,), rows=rows)
-
-
-def adapted(
-    tensors: Iterable[tuple[str, SourceTensor]], config: ModelConfig, first_position: int, what: str
-) -> dict[str, SourceTensor]:
-    """Matrices that are vectors to us are flattened; positions begin at the first that a text has.
-
-    ModelError where a tensor is there twice or has no use.
-    """
-    by_name: dict[str, SourceTensor] = {}
-    tasks = None if config.encoder is None else config.encoder.tasks
-    of_tasks = {} if tasks is None else task_shapes(config, tasks)
-    for name, tensor in tensors:
-        if name in by_name:
-            raise ModelError(f"{what} has the tensor for {name} twice")
-        where = f"{what}: the tensor for {name}"
-        if name == "positions":
-            tensor = flattened(tensor, first_position, config.context_length, where)
-        elif name == "segments":
-            tensor = _two_segments(tensor, where)
-        elif name in ("score_dense", "score_out"):
-            tensor = flattened(tensor, 0, config.hidden if name == "score_dense" else 1, where)
-        elif name in of_tasks:
-            tensor = _stack(tensor, of_tasks[name], where)
-        by_name[name] = tensor
-    return by_name
-
-
-def _two_segments(tensor: SourceTensor, where: str) -> SourceTensor:
-    """Texts of a pair get the first two embeddings, or both the only one."""
-    if len(tensor.shape) == 1 or tensor.shape[0] == 1:
-        return padded(flattened(tensor, 0, 1, where), SEGMENTS)
-    return flattened(tensor, 0, SEGMENTS, where)
-
-
-def _stack(tensor: SourceTensor, shape: tuple[int, int, int], where: str) -> SourceTensor:
-    """Matrices of tasks as one vector."""
-    if tensor.shape != shape or tensor.form.is_quantised:
-        raise ModelError(
-            f"{where} is {tensor.type_name} {tensor.shape}: plain numbers {shape} expected of its tasks"
-        )
-    count, n_rows, width = shape
-    flat = replace(tensor, shape=(count * n_rows, width))
-    return flattened(flat, 0, count * n_rows, where)
 
 
 BIASES = ("q_bias", "k_bias", "v_bias")
@@ -274,7 +193,8 @@ def check_packed(
     lengths = vector_lengths(config, has_bias=False)
     for name, length in vectors.items():
         if name.endswith(".qkv_bias"):
-            own = [config.q_rows + 2 * config.kv_rows]
+            part = config.layers[int(name.split(".")[1])].attention
+            own = list(part.biases.values()) if isinstance(part, Attention) else []
         else:
             own = [lengths.pop(part, 0) for part in parts_of.get(name, (name,))]
         if sum(own) != length:
@@ -343,8 +263,7 @@ def _product_plans(source: ModelSource, stem: str, product: Product, weight_form
 
 def _table_plan(tensor: SourceTensor, weight_format: str) -> WeightPlan:
     """The matrix whose rows are looked up alone. Where its form lets a row be cut anywhere, a row fills a
-    panel, so that a token that comes reads its own numbers from the file and no others.
-    """
+    panel, so that a token that comes reads its own numbers from the file and no others."""
     form = target_form(tensor.form, weight_format, LAYER_TABLE)
     n, k = tensor.shape
     if form.is_quantised or tensor.form.is_quantised or k % PANEL:

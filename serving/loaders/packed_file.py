@@ -8,8 +8,7 @@ The digest covers head and text. Each array must lie in the file and have the sh
 A checksum of all arrays is in the head too; to compare it takes as long as reading them (`checksum`). A file
 is written beside its final name and renamed, so readers see all of it or none. One that does not check is
 simply not there: it is made anew. Others must not be able to write to it, nor to its directory. When it is
-cut short while it is mapped, the process ends with one line (`watch_mapping`).
-"""
+cut short while it is mapped, the process ends with one line (`watch_mapping`)."""
 
 from __future__ import annotations
 
@@ -39,13 +38,7 @@ from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError, shortage_of
-from phasewise.serving.loaders.layout import (
-    VectorPlan,
-    WeightPlan,
-    check_packed,
-    plan_vectors,
-    plan_weights,
-)
+from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, check_packed, plan_vectors, plan_weights
 from phasewise.serving.loaders.source import (
     ModelSource,
     Rows,
@@ -120,8 +113,7 @@ def write_packed(
 ) -> None:
     """Pack `source` into the file `target`. On any failure no file of that name appears or changes.
 
-    choice: which weights are stored sparse.
-    """
+    choice: which weights are stored sparse."""
     weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
     stored = [_stored(plan, choice) for plan in weights]
     text = _text(source)
@@ -157,18 +149,12 @@ def write_packed(
 
 
 def read_packed(
-    target: Path,
-    identity: str,
-    source: Path,
-    *,
-    choice: StorageChoice | None = None,
-    checksum: bool = False,
+    target: Path, identity: str, source: Path, *, choice: StorageChoice | None = None, checksum: bool = False
 ) -> PackedModel | None:
     """Map the packed file if it is whole and was made from what `identity` names; None otherwise.
 
     choice: how weights are to be stored; None: in any way. checksum: read all arrays, and hold them to the
-    checksum that they were written with.
-    """
+    checksum that they were written with."""
     try:
         with open_file(target) as file:
             status = os.fstat(file.fileno())
@@ -255,8 +241,7 @@ def _head(fields: dict[str, Any]) -> bytes:
 def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
     """The weight's storage and, if it is sparse, its size; not yet a place.
 
-    Where storage depends on it all rows are read once, and once more when they are written.
-    """
+    Where storage depends on it all rows are read once, and once more when they are written."""
     slot = _Slot(plan.name, plan.n, plan.k, plan.form, ())
     if not choice.wants_sparse or not can_be_sparse(plan.form):
         return slot
@@ -336,8 +321,7 @@ def _write_arrays(
 ) -> tuple[str, dict[str, int]]:
     """Fill every slot, in order.
 
-    Returns the SHA-256 over names, shapes and arrays, and top exponents by the names of weights.
-    """
+    Returns the SHA-256 over names, shapes and arrays, and top exponents by the names of weights."""
     content, tops = hashlib.sha256(), {}
     total, done, told, begun_s = sum(plan.nbytes for plan in weights), 0, 0, time.monotonic()
     for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
@@ -360,8 +344,7 @@ def _write_weight(
 ) -> int:
     """A few rows at a time, so that memory stays small whatever the weight's size; its top exponent.
 
-    The digest is over the dense weight, whatever its storage.
-    """
+    The digest is over the dense weight, whatever its storage."""
     digest(_label(slot))
     places, top, stream_bytes = list(slot.offsets), 0, 0
     for packed in _made_ahead(_packed_chunks(plan)):

@@ -1,5 +1,5 @@
-"""The input of the packer from every reader of model files: a checked config and tensors readable row by
-row; and packed forms: which one a tensor gets under each user-facing format, and the conversion of its rows.
+"""The input of the packer from every reader of model files: a checked config and tensors readable row by row;
+and packed forms: which one a tensor gets under each user-facing format, and the conversion of its rows.
 
 Files are read with `pread` in bounded pieces and never mapped: a source that shrinks while it is read gives
 an error, not a signal, and its pages do not count as ours.
@@ -7,8 +7,7 @@ an error, not a signal, and its pages do not count as ours.
 Nothing is rounded twice. `native` keeps every tensor in the packed form that holds its numbers exactly.
 `int8` widens any block-quantised rows exactly and rounds only plain numbers; `int4` keeps four-bit rows as
 they are. Under `int4` the embedding and the output head stay in int8, as GGUF files of that size do: they
-cost little and carry much of the quality.
-"""
+cost little and carry much of the quality."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds p
 class WeightForm:
     """The form of a weight in memory, apart from its size.
 
-    scale_dtype is "float16", "float32", or None: without scales, or with scales inside its blocks.
-    """
+    scale_dtype is "float16", "float32", or None: without scales, or with scales inside its blocks."""
 
     kind: Kind
     group: int = 0
@@ -241,8 +239,7 @@ class SourceFile:
 class SourceTensor:
     """One tensor of a file, shape outermost first; `rows(start, stop)` reads and decodes some of its rows.
 
-    A vector is a matrix of one row to `rows`. `type_name` is the file's own name for the type.
-    """
+    A vector is a matrix of one row to `rows`. `type_name` is the file's own name for the type."""
 
     type_name: str
     shape: tuple[int, ...]
@@ -264,8 +261,7 @@ def take_rows(rows: Rows, order: Array) -> Rows:
 def take_columns(rows: Rows, first: int, width: int, what: str) -> Rows:
     """Some columns, from `first` on. ModelError for quantised rows whose groups a cut would divide.
 
-    what: the tensor, in errors.
-    """
+    what: the tensor, in errors."""
     if isinstance(rows, np.ndarray):
         return np.ascontiguousarray(rows[:, first : first + width])
     if isinstance(rows, QuantRows):
@@ -289,8 +285,7 @@ class ModelSource:
     """A model in another program's file format. Tensors go by our names; a fused weight is still in parts:
 
     "embed", "lm_head", "final_norm", and per layer "layers.{i}." + q, k, v, o, gate, up, down, attn_norm,
-    ffn_norm, and where the model has them what `layout` lists beside these.
-    """
+    ffn_norm, and where the model has them what `layout` lists beside these."""
 
     name: str
     path: Path

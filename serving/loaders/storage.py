@@ -16,8 +16,7 @@ from phasewise.serving.models.sparse_mode import SparseMode
 WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
 """The largest share of the dense one's bytes that a sparse weight takes where nothing was measured.
 
-So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/sparse.md.
-"""
+So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/sparse.md."""
 
 UNMEASURED_SEQUENCES = 8
 """More sequences than that decode by dense weights where nothing was measured: arithmetic is their limit."""
@@ -46,8 +45,7 @@ Measured = Callable[[WeightForm, int, int, float], StorageDecision | None]
 @dataclass(frozen=True)
 class StorageChoice:
     """The choice of storage. measured: what a tuning database says, asked under `auto`; None: nothing.
-    sequences: those that are expected to decode together, at most.
-    """
+    sequences: those that are expected to decode together, at most."""
 
     mode: SparseMode = "auto"
     measured: Measured | None = None

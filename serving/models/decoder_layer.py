@@ -1,6 +1,5 @@
 """One layer of a decoder as operations of a program, and the operations behind the last one: its norm, logits
-of rows that want them, and rows that a head reads.
-"""
+of rows that want them, and rows that a head reads."""
 
 from __future__ import annotations
 
@@ -13,13 +12,11 @@ from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import rounded
 from phasewise.serving.models.draft_head import add_normed_rows
-from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import Layer, ModelConfig, PackedModel
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.mixture import Mixture
-from phasewise.serving.models.parts.part import Product, Vector
-from phasewise.serving.models.parts.site import ActivationArena, Mixer, ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, Mixer, Product, ReadRows, Site, Vector
 from phasewise.serving.models.parts.streams import add_merge
 
 
@@ -31,21 +28,20 @@ def add_layer_norm(
     target: Place,
     rows: Rows,
     factor: float = 1.0,
+    bias: Vector | None = None,
 ) -> None:
-    """Rows behind a LayerNorm, times `factor`."""
-    weight = model.vectors[norm] * np.float32(factor)
-    bias = np.zeros_like(weight)
-    if model.config.norm_biases:
-        bias = model.vectors[f"{norm}_bias"] * np.float32(factor)
+    """Rows, with `bias`, behind a LayerNorm, times `factor`."""
+    weight, own = model.vectors[norm] * np.float32(factor), model.vectors.get(f"{norm}_bias")
+    norm_bias = np.zeros_like(weight) if own is None else own * np.float32(factor)
     eps = model.config.stream_eps
-    program.layernorm(model.config.hidden, *source, *target, weight, bias, rows=rows, eps=eps)
+    program.layernorm(model.config.hidden, *source, *target, weight, norm_bias, bias=bias, rows=rows, eps=eps)
 
 
 def add_final_norm(
     program: Program, model: PackedModel, source: Place, target: Place, factor: float = 1.0
 ) -> None:
     """The stream after the last norm, of rows that are wanted."""
-    if model.config.layer_norms:
+    if model.config.has_layer_norms:
         add_layer_norm(program, model, "final_norm", source, target, "logits", factor)
         return
     norm, eps = model.vectors["final_norm"] * np.float32(factor), model.config.stream_eps
@@ -57,8 +53,7 @@ class DecoderLayer:
     """Adds the ops of one layer. After the last one's keys and values, only rows that want logits matter.
 
     With a residual scale r the stream is kept divided by r: halves of a layer are then added as they are, and
-    a norm of the stream is that of what is kept with its epsilon divided by r^2.
-    """
+    a norm of the stream is that of what is kept with its epsilon divided by r^2."""
 
     linears: Linears
     model: PackedModel
@@ -133,11 +128,13 @@ class DecoderLayer:
     def _reading(self, norm: str, stream: Place, rows: Rows) -> ReadRows:
         """The stream as products read it, normalised where the model does so before its halves."""
         eps = self.config.stream_eps
-        if self.config.layer_norms:
+        if self.config.norms_sums or self.site.vector(norm) is None:
+            return ReadRows(stream, None, eps)
+        if self.config.has_layer_norms:
             place = self.arena.normed
             add_layer_norm(self.linears.program, self.model, self.site.stem + norm, stream, place, rows)
             return ReadRows(place, None, eps)
-        return ReadRows(stream, self.site.vector(norm) if self.config.pre_norms else None, eps)
+        return ReadRows(stream, self.site.vector(norm), eps)
 
     def _add_mixers(self, mixers: tuple[Mixer, ...]) -> None:
         """All read the stream before what any gives is added to it."""
@@ -151,9 +148,7 @@ class DecoderLayer:
         ]
         for product, place in others:
             self._add_product(product, ReadRows(place).options(), place, self.stream, add=True)
-        self._add_back(
-            back, ReadRows(mixed).options(), mixed, "attn_post_norm", self.site.vector("o_bias"), rows
-        )
+        self._add_back(back, ReadRows(mixed).options(), mixed, "attn", self.site.vector("o_bias"), rows)
 
     def _add_product(
         self, product: Product, reads: dict[str, Any], source: Place, target: Place, **options: Any
@@ -174,7 +169,7 @@ class DecoderLayer:
         inner, between = self._add_into(part), part.between(self.site)
         bias = self.site.vector("down_bias") if part.form.ffn_biases else None
         scale = self._scale_behind_halves()
-        self._add_back(part.down, between, inner, "ffn_post_norm", bias, self._rows(), scale)
+        self._add_back(part.down, between, inner, "ffn", bias, self._rows(), scale)
 
     def _add_into(self, part: FeedForward) -> Place:
         """The products of the stream; where their rows are."""
@@ -205,25 +200,28 @@ class DecoderLayer:
         product: Product,
         reads: dict[str, Any],
         source: Place,
-        norm: str,
+        half: str,
         bias: Vector | None,
         rows: Rows,
         scale: float = 1.0,
     ) -> None:
-        """Add the output of a half of a layer to the stream, after its norm and bias where there are such.
-
-        scale: of all of it, where there is a norm.
-        """
-        residual = self.stream if rows == "gathered" else None
-        if not self.config.post_norms and bias is None:
+        """Add the output of a half of a layer to the stream, after its norm and bias where there are such, or
+        before. scale: of all of it, where there is a norm."""
+        residual, config, site = self.stream if rows == "gathered" else None, self.config, self.site
+        if config.norms_sums or (not config.post_norms and bias is None):
             self._add_product(product, reads, source, self.after, add=True, rows=rows, residual=residual)
+            if config.norms_sums:
+                is_end = self.last and half == "ffn"
+                target = (self.arena.logits[0], config.hidden) if is_end else self.after
+                norm, program = f"{site.stem}{half}_norm", self.linears.program
+                add_layer_norm(program, self.model, norm, self.after, target, self._rows(), bias=bias)
             return
         self._add_product(product, reads, source, self.arena.branch, rows=rows)
         self.linears.program.adjust(
             self.config.hidden,
             *self.arena.branch,
             *self.after,
-            norm=self.site.vector(norm) if self.config.post_norms else None,
+            norm=site.vector(f"{half}_post_norm") if config.post_norms else None,
             bias=bias,
             add=True,
             rows=rows,
@@ -236,8 +234,7 @@ def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, 
     """The ops from the stream behind the last layer to logits.
 
     is_read: a head reads all rows behind the last norm, which that layer has computed then. A head gives
-    those of its own rows that want logits.
-    """
+    those of its own rows that want logits."""
     config = model.config
     stream, tail = arena.hidden, arena.tail
     if is_read:

@@ -3,8 +3,7 @@ behind its last norm; and rows for a head between two runs of a program.
 
 Of a sequence t the head's position i reads the embedding of t[i + 1] and the model's row i, and gives logits
 of t[i + 2] by the model's own product: x = E norm(embedding) + R norm(row), a layer, a last norm. Its own row
-stands in for the model's next one, which is not computed yet.
-"""
+stands in for the model's next one, which is not computed yet."""
 
 from __future__ import annotations
 

@@ -19,12 +19,16 @@ _MOST_TASKS, _MOST_TASK_RANKS, _MOST_TASK_SCALE = 64, 1 << 10, 1e6
 @dataclass(frozen=True)
 class EncoderTasks:
     """The tasks that texts may be embedded for. Each has a low-rank adapter of every product of the layers
-    and of the embeddings of tokens and segments: W + scale B A.
-    """
+    and of the embeddings of tokens and segments: W + scale B A."""
 
     names: tuple[str, ...]
     rank: int
     scale: float
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token's row of all tasks' A, with a 1 behind them."""
+        return len(self.names) * self.rank + 1
 
     def __post_init__(self) -> None:
         sane = all(isinstance(name, str) and 0 < len(name) <= 256 for name in self.names)
@@ -41,13 +45,11 @@ class EncoderTasks:
 @dataclass(frozen=True)
 class Encoder:
     """The layers of an encoder: h = N(h + A(h)), h = N(h + F(h)), N a LayerNorm with weight and bias,
-    attention A over the whole text, F(x) = down(act(gate(x)) * up(x)) or down(act(up(x))).
-    """
+    attention A over the whole text, F(x) = down(act(gate(x)) * up(x)) or down(act(up(x)))."""
 
     positions: bool
     """True if positions are embeddings of their own, one for each position of the context; else RoPE, or
-    `distances`.
-    """
+    `distances`."""
     segments: bool
     """True if the two texts of a pair have an embedding each."""
     qkv_biases: bool
@@ -58,8 +60,7 @@ class Encoder:
     """True if a head gives a pair of texts one score: a cross-encoder."""
     pre_norms: bool = field(default=False, metadata=LATER)
     """True for h = h + A(N(h)), h = h + F(N(h)), norms without biases, and one more after the last layer. The
-    first layer's attention reads h as it is.
-    """
+    first layer's attention reads h as it is."""
     norm_head: bool = field(default=False, metadata=LATER)
     """True if a cross-encoder's head is out(N(gelu(dense(row)))), else out(tanh(dense(row)))."""
     distances: bool = field(default=False, metadata=LATER)

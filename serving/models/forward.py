@@ -1,7 +1,6 @@
 """From a model to a program: the ops of a forward step around those of its layers, and the schedules of all.
 
-The program itself, and why its results do not depend on the batch, is in cython_kernels/program/program.h.
-"""
+The program itself, and why its results do not depend on the batch, is in cython_kernels/program/program.h."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.division import Division, HeadShare, Teams
 from phasewise.cython_kernels.errors import KernelError
-from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
@@ -24,6 +22,7 @@ from phasewise.serving.models.draft_head import add_head_input, check_feeds
 from phasewise.serving.models.linears import Linears, PlacedProduct, with_default_path
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import check_kv_format
+from phasewise.serving.models.parts.site import ActivationArena
 from phasewise.serving.models.parts.streams import add_layer_inputs, add_spread
 
 Gives = Literal["logits", "rows"]
@@ -63,8 +62,7 @@ EXACT_KINDS = ("f32", "f16")
 
 def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
     """`auto` is f32 where every weight of the layers is multiplied in f32, so that nothing is rounded; else
-    int16, or f16 of latent vectors. ModelError for a format that those cannot have.
-    """
+    int16, or f16 of latent vectors. ModelError for a format that those cannot have."""
     if kv_format != AUTO:
         check_kv_format(model.config.latent, model.name, kv_format)
         return kv_format
@@ -76,25 +74,19 @@ def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
 def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> int:
     """Bytes of the keys and values of one position, all layers. ModelError for a format that there is not.
 
-    teams: those of ranks (`Division.teams`), which keep copies of heads that they share; (): one rank.
-    """
+    teams: those of ranks (`Division.teams`), which keep copies of heads that they share; (): one rank."""
     return sum(kv_bytes_by_reach(model, kv_format, teams))
 
 
 def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> tuple[int, int]:
     """The same of the layers that see every position, and of those with a window."""
-    config = model.config
     try:
-        stored, latent = resolve_kv_format(model, kv_format), config.latent is not None
-        bytes_of = {
-            layer: sum(config.copies_of_heads(layer, teams))
-            * kv_slot_bytes(stored, config.heads_of(layer).head_dim, latent)
-            for layer in config.attention_layers
-        }
+        stored = resolve_kv_format(model, kv_format)
+        by_layer = [(part.window, part.slot_bytes(stored, teams)) for part in model.config.keeping]
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
-    windowed = sum(n for layer, n in bytes_of.items() if config.kind_of(layer).window is not None)
-    return sum(bytes_of.values()) - windowed, windowed
+    windowed = sum(n_bytes for window, n_bytes in by_layer if window is not None)
+    return sum(n_bytes for _, n_bytes in by_layer) - windowed, windowed
 
 
 def check_generates(model: PackedModel) -> None:
@@ -116,21 +108,23 @@ def build_program(
     patience_s: float = PATIENCE_S,
     gives: Gives = "logits",
     placed: list[PlacedProduct] | None = None,
+    embed: Callable[[Linears, ActivationArena], None] | None = None,
 ) -> Program:
     """A sealed program. ModelError if the model does not fit the kernels or the memory.
 
-    gives: the logits of rows that want them, or what the last norm makes of these "rows". Then every slice
-    is a whole sequence, and all layers keep keys and values in the same place.
+    gives: the logits of rows that want them, or what the last norm makes of these "rows". Then every slice is
+    a whole sequence, and all layers keep keys and values in the same place.
 
     check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
-    lookup for each table that a run may name; the first one says how every weight is computed.
-    division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared),
-    kv_memory(bytes) the keys and values of a single rank; None: they are allocated as its other memory is.
-    patience_s: how long a rank waits for another within a step. placed: is given the places of all schedules.
-    """
+    lookup for each table that a run may name; the first one says how every weight is computed. division: over
+    ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared), kv_memory(bytes)
+    the keys and values of a single rank; None: they are allocated as its other memory is. patience_s: how
+    long a rank waits for another within a step. placed: is given the places of all schedules.
+    embed: adds the operations before the first layer; None: those of every decoder."""
     try:
         config = model.config
-        check_generates(model)
+        if gives == "logits":
+            check_generates(model)
         if gives == "logits" and config.last_row_scores:
             raise ModelError(
                 f"{model.name} scores pairs of texts and generates no text: serve it for /v1/rerank"
@@ -146,8 +140,11 @@ def build_program(
         linears = Linears(
             program, schedules, most_rows, division, model.adapters, [] if placed is None else placed
         )
-        arena = lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
-        if config.drafts:
+        n_outputs = config.hidden if gives == "rows" else None
+        arena = lay_out(model.config, capacity.step_tokens, capacity.logit_rows, n_outputs)
+        if embed is not None:
+            embed(linears, arena)
+        elif config.drafts:
             add_head_input(linears, model, arena)
         else:
             embed_scale = config.embed_scale / config.residual_scale
@@ -163,9 +160,8 @@ def build_program(
             DecoderLayer(linears, model, layer, arena, kept_as, capacity.feeds).add()
         if gives == "logits":
             add_logits(linears, model, arena, is_read=capacity.feeds)
-        else:
-            tail = arena.tail
-            add_final_norm(program, model, tail, (arena.logits[0], config.hidden))
+        elif not config.norms_sums:
+            add_final_norm(program, model, arena.tail, (arena.logits[0], config.hidden))
         schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
@@ -244,8 +240,7 @@ def reschedule(
 ) -> None:
     """Give a program of one rank other schedules, between two steps. Its arithmetic stays, and so every bit.
 
-    A weight whose schedules are now of another arithmetic keeps those it has.
-    """
+    A weight whose schedules are now of another arithmetic keeps those it has."""
     most_rows = max(capacity.step_tokens, capacity.logit_rows)
     for product in placed:
         lookup, weight = lookups[product.table], product.weight
@@ -280,17 +275,14 @@ def attention_problem(
 ) -> tuple[str, int, int]:
     """Under what attention's schedules are kept: KV format, dimensions of query and of KV heads.
 
-    Those of all heads, or of a rank's own.
-    """
+    Those of all heads, or of a rank's own."""
     config, stored = model.config, resolve_kv_format(model, kv_format)
-    if own is None:
-        return stored, config.q_rows, config.head_dim * config.n_kv_heads
-    return stored, config.head_dim * own.n_heads, config.head_dim * own.n_kv_heads
+    heads = config if own is None else own
+    return stored, config.head_dim * heads.n_heads, config.head_dim * heads.n_kv_heads
 
 
 def tuned_attention(model: PackedModel, kv_format: str = AUTO) -> tuple[str, int, int] | None:
-    """The same where attention's schedules are tuned: not over latent vectors or heads that differ by
-    layers, whose default cut is kept.
-    """
+    """The same where attention's schedules are tuned: not over latent vectors or heads that differ by layers,
+    whose default cut is kept."""
     untuned = model.config.latent is not None or model.config.has_mixed_heads
     return None if untuned else attention_problem(model, kv_format=kv_format)

@@ -3,8 +3,7 @@ products that rows may have on top (LoRA).
 
 Adapters are kept by what reads them: weights that read the same rows ("layers.3.qkv": q, k and v) are one
 update, whose first product is one matrix. Numbers are stored as bf16 where every one of a matrix is a bf16
-number, else as float32; nothing is rounded.
-"""
+number, else as float32; nothing is rounded."""
 
 from __future__ import annotations
 
@@ -17,15 +16,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, compute_paths
 from phasewise.cython_kernels.division import Division
-from phasewise.cython_kernels.packing import (
-    PANEL,
-    Kind,
-    PackedWeight,
-    from_bf16,
-    pack_thin,
-    to_bf16,
-    unpack,
-)
+from phasewise.cython_kernels.packing import PANEL, Kind, PackedWeight, from_bf16, pack_thin, to_bf16, unpack
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.models.parts.experts import Experts
 
@@ -50,8 +41,7 @@ class Update:
     """The part of an adapter that is added to the outputs of weights which read the same rows.
 
     down: [sum of ranks, inputs], A below A. scales: of each of its outputs. ups: of each weight the first
-    column of its outputs and B, [outputs, rank].
-    """
+    column of its outputs and B, [outputs, rank]."""
 
     down: PackedWeight
     scales: npt.NDArray[np.float32]
@@ -66,8 +56,7 @@ class Update:
 class Adapter:
     """An adapter of one model. updates: by what reads the same rows, e.g. "layers.3.qkv".
 
-    content_hash: SHA-256 of its numbers, their places and scales, whatever the file's format.
-    """
+    content_hash: SHA-256 of its numbers, their places and scales, whatever the file's format."""
 
     name: str
     content_hash: str
@@ -153,8 +142,7 @@ def with_default_path(weight: PackedWeight, arithmetic: tuple[str | None, int]) 
 class Linears:
     """Adds linear ops to a program, every weight with its arithmetic and its schedules.
 
-    The arithmetic is the whole weight's on every rank; schedules are for this rank's part of it.
-    """
+    The arithmetic is the whole weight's on every rank; schedules are for this rank's part of it."""
 
     program: Program
     lookups: Sequence[ScheduleLookup]
@@ -203,13 +191,7 @@ class Linears:
             self._schedule(op, 0, table, expert)
 
     def add_heads(
-        self,
-        count: int,
-        stack: PackedWeight,
-        head: PackedWeight,
-        source: Place,
-        target: Place,
-        step: int,
+        self, count: int, stack: PackedWeight, head: PackedWeight, source: Place, target: Place, step: int
     ) -> None:
         """Program.heads; the schedules are those of one head's weight on one thread."""
         arithmetic = self._arithmetic(head)

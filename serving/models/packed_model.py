@@ -1,27 +1,25 @@
 """A model as the engine sees it: its shape, its packed weights, its tokenizer text.
 
-Every loader ends in a `PackedModel`; nothing after it knows GGUF or safetensors. A `ModelConfig` that
-exists has been checked, so the engine may multiply its numbers without fear.
-"""
+Every loader ends in a `PackedModel`; nothing after it knows GGUF or safetensors. A `ModelConfig` that exists
+has been checked, so the engine may multiply its numbers without fear."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phasewise._words import counted
-from phasewise.cython_kernels.division import Teams, head_copies
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
 from phasewise.serving.models.later import LATER
-from phasewise.serving.models.layers import BOTH_HALVES, Layer, SingleHalves
 from phasewise.serving.models.linears import Adapter, Linears
 from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
 from phasewise.serving.models.parts.attention import (
+    Attending,
     Attention,
     HeadShape,
     LatentAttention,
@@ -32,8 +30,15 @@ from phasewise.serving.models.parts.attention import (
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
 from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
-from phasewise.serving.models.parts.part import NO_FACTORS, ProductFactors, Vector
-from phasewise.serving.models.parts.site import Mixer, Site
+from phasewise.serving.models.parts.site import (
+    NO_FACTORS,
+    LayerPart,
+    Mixer,
+    Product,
+    ProductFactors,
+    Site,
+    Vector,
+)
 from phasewise.serving.models.parts.states import (
     DELTA,
     KDA,
@@ -70,6 +75,73 @@ LAYER_TABLE = "layer_table"
 
 
 @dataclass(frozen=True)
+class Layer:
+    """One layer: h += A(norm(h)), h += F(norm(h)), A the sum of its mixers, F its feed-forward half."""
+
+    hidden: int
+    mixers: tuple[Mixer, ...]
+    feed_forward: FeedForward | None
+    """The layer that computes every row, beside experts where there are any."""
+    mixture: Mixture | None
+    streams: StreamsOfLayer | None
+    inputs: InputsOfLayer | None
+    norms: tuple[str, ...]
+    """Vectors of the stream's norms, their biases among them."""
+    scaled: bool
+    """True if the stream is multiplied by a number behind the layer."""
+
+    @property
+    def parts(self) -> tuple[LayerPart, ...]:
+        """In the order in which a pass reads them."""
+        all_parts = (self.streams, *self.mixers, self.feed_forward, self.inputs, self.mixture)
+        return tuple(part for part in all_parts if part is not None)
+
+    @property
+    def products(self) -> Iterator[Product]:
+        return (product for part in self.parts for product in part.products)
+
+    @property
+    def attention(self) -> Attending | None:
+        """The mixer that keeps keys and values, or reads those of another layer; None for a state alone."""
+        return next((part for part in self.mixers if isinstance(part, Attending)), None)
+
+    def vectors(self, has_bias: bool) -> dict[str, int]:
+        """Lengths, before vectors are joined. has_bias: queries, keys and values have biases."""
+        lengths = dict.fromkeys(self.norms, self.hidden)
+        if self.scaled:
+            lengths["out_scale"] = 1
+        for part in self.parts:
+            lengths |= part.vectors
+            if has_bias and isinstance(part, Attention):
+                lengths |= part.biases
+        return lengths
+
+    @property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        """Vectors that are packed one behind the other, by the name of the whole."""
+        return {name: parts for part in self.parts for name, parts in part.joined.items()}
+
+
+@dataclass(frozen=True)
+class SingleHalves:
+    """Layers of one half, each with one norm, which is called `attn_norm` in all of them."""
+
+    mixing: tuple[int, ...] = ()
+    """Layers without a feed-forward layer, ascending."""
+    feed_forward: tuple[int, ...] = ()
+    """Layers that are a feed-forward layer, ascending."""
+
+    def check(self, n_layers: int) -> None:
+        """ModelError unless a model of so many layers can have these."""
+        if len(self.feed_forward) >= n_layers:
+            raise ModelError("a model in which no token reads others cannot run")
+
+
+BOTH_HALVES = SingleHalves()
+"""Every layer has both."""
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """The settings in which layers of one model differ."""
 
@@ -86,8 +158,7 @@ class ModelConfig:
     """The shape of a model. Construction refuses shapes that no model can have. Without `encoder` a decoder:
 
     A layer is h += r A(norm(h)), h += r F(norm(h)): attention A, feed-forward F, r the residual scale. Where
-    `pre_norms` is false their inputs are h itself; with `post_norms` their outputs are normalised.
-    """
+    `pre_norms` is false their inputs are h itself; with `post_norms` their outputs are normalised."""
 
     architecture: str
     n_layers: int
@@ -117,8 +188,7 @@ class ModelConfig:
     """True if the projection after attention has a bias."""
     sinks: bool = False
     """True if each head has a score of its own beside those of positions, which takes weight and gives no
-    value.
-    """
+    value."""
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -260,6 +330,16 @@ class ModelConfig:
         return layers_of(self)
 
     @property
+    def has_layer_norms(self) -> bool:
+        """True if norms of the stream are LayerNorms, as those of all encoders are."""
+        return self.layer_norms or self.encoder is not None
+
+    @property
+    def norms_sums(self) -> bool:
+        """True if norms are of the stream once a half of a layer is added to it."""
+        return self.encoder is not None and not self.encoder.pre_norms
+
+    @property
     def stream_eps(self) -> float:
         """Epsilon for norms of the stream, which is kept divided by the residual scale."""
         return self.norm_eps / self.residual_scale**2
@@ -294,15 +374,11 @@ class ModelConfig:
             return layer
         return max(before for before in range(first_shared) if self.kind_of(before) == self.kind_of(layer))
 
-    def heads_of(self, layer: int) -> HeadShape:
-        return self.kind_of(layer).heads or HeadShape(self.n_kv_heads, self.head_dim)
-
-    def copies_of_heads(self, layer: int, teams: Teams) -> tuple[int, ...]:
-        """Copies that ranks keep of each KV head of a layer. All of them read the same latent vectors.
-
-        teams: `Division.teams`; (): one rank.
-        """
-        return head_copies(self.n_heads, self.heads_of(layer).n_kv_heads, () if self.latent else teams)
+    @property
+    def keeping(self) -> tuple[Attending, ...]:
+        """The attention of every layer that keeps keys and values."""
+        parts = (self.layers[layer].attention for layer in self.attention_layers)
+        return tuple(part for part in parts if part is not None)
 
     @property
     def has_mixed_heads(self) -> bool:
@@ -325,14 +401,6 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different kinds of its layers."""
         return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
-
-    @property
-    def q_rows(self) -> int:
-        return self.n_heads * self.head_dim
-
-    @property
-    def kv_rows(self) -> int:
-        return self.n_kv_heads * self.head_dim
 
 
 STATE_MIXERS: dict[str, type[Convolving]] = {
@@ -370,19 +438,16 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
         mixers.append(mixer(config.state, config.hidden, config.factors, config.norm_eps))
     if not config.attends(number):
         return tuple(mixers)
-    kind, encoder = config.kinds.index(config.kind_of(number)), config.encoder
+    own, encoder = config.kind_of(number), config.encoder
+    heads = own.heads or HeadShape(config.n_kv_heads, config.head_dim)
+    kept = config.hidden, config.n_heads, heads, config.kinds.index(own), own.window
+    scores = config.attention_scale, config.attention_cap
     if config.latent is not None:
-        scale, cap = config.attention_scale, config.attention_cap
-        mixers.append(LatentMixer(config.latent, config.hidden, config.n_heads, kind, scale, cap))
-        return tuple(mixers)
+        return (*mixers, LatentMixer(*kept, config.latent, *scores))
     attention = Attention(
-        config.hidden,
-        config.n_heads,
-        config.heads_of(number),
-        kind,
+        *kept,
         config.kept_by(number) != number,
-        config.attention_scale,
-        config.attention_cap,
+        *scores,
         config.qk_norm,
         config.whole_qk_norm,
         config.value_norms,
@@ -457,10 +522,8 @@ class PackedModel:
 
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}." and the products of its
     parts, fused ("qkv") or, where their packed kinds differ, each part alone ("q"); what is outside layers is
-    in `loaders.layout`.
-    vectors, float32: per layer those of its parts, joined where they say so.
-    content_hash names the source's content and the format, so equal models hash alike on every machine.
-    """
+    in `loaders.layout`. vectors, float32: per layer those of its parts, joined where they say so.
+    content_hash names the source's content and the format, so equal models hash alike on every machine."""
 
     config: ModelConfig
     format: str
@@ -493,9 +556,8 @@ class PackedModel:
             raise ModelError(f"{self.name} has no weight {name!r}") from None
 
     def products(self) -> dict[str, PackedWeight]:
-        """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere
-        the weight.
-        """
+        """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere the
+        weight."""
         return {
             name: self.one_expert(name) or self.one_head(name) or weight
             for name, weight in self.weights.items()

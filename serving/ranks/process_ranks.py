@@ -30,7 +30,8 @@ from phasewise.serving.models.forward import (
     kv_bytes_per_slot,
     resolve_kv_format,
 )
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.parts.attention import Attending
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.headroom import check_memory
 from phasewise.serving.processes.segments import Segment
@@ -266,7 +267,7 @@ class ProcessRanks:
         shape = KvShape.of(config, self.kv_format)
         offset = 0 if setup.layout.n_ranks == 1 else self._first.program.kv_span(0, 0)[0]
         places = setup.capacities[0].state_places
-        copies = config.copies_of_heads(0, setup.layout.teams)
+        copies = config.keeping[0].copies(setup.layout.teams)
         return KvShare(self._step_memory, offset, aligned(self.kv_slots), places, shape, copies)
 
     @property
@@ -375,27 +376,25 @@ def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Se
     """
     if not layout.places_memory:
         return
-    layers = range(len(model.config.attention_layers))
-    for table, layer in product(range(len(TABLES)), layers):  # decode's places are the last word
-        for head, copy, nodes in _kv_homes(model.config, layout, table, layer):
+    layers = enumerate(model.config.keeping)
+    for table, (layer, part) in product(range(len(TABLES)), layers):  # decode's places are the last word
+        for head, copy, nodes in _kv_homes(part, layout, table):
             offset, n_bytes = program.kv_span(layer, head, copy)
             if nodes:
                 place_on_nodes(step.memory, offset, offset + n_bytes, nodes)
 
 
-def _kv_homes(
-    config: ModelConfig, layout: RankLayout, table: int, number: int
-) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _kv_homes(part: Attending, layout: RankLayout, table: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """KV heads of a layer that keeps them, the copy of each that a rank reads, and that rank's nodes. Latent
     vectors lie on those of all by turns.
     """
-    shares, layer = layout.division(0).shares(table), config.attention_layers[number]
+    shares = layout.division(0).shares(table)
     nodes = [layout.nodes(rank) for rank in range(len(shares))]
-    if config.latent is not None:
+    if part.is_latent:
         yield 0, 0, tuple(sorted({*chain(*nodes)}))
         return
     for rank, own_nodes in enumerate(nodes):
-        own = head_share(config.n_heads, config.heads_of(layer).n_kv_heads, shares, rank)
+        own = head_share(part.n_heads, part.heads.n_kv_heads, shares, rank)
         for head in range(own.begin, own.end):
             yield head, own.copy, own_nodes
 

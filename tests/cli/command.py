@@ -121,7 +121,7 @@ def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, 
 
 
 def parsed(line: str) -> Any:
-    """The context of a command line of the shell: its options are read, none is refused, and nothing runs."""
+    """The context of a command line of the shell: its options are read, and nothing runs."""
     alone = line.replace("\\\n", "").rpartition("| ")[2]
     words = shlex.split(re.sub(r"( \d?[<>]&? ?\S+| &)+$", "", alone))
     begun: list[Any] = []
@@ -130,10 +130,6 @@ def parsed(line: str) -> Any:
         done = run(*words[words.index("phasewise") + 1 :], env={"PHASEWISE_CONFIG": "/dev/null"})
     assert done.exit_code == 0, done
     (context,) = begun
-    with pytest.MonkeyPatch.context() as patch:
-        model = str(context.params.get("model"))
-        patch.setattr("phasewise.workflows.serve.embedding.makes_vectors", lambda *_: "minilm" in model)
-        context.command._leave_out_unused(context)
     return context
 
 

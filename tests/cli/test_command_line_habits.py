@@ -146,7 +146,7 @@ def test_a_configuration_file_that_is_named_must_be_there(tmp_path: Path) -> Non
 
 def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text("# mine\n[topo]\nlimit = 3  # few\n", encoding="utf-8")
+    config.write_text("# mine\n[eval]\nchunks = 3  # few\n", encoding="utf-8")
     config_command = partial(command.text_of, "config", env={"PHASEWISE_CONFIG": str(config)})
 
     config_command("set", "bench.run.repetitions", "7")
@@ -154,21 +154,21 @@ def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_pat
     config_command("set", "serve.kv_budget", "4G")
     config_command("set", "serve.kv_budget")
     assert config_command("show").splitlines() == [
-        "topo.limit = 3",
+        "eval.chunks = 3",
         "bench.run.repetitions = 7",
         'generate.prompt = "two words"',
     ]
     config_command("set", "bench.run.repetitions")
     config_command("set", "generate.prompt")
-    assert config_command("show") == "topo.limit = 3\n"
-    assert config.read_text(encoding="utf-8").startswith("# mine\n[topo]\nlimit = 3  # few\n")
+    assert config_command("show") == "eval.chunks = 3\n"
+    assert config.read_text(encoding="utf-8").startswith("# mine\n[eval]\nchunks = 3  # few\n")
 
 
 def test_a_key_is_the_option_s_flag_and_reaches_it(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[tune-config]\nbudget = "soon"\n', encoding="utf-8")
 
-    code, told = phasewise("tune-config", "smollm2-135m-instruct", "--dry-run", config=config)
+    code, told = phasewise("tune-config", "smollm2-135m-instruct", config=config)
 
     assert code == 2
     assert "'soon'; the configuration file says so" in " ".join(told.split())

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cli.commands import capacity as cluster_text
-from phasewise.cli.commands.db import text as db_text
+from phasewise.cli.commands.db import rows as db_text
+from phasewise.cli.commands.db.rows import ListedSchedules, PlanRow, ScoreRow, Section
 from phasewise.cli.commands.models import list_text
 from phasewise.cli.commands.predict_len import report_text
 from phasewise.cli.commands.topo.text import topo_lines
-from phasewise.cli.commands.tune_config import text as config_text
+from phasewise.cli.commands.tune_config import found as config_text
 from phasewise.cli.present import on_one_line
 from phasewise.cli.tables import RowTable
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import escaped
-from phasewise.workflows.database.listing import ListedSchedules, Section
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from tests.support.machines import machine_shapes
 
@@ -40,27 +40,12 @@ def shown(printed: Any, name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out if out is None else str(out)
 
 
-def plan_of(name: str) -> dict[str, Any]:
-    return {
-        "model": name,
-        "phase": "prefill",
-        "ranks": None,
-        "places": None,
-        "machine": name,
-        "in_use": True,
-        "created_at_ms": 0,
-        "bands": [],
-    }
+def plan_of(name: str) -> PlanRow:
+    return PlanRow(name, "prefill", None, None, [], name, True, True, {}, 0, "")
 
 
-def score_of(name: str) -> dict[str, Any]:
-    return {
-        "model": name,
-        "reads": name,
-        "judged_answers": 1,
-        "figures": {"accuracy": 0.5},
-        "created_at_ms": 0,
-    }
+def score_of(name: str) -> ScoreRow:
+    return ScoreRow(name, name, "", "", 1, 1, 0.5, {"accuracy": 0.5}, True, 0, "")
 
 
 def contents(name: str) -> dict[str, Any]:

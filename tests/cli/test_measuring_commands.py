@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from phasewise.tuner.measurement_lock import LOCK_NAME, FileLock
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
+from tests.support.servers.rude_clients import until
 
 PATIENCE_S = 120
 DATABASE = "tuning.db"
@@ -23,11 +23,10 @@ def start(tmp_path: Path, *arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
-    ends_s = time.monotonic() + PATIENCE_S
-    while lock.holder() != process.pid:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
+    until(
+        lambda: lock.holder() == process.pid or process.poll() is not None, "it does not measure", PATIENCE_S
+    )
+    assert process.poll() is None, process.communicate()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,10 +17,8 @@ from typing import Any
 
 import pytest
 
-from phasewise.workflows.option_ways import GivenOption, Way
-from phasewise.workflows.unused_options import WAYS, unused_options
 from tests.cli.command import run
-from tests.cli.command_options import commands, flag_of, options_of
+from tests.cli.command_options import commands, flag_of
 from tests.cli.opened_by_serve import plain
 from tests.support.models.tiny_models import write_tiny_gguf
 
@@ -287,49 +285,7 @@ def _no_lock(*_report: object) -> Any:
     return Lock()
 
 
-# ---- the table ---------------------------------------------------------------------------------------------
-
-
-def cells() -> Iterator[tuple[str, Way, str]]:
-    for command, ways in WAYS.items():
-        for way in ways:
-            for flag in way.refuses:
-                yield command, way, flag
-
-
-def test_the_table_names_commands_and_options_that_there_are() -> None:
-    for command, way, flag in cells():
-        offered = set(options_of(command))
-        assert flag in {*offered, "MODEL"}, command  # MODEL, TRACE: arguments
-        for conditions in (way.when, way.unless):
-            flags = {re.split("[=~]", condition)[0] for condition in conditions}
-            assert not flags or flags & {*offered, "MODEL", "TRACE"}, command
-
-
-def in_this_way(way: Way, flag: str) -> dict[str, GivenOption]:
-    """Values of a run in this way, with nothing else: what is asked for is set, what it is not is left."""
-    given: dict[str, GivenOption] = {}
-    if way.when:
-        chosen, sign, value = re.fullmatch(r"([^=~]+)([=~]?)(.*)", way.when[0]).groups()
-        value = f"x{value}" if sign == "~" else value
-        given[chosen] = GivenOption(value or True, is_set=True)
-    value = given[flag].value if flag in given else "x"  # a way may refuse values of its own option
-    given[flag] = GivenOption(value, is_set=True, by_flag=True)
-    return given
-
-
-@pytest.mark.parametrize(("command", "way", "flag"), list(cells()))
-def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_for_many_runs(
-    command: str, way: Way, flag: str
-) -> None:
-    given = in_this_way(way, flag)
-    makes_vectors = bool(way.makes_vectors)
-    with pytest.raises(Exception, match=f"{flag}.* no effect ") as refusal:
-        unused_options(command, given, lambda: makes_vectors)
-    assert getattr(refusal.value, "exit_code", None) == 2
-
-    given[flag] = given[flag]._replace(by_flag=False)
-    assert flag in {unused.flag for unused in unused_options(command, given, lambda: makes_vectors)}
+# ---- options without effect -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -344,7 +300,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "simulate fixed:8/8 --pools mixed=1*h100 --rate 1 --db x.db",
         "tune-kernels --kernel k.kir --shapes n=8 --max-m 3",
         "tune-kernels m --isa avx2",
-        "tune-config m --dry-run --emit vllm",
         "tune-config m --slo ttft=1s",
         "tune-config m --emit numactl --cores 0-3",
         "generate m -p x --seed 3",
@@ -352,10 +307,8 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "bench serve http://127.0.0.1:9 --probe 3",
         "bench embed http://127.0.0.1:9 --find --slo 1s -c 3",
         "bench embed http://127.0.0.1:9 --find --slo 1s --inputs 3",
-        "bench run m --wide -o json",
         "kernels emit k.kir -D A=1",
         "models inspect m --format int8",
-        "db show --json --wide",
     ],
 )
 def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(line: str) -> None:
@@ -372,16 +325,6 @@ def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) ->
     }
     done = run("topo", "--json", env=standing)
     assert (done.exit_code, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(("command", "way"), [(command, way) for command, way, _ in cells()])
-def test_what_a_refusal_advises_is_not_refused_itself(command: str, way: Way) -> None:
-    """In the same run, without the option that was refused."""
-    for advised in re.findall(r"(?:add|use|give) (--[a-z-]+)", way.instead):
-        given = in_this_way(way, way.refuses[0])
-        del given[way.refuses[0]]
-        given[advised] = GivenOption("x", is_set=True, by_flag=True)
-        unused_options(command, given, lambda: bool(way.makes_vectors))
 
 
 OF_OTHER_PROGRAMS = {

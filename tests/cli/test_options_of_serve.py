@@ -18,7 +18,6 @@ pytest.importorskip(
 
 from phasewise.tuner.plans import PHASES
 from phasewise.workflows.opening.open_model import Weights
-from phasewise.workflows.unused_options import WAYS
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import Boundary, Run
 from tests.support.machines.paper_machines import xeon
@@ -87,6 +86,7 @@ def ways(places: Places) -> Mapping[str, list[object]]:
         "cluster": [places.model, "--cluster", "auto", "--prompt-pool", "1x4", "--token-pool", "1x4"],
         "further models": [places.model, "--also", places.other],
         "a folder of models": ["--models", places.models],
+        "a folder in pools": ["--models", places.models, *pools],
         "an embedding model": [places.encoder],
         "embeddings beside": [places.model, "--embed-model", places.encoder],
         "embeddings beside pools": [places.model, *pools, "--embed-model", places.encoder],
@@ -102,6 +102,7 @@ NAMES = (
     "cluster",
     "further models",
     "a folder of models",
+    "a folder in pools",
     "an embedding model",
     "embeddings beside",
     "embeddings beside pools",
@@ -149,12 +150,12 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--predictor": one("--predictor", "auto"),
         "--max-batch-tokens": one("--max-batch-tokens", 300),
         "--tpot": one("--tpot", 50),
-        "--draft": one("--draft", "lookup"),
+        "--draft": one("--draft", "off"),
         "--draft-tokens": one("--draft-tokens", 3, beside=["--draft", "lookup"]),
         "--also": one("--also", places.other),
         "--models": one("--models", places.models),
-        "--models-memory": one("--models-memory", "2G"),
-        "--keep-alive": one("--keep-alive", "7m"),
+        "--models-memory": one("--models-memory", "2G", beside=["--models", places.models]),
+        "--keep-alive": one("--keep-alive", "7m", beside=["--models", places.models]),
         "--kv-budget": one("--kv-budget", "8M"),
         "--kv-format": one("--kv-format", "int8"),
         "--kv-policy": one("--kv-policy", "paged"),
@@ -170,7 +171,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--cors-origin": one("--cors-origin", "https://chat.example"),
         "--no-page": one("--no-page"),
         "--receipts": one("--receipts"),
-        "--receipt-key": one("--receipt-key", key, beside=["--receipts"]),
+        "--receipt-key": one("--receipt-key", key),
         "--access-log": one("--access-log", here / "access"),
         "--log-level": one("--log-level", "debug"),
         "--log-format": one("--log-format", "json"),
@@ -205,6 +206,7 @@ CHOOSES_THE_WAY = {
     "cluster": {"--cluster", "--prompt-pool", "--token-pool"},
     "further models": {"--also"},
     "a folder of models": {"--models"},
+    "a folder in pools": {"--models"},
     "embeddings beside": {"--embed-model"},
     "embeddings beside pools": {"--embed-model"},
     "a Unix socket": {"--unix-socket"},
@@ -260,7 +262,6 @@ def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
             if run.opened == opened[base] and f"without effect: {key_of(flag)} " not in run.said:
                 silent.append(flag)
     assert not silent
-    assert refusals <= {flag for serve_way in WAYS["serve"] for flag in (*serve_way.refuses, *serve_way.when)}
 
 
 @pytest.mark.parametrize(("options", "sequences"), [((), 32), (("--max-sequences", 3), 3)])
@@ -346,19 +347,21 @@ def test_vectors_have_no_arithmetic_of_k_quants(places: Places, boundary: Bounda
 
 def test_the_arithmetic_of_all_cpus_is_of_cpus_without_tiles(places: Places, boundary: Boundary) -> None:
     """No accelerator follows it: each is refused by name."""
-    for flag in ("--embed-accelerators", "--embed-device=exec:true"):
-        run = boundary.serve(places.model, "--embed-model", places.encoder, "--arithmetic", "canonical", flag)
-        assert (run.exit_code, run.opened) == (2, {})
-        assert f"{flag.partition('=')[0]} has no effect with --arithmetic canonical" in run.said
+    device = ("--arithmetic", "canonical", "--embed-device", "exec:true")
+    run = boundary.serve(places.model, "--embed-model", places.encoder, *device)
+    assert (run.exit_code, run.opened) == (2, {})
+    assert "--embed-device has no effect with --arithmetic canonical" in run.said
 
 
-def test_there_is_a_model_or_a_folder_of_them_and_not_both(places: Places, boundary: Boundary) -> None:
+def test_there_is_a_model_or_a_folder_of_them_or_both(places: Places, boundary: Boundary) -> None:
     neither = boundary.serve()
     assert neither.exit_code == 2
     assert "give a MODEL to serve, or --models DIR" in neither.said
-    both = boundary.serve(places.model, "--models", places.models)
-    assert (both.exit_code, both.opened) == (2, {})
-    assert "MODEL has no effect with --models" in both.said
+    both = boundary.serve(places.other, "--models", places.models)
+    assert [row[0][0] for row in only(both, "row")] == ["other", "tiny"]  # type: ignore[index]
+    of_nothing = boundary.serve("--models", places.models, "--served-model-name", "another")
+    assert (of_nothing.exit_code, of_nothing.opened) == (2, {})
+    assert "--served-model-name has no effect without MODEL" in of_nothing.said
     none = boundary.serve("--models", places.folder / "nothing")
     assert none.exit_code == 2
     assert "there is no such folder" in none.said
@@ -398,8 +401,6 @@ def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_th
     refused = boundary.serve(places.encoder, "--draft", "lookup", **standing)
     assert (refused.exit_code, refused.opened) == (2, {})
 
-    pooled = boundary.serve(places.model, "--mixed-pool", "0-3", PHASEWISE_SPLIT_ABOVE="9")
-    assert "without effect: PHASEWISE_SPLIT_ABOVE where all pools are mixed" in pooled.said
     pooled = boundary.serve(places.model, "--mixed-pool", "0-3", PHASEWISE_DRAFT="lookup")
     assert pooled.said.count("without effect: PHASEWISE_DRAFT with pools") == 1
     assert only(pooled, "instance")
@@ -419,8 +420,11 @@ def test_embeddings_beside_pools_have_cores_that_no_pool_has(places: Places, bou
     assert only(run, "cores beside embeddings") == [38]
 
     full = boundary.serve(places.model, "--mixed-pool", "0-39", "--embed-model", places.encoder)
-    assert full.exit_code == 2
-    assert "0 are there" in full.said
+    (embedding,) = only(full, "embedding")
+    assert [instance["cores"] for instance in embedding[-2]["instances"] if "cpu" in instance["device"]] == [
+        [39]
+    ]  # type: ignore[index]
+    assert "embeddings share a core with the language model" in full.said
 
 
 def test_a_gpu_embeds_beside_a_language_model_too_unless_it_is_told_not_to(

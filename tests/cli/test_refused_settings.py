@@ -16,6 +16,7 @@ from phasewise.serving.model_table import AnswerPolicy
 from phasewise.workflows.opening.drafts import check_draft
 from phasewise.workflows.opening.open_model import NATIVE
 from phasewise.workflows.serve.model_folder import model_folder
+from phasewise.workflows.serve.opened_models import Opener
 from phasewise.workflows.serve.settings import KeysAndValues, Residency, ServeSettings
 
 WAYS = {
@@ -98,7 +99,7 @@ def test_a_folder_of_models_refuses_what_a_model_cannot_have(tmp_path: Path, cac
     )
 
     with pytest.raises(ModelError, match="latent keeps latent vectors, which cannot be int4"):
-        model_folder(settings, AnswerPolicy(), lambda _: None).measure("latent")
+        model_folder(Opener(settings, AnswerPolicy())).measure("latent")
 
     assert not list(cache.glob("packed/*"))
 

@@ -62,7 +62,6 @@ WALK = (
     Step("embed", "bert hello"),
     Step("tune-kernels", "m.gguf --budget 1s"),
     Step("tune-config", "m.gguf --budget 2s"),
-    Step("tune-config", "m.gguf --dry-run"),
     Step("tune-embed", "bert --slo 1s", exits=(0, 1)),
     Step("db path"),
     Step("db upgrade"),

@@ -9,7 +9,8 @@ from phasewise.cluster.routing import OVERFLOW_S, OWN_TOKEN_COUNTS
 from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
-from phasewise.workflows.serve.pools import SPLIT_ABOVE_TOKENS
+from phasewise.workflows.serve.settings import SPLIT_ABOVE_TOKENS
+from phasewise.workflows.serve.ways import OnCores
 from tests.support import ROOT
 
 PAGE = " ".join((ROOT / "docs" / "guide" / "pools.md").read_text().split())
@@ -35,3 +36,11 @@ def test_its_numbers_are_those_of_the_program() -> None:
     assert stated(r"is tried again every (\w+),") == settings.again_s
     assert stated(r"ended, (\w+) for each of the server and once more") == MOST_RERUNS
     assert stated(r"has not arrived (\w+) seconds after its prompt was computed") == settings.hand_over_s
+
+
+def test_options_that_it_says_are_refused_are() -> None:
+    """All of them, and no others."""
+    (with_pools,) = re.findall(r"(`--threads`[^:]*) are for one engine: with pools they are refused", PAGE)
+
+    named = {flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--[a-z-]+)`", with_pools)}
+    assert named == {*OnCores.unused} - {"spread"}

@@ -32,6 +32,7 @@ from phasewise.kerneldb.records import (
     UserPromotion,
 )
 from phasewise.kerneldb.store import open_store
+from tests.data.schemas.draft import draft_revision
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
@@ -320,7 +321,7 @@ def test_a_draft_of_a_revision_imports_and_has_the_warnings(
     """The template that the next schema change begins with."""
     shutil.copytree(MIGRATIONS, tmp_path / "migrations", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(phasewise.migrations, "__file__", str(tmp_path / "migrations" / "__init__.py"))
-    phasewise.migrations.draft_revision("keep the weather")
+    draft_revision("keep the weather")
     after = f"{len(schema.REVISIONS) + 1:04}"
     (draft,) = (tmp_path / "migrations" / "versions").glob(f"v{after}_keep_the_weather.py")
     source = draft.read_text()

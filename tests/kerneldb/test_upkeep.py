@@ -30,11 +30,11 @@ from phasewise.kerneldb.upkeep import (
     Preferred,
     collect_garbage,
     is_stale,
+    newest_plans,
     preferred_of,
     standings,
     tidy,
 )
-from phasewise.workflows.database.json import labels, plan_fields
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
@@ -165,16 +165,13 @@ class TestDiff:
                 store.add(
                     [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
-            in_use, plans = others_in_use(store, lambda plan: plan), store.rows(PlanRecord)
-            shown = [*plan_fields(plans, labels(plan.origin.machine for plan in plans))]
+            in_use = others_in_use(store, lambda plan: plan)
+            shown = newest_plans(store.rows(PlanRecord))
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
-                of = f"{PLAN.model_key}, {phase}"
-                told = in_use.get(("plan", of, PLAN.origin.machine, ""))
+                told = in_use.get(("plan", f"{PLAN.model_key}, {phase}", PLAN.origin.machine, ""))
                 assert told == (started and started.plan_json)
-                own = [fields for fields in shown if fields["phase"] == phase and fields["in_use"]]
-                assert len(own) == (started is not None)
-                assert all(started and fields["verified"] == started.origin.verified for fields in own)
+                assert shown.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 from phasewise.serving.batch import Batch  # noqa: E402
-from phasewise.serving.drafts.draft_ranks import GuestHead  # noqa: E402
+from phasewise.serving.drafts.computed_drafts import GuestHead  # noqa: E402
 from phasewise.serving.loaders import load_head, load_model  # noqa: E402
 from phasewise.serving.ranks.open_ranks import LocalRanks  # noqa: E402
 from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions  # noqa: E402

@@ -25,15 +25,16 @@ from phasewise.serving.engine.engine_host import EngineHost
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.engine.several_engines import SeveralEngines
+from phasewise.serving.model_table import AnswerPolicy
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan, rank_on
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under
-from phasewise.workflows.report import silent
-from phasewise.workflows.serve.embedding import EmbeddingRoom, Embeddings
-from phasewise.workflows.serve.opened_models import open_models, plans_now
+from phasewise.workflows.serve.core_plans import plans_now
+from phasewise.workflows.serve.embedding import EmbeddingRoom
+from phasewise.workflows.serve.opened_models import ALONE, Opener
 from phasewise.workflows.serve.run import _beside_embeddings
-from phasewise.workflows.serve.settings import KeysAndValues, Running, ServeSettings
+from phasewise.workflows.serve.settings import Embeddings, KeysAndValues, Running, ServeSettings
 from tests.support.machines.paper_machines import xeon
 from tests.support.machines.stored_plans import keep_banded_plan
 from tests.support.models.encoder_models import write_encoder
@@ -105,12 +106,14 @@ def test_each_of_several_models_runs_by_the_band_of_its_own_sequences(tmp_path: 
     with ExitStack() as stack:
         host = SeveralEngines(deliver)
         plans = {}
-        for served in open_models(refs, settings, stack, silent):
-            assert isinstance(served.opened, OpenEngine)
-            name = served.open_model.model.name
-            plans[name] = served.open_model.plans["decode"]
-            noting_steps(served.opened.engine, seen[name])
-            host.put(name, served.host)
+        for served in Opener(settings, AnswerPolicy()).open_models(
+            refs, [(name,) for name in by_name], stack
+        ):
+            opened, (name,) = served.row.opened, served.row.names
+            assert isinstance(opened, OpenEngine)
+            plans[name] = opened.plans["decode"]
+            noting_steps(opened.engine, seen[name])
+            host.put(name, served.row.open_host)
         for number in range(N_REQUESTS):  # of other lengths, so that they end one by one
             for name in by_name:
                 host.send(asked(name, number, n_tokens=8 * (number + 1)))
@@ -144,7 +147,7 @@ def test_beside_embeddings_one_engine_has_the_same_cores_for_every_load(tmp_path
     keep_banded_plan(db, machine, "tiny@native", {1: CPUS[:1], 2: CPUS})
     encoder = str(write_encoder(tmp_path / "bert", "bert"))
     embeddings = Embeddings(embed_model=encoder, embed_cores=1)
-    settings = _beside_embeddings(ServeSettings(db=str(db), embeddings=embeddings), silent)
+    settings = _beside_embeddings(ServeSettings(db=str(db), embeddings=embeddings), encoder, ALONE)
 
     for own in (settings, replace(settings, embeddings=Embeddings())):  # at the start, and as cores change
         plan = plans_now("tiny@native", own, machine, default_plan)["decode"]

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.tuner.errors import TraceError
-from phasewise.tuner.plans import Phase
 from phasewise.workflows.bench.kv.inputs import (
-    Speeds,
     estimates_for,
     limit_for,
     read_samples,
@@ -47,22 +44,6 @@ def test_every_policy_serves_every_request_whole(estimate: str) -> None:
         assert 0 < row.live_pool <= row.live_reserved <= 1
         assert 0 < row.final_reserved <= 1
         assert 1 <= row.mean_running <= row.peak_running <= 64
-
-
-def test_speeds_make_steps_into_seconds() -> None:
-    """Known sequences cost what was told, others lie between; copies and prompts cost what they hold."""
-    speeds = Speeds(1000.0, ((1, 100.0), (4, 200.0)), 500.0)
-
-    def step_s(phase: Phase, n_slices: int, n_tokens: int = 1, copies: tuple[KvCopy, ...] = ()) -> float:
-        piece = SequenceSlice((1,) * n_tokens, 0, 0, wants_logits=True)
-        return speeds.step_s(Batch(phase, (piece,) * n_slices, copies=copies))
-
-    assert step_s("decode", 1) == pytest.approx(0.01)
-    assert step_s("decode", 4) == pytest.approx(0.02)
-    assert step_s("decode", 2) == pytest.approx(0.01 + 0.01 / 3)
-    assert step_s("decode", 8) == pytest.approx(0.04)
-    assert step_s("prefill", 2, 25) == pytest.approx(0.05)
-    assert step_s("decode", 1, copies=(KvCopy(0, 16, 16), KvCopy(32, 64, 34))) == pytest.approx(0.11)
 
 
 def test_static_shares_are_what_the_replay_finds() -> None:

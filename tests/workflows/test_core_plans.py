@@ -15,12 +15,10 @@ from phasewise.serving.embedding.worker import cores_now
 from phasewise.topology import Machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, check_fits, default_plan, rank_on
 from phasewise.workflows.opening.open_model import NATIVE
-from phasewise.workflows.serve.core_plans import cores_left, plans_left
-from phasewise.workflows.serve.embedding import Embeddings
+from phasewise.workflows.serve.core_plans import _one_rank, cores_left, plans_left, plans_now
 from phasewise.workflows.serve.instance_process import InstanceSpec
-from phasewise.workflows.serve.opened_models import _one_rank, plans_now
-from phasewise.workflows.serve.pools import PlannedInstance, instance_specs
-from phasewise.workflows.serve.settings import Running, ServeSettings
+from phasewise.workflows.serve.settings import Embeddings, Running, ServeSettings
+from phasewise.workflows.serve.ways import OnCores, PlannedInstance
 from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
@@ -71,9 +69,8 @@ def test_instances_divide_a_quota_by_their_cores(sizes: list[list[int]], quota: 
         for ranks in [tuple(RankCores(tuple(itertools.islice(pus, size))) for size in of_ranks)]
     ]
     beside = tuple(itertools.islice(pus, n_beside))
-    specs = instance_specs(
-        InstanceSpec("m", NATIVE, engine_size(64, 64, 1), None, other_cores=n_beside), planned
-    )
+    spec = InstanceSpec("m", NATIVE, engine_size(64, 64, 1), None, other_cores=n_beside)
+    specs = OnCores(tuple(planned), split_above=0).specs(spec)
     n_all = n_beside + sum(map(sum, sizes))
 
     n_threads = [len(cores_now(beside, machine, n_all - n_beside))] if beside else []

@@ -8,8 +8,8 @@ from phasewise.cython_kernels.division import Division
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
-from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
 from phasewise.workflows.tune_kernels.rounds import shapes_of
+from phasewise.workflows.tune_kernels.run import kernel_rounds
 from tests.support.machines.paper_machines import xeon
 from tests.support.models.tiny_models import write_tiny_gguf
 

@@ -12,7 +12,7 @@ from phasewise.workflows.line_chart import LEFT, PLOT_HEIGHT, Chart, Panel, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
-pairs = st.tuples(st.integers(1, 1 << 16), st.floats(1e-3, 1e7))
+pairs = st.tuples(st.integers(1, 1 << 16), st.floats(0, 1))
 points = st.lists(pairs, min_size=1, max_size=12, unique_by=lambda pair: pair[0]).map(sorted)
 names = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=5)
 

@@ -21,8 +21,8 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from phasewise.workflows.serve.instance_process import _size_that_fits
-from phasewise.workflows.serve.pools import NodePool
-from phasewise.workflows.serve.ray_pools import KvWanted, _sizes_on_nodes
+from phasewise.workflows.serve.settings import KeysAndValues, Running, ServeSettings
+from phasewise.workflows.serve.ways import NodePool, sizes_on_nodes
 from tests.support.servers.pools import tiny_model
 
 MIXED = NodePool("mixed", 1, 1)
@@ -45,10 +45,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
     return load_model(str(tiny_model(tmp_path)), "native")
 
 
-def sizes(model: PackedModel, places: Places, wanted: KvWanted, *pools: NodePool) -> list[EngineSize]:
-    base = EngineSize.for_many(model, 64, wanted.context_tokens, None, kv_shared=True, free=lambda: None)
+def wanted(node_bytes: int | None = None, context_tokens: int | None = None) -> ServeSettings:
+    running = Running(context_tokens=context_tokens)
+    return ServeSettings(kv=KeysAndValues(kv_budget_bytes=node_bytes), running=running)
+
+
+def sizes(model: PackedModel, places: Places, asked: ServeSettings, *pools: NodePool) -> list[EngineSize]:
+    base = EngineSize.for_many(
+        model, 64, asked.running.context_tokens, None, kv_shared=True, free=lambda: None
+    )
     each = list(pools) or [MIXED] * len(places.nodes)
-    return _sizes_on_nodes(each, places, base, model, wanted)  # type: ignore[arg-type]
+    return sizes_on_nodes(each, places, base, model, asked)  # type: ignore[arg-type]
 
 
 def test_a_budget_is_of_a_node_and_divided_by_what_is_there(model: PackedModel) -> None:
@@ -57,7 +64,7 @@ def test_a_budget_is_of_a_node_and_divided_by_what_is_there(model: PackedModel) 
     for _ in range(30):
         nodes = [drawn.choice("abcd") for _ in range(drawn.randint(1, 9))]
         budget = drawn.randint(9, 64) << 20
-        own = sizes(model, Places(nodes, dict.fromkeys(nodes, 1 << 34)), KvWanted(budget, 512))
+        own = sizes(model, Places(nodes, dict.fromkeys(nodes, 1 << 34)), wanted(budget, 512))
         on_node: dict[str, list[int]] = defaultdict(list)
         for node, size in zip(nodes, own, strict=True):
             on_node[node].append(size.kv.slots * per_slot)
@@ -69,7 +76,7 @@ def test_a_budget_is_of_a_node_and_divided_by_what_is_there(model: PackedModel) 
 
 def test_without_a_budget_each_node_gives_a_share_of_its_own_memory(model: PackedModel) -> None:
     places = Places(["a", "b", "b", "c"], {"a": 8 << 20, "b": 8 << 20, "c": None})
-    alone, *shared, unknown = (own.kv.slots for own in sizes(model, places, KvWanted(None, 256)))
+    alone, *shared, unknown = (own.kv.slots for own in sizes(model, places, wanted(None, 256)))
 
     assert shared[0] == shared[1]
     assert abs(alone - 2 * shared[0]) <= 256
@@ -78,7 +85,7 @@ def test_without_a_budget_each_node_gives_a_share_of_its_own_memory(model: Packe
 
 def test_all_instances_have_the_context_that_the_smallest_holds(model: PackedModel) -> None:
     free = {"a": 1 << 34, "b": 4000 * kv_bytes_per_slot(model)}
-    large, small = sizes(model, Places(["a", "b"], free), KvWanted())
+    large, small = sizes(model, Places(["a", "b"], free), wanted())
 
     assert large.kv.slots > small.kv.slots
     assert small.kv.slots <= 1000
@@ -86,17 +93,17 @@ def test_all_instances_have_the_context_that_the_smallest_holds(model: PackedMod
 
 
 @pytest.mark.parametrize(
-    ("free", "wanted", "says"),
+    ("free", "asked", "says"),
     [
-        (1 << 34, KvWanted(1 << 20, 4096), "one of 2 instances that divide its node's"),
-        (1 << 20, KvWanted(64 << 20), "its node has 1 MiB of free memory"),
+        (1 << 34, wanted(1 << 20, 4096), "one of 2 instances that divide its node's"),
+        (1 << 20, wanted(64 << 20), "its node has 1 MiB of free memory"),
     ],
 )
 def test_what_a_node_does_not_hold_is_refused_in_one_line(
-    model: PackedModel, free: int, wanted: KvWanted, says: str
+    model: PackedModel, free: int, asked: ServeSettings, says: str
 ) -> None:
     with pytest.raises(ClusterError, match="a mixed instance") as refusal:
-        sizes(model, Places(["a", "a"], {"a": free}), wanted)
+        sizes(model, Places(["a", "a"], {"a": free}), asked)
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -114,7 +121,7 @@ def test_an_instance_that_is_placed_anew_takes_no_more_than_half_of_what_is_free
         plans: dict[Phase, ServicePlan]
 
     four = tuple(RankCores((cpu,)) for cpu in range(4))
-    (planned,) = sizes(model, Places(["a"], {"a": 1 << 34}), KvWanted(64 << 20, 512))
+    (planned,) = sizes(model, Places(["a"], {"a": 1 << 34}), wanted(64 << 20, 512))
     for free, ranks in itertools.product((None, 1 << 34, 64 << 20, 4 << 20, 1), (four[:1], four)):
         monkeypatch.setattr("phasewise.serving.processes.headroom.available_bytes", lambda free=free: free)
         plans = {phase: ServicePlan(phase, ranks) for phase in PHASES}

@@ -28,6 +28,7 @@ NAMES = "abcd"
 KV = "4M"
 SHAPE = TinyShape(context_length=256)
 TIMEOUT_S = 120
+NEEDS_TWO_CPUS = pytest.mark.skipif(not {0, 1} <= os.sched_getaffinity(0), reason="needs CPUs 0 and 1")
 
 
 @pytest.fixture(scope="module")
@@ -128,30 +129,38 @@ def test_what_is_unloaded_gives_its_memory_back(folder: Path, environment: dict[
 def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    from phasewise.serving.model_table import AnswerPolicy
+    from phasewise.serving.model_table import AnswerPolicy, ModelFolder
     from phasewise.workflows.errors import UsageError
     from phasewise.workflows.serve.model_folder import model_folder
+    from phasewise.workflows.serve.opened_models import Opener
     from phasewise.workflows.serve.settings import Residency, ServeSettings
 
-    served_folder = model_folder(
-        ServeSettings(coming=Residency(folder, 1 << 30)), AnswerPolicy(), lambda _line: None
-    )
+    def folder_of(place: Path) -> ModelFolder:
+        return model_folder(Opener(ServeSettings(coming=Residency(place, 1 << 30)), AnswerPolicy()))
+
+    served_folder = folder_of(folder)
     assert list(served_folder.files()) == list(NAMES)
     assert served_folder.budget_bytes == 1 << 30
     assert all(file.n_bytes > 1000 for file in served_folder.files().values())
     with pytest.raises(UsageError, match="there is no such folder"):
-        model_folder(ServeSettings(coming=Residency(tmp_path / "none")), AnswerPolicy(), lambda _line: None)
+        folder_of(tmp_path / "none")
     (tmp_path / "twice.gguf").write_bytes(b"x")
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="both called twice"):
-        model_folder(ServeSettings(coming=Residency(tmp_path)), AnswerPolicy(), lambda _line: None)
+        folder_of(tmp_path)
 
 
-def test_a_folder_has_embeddings_beside_it_and_takes_batches(
-    folder: Path, environment: dict[str, str], tmp_path: Path
+POOLS = ("--prompt-pool", "0", "--token-pool", "1")
+
+
+@pytest.mark.parametrize("way", [(), pytest.param(POOLS, marks=NEEDS_TWO_CPUS)], ids=["engine", "pools"])
+def test_one_server_does_it_all(
+    way: tuple[str, ...], folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """One server: text, adapters, vectors, a batch of two models. One that embeds is served once."""
+    """A folder of text models, adapters, vectors, batches, stored prefixes and receipts, while what computes
+    is killed. One that embeds is served once.
+    """
     models = tmp_path / "models"
     models.mkdir()
     for name in ("a", "b"):
@@ -159,22 +168,11 @@ def test_a_folder_has_embeddings_beside_it_and_takes_batches(
     encoder = write_encoder(models / "bert", "bert")
     write_peft(tmp_path / "adapter", drawn_pairs(tiny_weights("llama", SHAPE), "adapter"))
     own = ("--models", models, "--embed-model", encoder, "--batch-dir", tmp_path / "batches")
-    own = (
-        *own,
-        "--lora",
-        f"poet={tmp_path / 'adapter'}",
-        "--prefix-cache",
-        tmp_path / "prefixes",
-        "--receipts",
-    )
-    with serving(None, environment, *own, "--kv-budget", KV, "--no-embed-accelerators") as server:
+    own = (*own, "--lora", f"poet={tmp_path / 'adapter'}", "--prefix-cache", tmp_path / "prefixes")
+    own = (*own, "--receipts", "--kv-budget", KV, "--no-embed-accelerators", *way)
+    with serving(None, environment | {"PHASEWISE_SPLIT_ABOVE": "2"}, *own) as server:
         api = server.api()
         assert [model.id for model in api.models.list()] == ["a", "b", "bert"]
-        assert len(api.embeddings.create(model="bert", input=["one", "two"]).data) == 2
-        with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
-            api.embeddings.create(model="a", input="one")
-        with pytest.raises(openai.NotFoundError, match="use /v1/embeddings"):
-            api.completions.create(model="bert", prompt="one")
         alone = {name: asked(server, name, "abc", 4)[1] for name in ("a", "b:poet")}
         assert [model.id for model in api.models.list()] == ["a", "a:poet", "b", "b:poet", "bert"]
         with pytest.raises(openai.NotFoundError, match="a:painter"):
@@ -183,21 +181,44 @@ def test_a_folder_has_embeddings_beside_it_and_takes_batches(
             model="b:poet", prompt="a", max_tokens=2, temperature=0, extra_body={"receipt": True}
         )
         assert receipted.model == "b:poet"
-        body = {"prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        lines = [
-            {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, **body}}
-            for name in alone
-        ]
-        content = "\n".join(map(json.dumps, lines)).encode()
-        file = api.files.create(file=("in.jsonl", content), purpose="batch")
-        batch = api.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        until(lambda: api.batches.retrieve(batch.id).status == "completed", "the batch does not end")
-        output = api.batches.retrieve(batch.id).output_file_id
-        assert output is not None
-        read = [json.loads(line) for line in api.files.content(output).text.splitlines()]
-        texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in read}
-        assert texts == alone
+        assert "receipt" in (receipted.choices[0].model_extra or {})
+        for pid in instances_of(server.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        patient = api.with_options(max_retries=20)  # 429 where a busy host cannot keep the promised time
+        assert len(patient.embeddings.create(model="bert", input=["one", "two"]).data) == 2
+        with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
+            api.embeddings.create(model="a", input="one")
+        with pytest.raises(openai.NotFoundError, match="use /v1/embeddings"):
+            api.completions.create(model="bert", prompt="one")
+        assert answers_of_batch(api, list(alone)) == alone
         assert server.end(signal.SIGTERM) == 0
+
+
+def instances_of(pid: int) -> list[int]:
+    """The child processes of a server that compute: instances of pools, and workers that embed."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += (task / "children").read_text().split()
+    words = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in set(children)}
+    return [
+        child for child, line in words.items() if "instance_process" in line or "embedding.worker" in line
+    ]
+
+
+def answers_of_batch(api: openai.OpenAI, names: list[str]) -> dict[str, str]:
+    body = {"prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, **body}}
+        for name in names
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = api.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    until(lambda: api.batches.retrieve(batch.id).status == "completed", "the batch does not end")
+    output = api.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    read = [json.loads(line) for line in api.files.content(output).text.splitlines()]
+    return {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in read}
 
 
 def hostile_entries(place: Path) -> None:

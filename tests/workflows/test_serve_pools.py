@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.tuner.errors import PlanError
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.serve.pools import Pools, planned_instances, share_of
+from phasewise.workflows.serve.settings import Pools, ServeSettings
+from phasewise.workflows.serve.ways import OnCores, share_of, way_of
 from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import xeon
 
@@ -28,21 +29,22 @@ from tests.support.machines.paper_machines import xeon
 )
 def test_what_cannot_be_is_refused_in_one_line(pools: Pools, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as refusal:
-        planned_instances(pools, xeon())
+        way_of(ServeSettings(pools=pools), xeon())
     assert "\n" not in str(refusal.value)
 
 
 def test_roles_of_a_cluster_that_cannot_serve_are_refused_before_it_is_asked() -> None:
     """No Ray is needed to know that nothing would answer."""
     with pytest.raises(UsageError, match="add --token"):
-        Pools(cluster="127.0.0.1:1", prompt_pool=["1x1"]).on_nodes()
+        way_of(ServeSettings(pools=Pools(cluster="127.0.0.1:1", prompt_pool=["1x1"])), xeon())
 
 
 def cores_of(pools: Pools) -> list[list[tuple[tuple[int, ...], int | None]]]:
     """Of each instance the cores and the NUMA node of every rank."""
-    instances = planned_instances(pools, xeon())
+    way = OnCores.of(pools, xeon())
     return [
-        [(rank.cores, rank.numa_node) for rank in instance.plans["decode"].ranks] for instance in instances
+        [(rank.cores, rank.numa_node) for rank in instance.plans["decode"].ranks]
+        for instance in way.instances
     ]
 
 

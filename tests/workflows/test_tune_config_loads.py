@@ -84,7 +84,7 @@ def saturated(monkeypatch: pytest.MonkeyPatch) -> planted.Planted:
 
     monkeypatch.setattr(ModelledEvaluator, "__init__", with_its_rates)
     monkeypatch.setattr("phasewise.tuner.config.sharing.read_hidden", lambda *_: case.hidden)
-    monkeypatch.setattr("phasewise.workflows.tune_config.search._answers_digest", lambda *_: "planted")
+    monkeypatch.setattr("phasewise.workflows.tune_config.subject._answers_digest", lambda *_: "planted")
     return case
 
 

@@ -20,9 +20,8 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, machine_key
 from phasewise.tuner.topotree import Configuration, OperatorLimits
 from phasewise.workflows.tune_config.run import Run, judge, judge_again
-from phasewise.workflows.tune_config.search import Searched
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
-from phasewise.workflows.tune_config.subject import Subject
+from phasewise.workflows.tune_config.subject import Searched, Subject
 from tests.support.machines.paper_machines import xeon
 
 BUDGET_S = 60.0

@@ -23,7 +23,8 @@ from phasewise.topology import read_machine
 from phasewise.workflows.embed import tune as workflow
 from phasewise.workflows.embed.accelerators import Accelerators
 from phasewise.workflows.errors import UsageError, WorkflowError
-from phasewise.workflows.serve.embedding import EmbeddingRoom, Embeddings, plan_for
+from phasewise.workflows.serve.embedding import EmbeddingRoom, plan_for
+from phasewise.workflows.serve.settings import Embeddings
 from tests.support.machines.machine_shapes import machine_of
 from tests.support.models.encoder_models import write_encoder
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
-from phasewise.serving.engine.throughput import Workload
 from phasewise.topology import read_machine
 from phasewise.tuner import timing
 from phasewise.tuner.machine_limits import Roofline, peak_kinds
@@ -25,7 +24,7 @@ from phasewise.tuner.timing import Duel
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 from phasewise.workflows.report import silent
 from phasewise.workflows.tune_kernels.rounds import TunedRound, TuningBench
-from phasewise.workflows.tune_kernels.run import change_of_model, rounds_of_model, tune_rounds
+from phasewise.workflows.tune_kernels.run import rounds_of_model, tune_rounds
 from tests.support.models.tiny_models import TinyShape, write_sparse_hf
 from tests.support.tiers import examples
 
@@ -53,7 +52,7 @@ class Planted:
         def evaluator(cores: Sequence[int], total_bytes: int) -> NativeEvaluator:
             return cast(NativeEvaluator, self)
 
-        return TuningBench(lambda: self.now_s, evaluator, self.limits, self.model_turn)
+        return TuningBench(lambda: self.now_s, evaluator, self.limits)
 
     def limits(self, cores: Sequence[int], formats: Iterable[str], total_bytes: int) -> Roofline:
         self.now_s += self.call_s(192, 64, 512)
@@ -76,12 +75,6 @@ class Planted:
     def duel_storages(self, problem: Problem, schedule: Schedule, dense: Schedule) -> Duel:
         old, new = (self._sample(problem, each, 16) for each in (dense, schedule))
         return Duel(self.gains.get(problem.m, BUSY), old, new)
-
-    def model_turn(self, ranks: object, workload: Workload, vocab_size: int) -> tuple[int, ...]:
-        steps, rows = (1, workload.n_prompt) if workload.n_prompt else (workload.n_gen, workload.n_sequences)
-        seconds = 2 * steps * 7 * self.call_s(64, 96, rows)
-        self.now_s += seconds
-        return (max(1, round(seconds * 1e9)),)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -110,14 +103,11 @@ def opened(sparse_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Open
 
 def tune_whole(opened: OpenModel, db: str, planted: Planted, budget_s: float) -> list[TunedRound]:
     """Tune as the command does."""
-    machine, bench, began_s = read_machine(), planted.bench, planted.now_s
+    machine, bench = read_machine(), planted.bench
     rounds = rounds_of_model(opened, machine, ["prefill", "decode"], 512)
-    tuned = tune_rounds(
+    return tune_rounds(
         rounds, machine, db, budget_s, True, MeasurementLock(), silent, lambda _: None, opened.model, bench
     )
-    left_s = budget_s - (planted.now_s - began_s)
-    change_of_model(opened, tuned, machine, db, left_s, MeasurementLock(), silent, bench)
-    return tuned
 
 
 @examples(5)

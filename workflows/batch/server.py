@@ -19,7 +19,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from phasewise._files import write_file
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
@@ -63,6 +63,9 @@ class OwnServer:
         words += [] if placement.threads is None else ["--threads", str(placement.threads)]
         words += ["--arithmetic", self.weights.arithmetic]
         if makes_vectors(self.model, weight_format, report):
+            of_text = [*changed(self.weights, "sparse", "lora"), *changed(placement, "ranks", "db")]
+            of_text += changed(answering, "draft", "draft_tokens", "kv_format")
+            refuse_unused("where MODEL makes vectors and generates no text", of_text)
             return words
         check_draft(answering.draft, report)
         check_settings(self.model, self.weights, answering.kv_format, report)

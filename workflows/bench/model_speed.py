@@ -61,13 +61,8 @@ class OpenRanks:
         """Those of steps of so many sequences."""
         return self.plans[phase].at(sequences).cores
 
-    @property
-    def steps_and_crossings(self) -> tuple[int, int]:
-        """Since the start: steps, and what `Teams.crossings` counts of the first rank."""
-        return self.ranks.progress[0], self.ranks.first_rank.teams.crossings
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelRow:
     """One test of a model: llama-bench's fields first, in its order, then ours.
 
@@ -75,10 +70,10 @@ class ModelRow:
     """
 
     build_commit: str
-    build_number: int
+    build_number: int = 0
     cpu_info: str
-    gpu_info: str
-    backends: str
+    gpu_info: str = ""
+    backends: str = "CPU"
     model_filename: str
     model_type: str
     model_size: int
@@ -87,23 +82,23 @@ class ModelRow:
     n_ubatch: int
     n_threads: int
     cpu_mask: str
-    cpu_strict: bool
-    poll: int
+    cpu_strict: bool = True
+    poll: int = 0
     type_k: str
     type_v: str
-    n_gpu_layers: int
-    n_cpu_moe: int
-    split_mode: str
-    main_gpu: int
-    no_kv_offload: bool
-    flash_attn: bool
-    devices: str
-    tensor_split: str
-    tensor_buft_overrides: str
-    use_mmap: bool
-    embeddings: bool
-    no_op_offload: int
-    no_host: bool
+    n_gpu_layers: int = 0
+    n_cpu_moe: int = 0
+    split_mode: str = "none"
+    main_gpu: int = 0
+    no_kv_offload: bool = False
+    flash_attn: bool = True
+    devices: str = "none"
+    tensor_split: str = "0.00"
+    tensor_buft_overrides: str = "none"
+    use_mmap: bool = True
+    embeddings: bool = False
+    no_op_offload: int = 0
+    no_host: bool = False
     n_prompt: int
     n_gen: int
     n_depth: int
@@ -132,9 +127,6 @@ class ModelRow:
     """Energy of the whole machine, by its counters; None where they cannot be read, or a test has a depth."""
     power_cap_w: float
     """The watts that the packages were held to; 0: none, or it cannot be read."""
-    lines_across_nodes: float
-    """Arrivals at a step's barriers, of the first rank's threads, that may fetch the counter from another
-    NUMA node; 0 on one node."""
     samples_ns: list[int] = field(default_factory=list)
     samples_ts: list[float] = field(default_factory=list)
 
@@ -197,7 +189,7 @@ def bench_rows(
         without_depth: dict[Workload, Throughput] = {}
         for workload in workloads:
             report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
-            before_j, before = energy.total_joules(), opened.steps_and_crossings
+            before_j = energy.total_joules()
             timed = measure(
                 opened.ranks,
                 workload,
@@ -206,7 +198,6 @@ def bench_rows(
                 timing.repetitions,
             )
             n_tokens = workload.n_tokens * (timing.repetitions + 1)  # one more warms up
-            after = opened.steps_and_crossings
             spent_j = energy.total_joules() - before_j
             is_measured = energy.absence is None and not workload.n_depth  # what lies before costs too
             joules_per_token = spent_j / n_tokens if is_measured else None
@@ -214,10 +205,8 @@ def bench_rows(
                 without_depth[workload] = timed
             shallow = without_depth.get(replace(workload, n_depth=0)) if _is_deep_decode(workload) else None
             kv_rate = kv_read_rate(timed, shallow, opened.ranks.kv_bytes_per_slot) if shallow else 0.0
-            row = _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
-            row = replace(row, lines_across_nodes=(after[1] - before[1]) / max(1, after[0] - before[0]))
             cores.tell_changes()
-            yield row
+            yield _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
 
 
 def _is_deep_decode(workload: Workload) -> bool:
@@ -241,10 +230,7 @@ def _row(
     bytes_per_s = streamed / timed.median_s
     return ModelRow(
         build_commit=f"phasewise {__version__}",
-        build_number=0,
         cpu_info=machine.cpu.name or machine.cpu.architecture or "unknown",
-        gpu_info="",
-        backends="CPU",
         model_filename=str(model.source),
         model_type=f"{model.name} {model.format}",
         model_size=model.weight_bytes,
@@ -254,23 +240,8 @@ def _row(
         n_ubatch=STEP_TOKENS,
         n_threads=len(cores),
         cpu_mask=hex(sum(1 << core for core in cores)),
-        cpu_strict=True,
-        poll=0,
         type_k=opened.ranks.kv_format,
         type_v=opened.ranks.kv_format,
-        n_gpu_layers=0,
-        n_cpu_moe=0,
-        split_mode="none",
-        main_gpu=0,
-        no_kv_offload=False,
-        flash_attn=True,
-        devices="none",
-        tensor_split="0.00",
-        tensor_buft_overrides="none",
-        use_mmap=True,
-        embeddings=False,
-        no_op_offload=0,
-        no_host=False,
         n_prompt=workload.n_prompt,
         n_gen=workload.n_gen,
         n_depth=workload.n_depth,
@@ -293,7 +264,6 @@ def _row(
         kv_bytes_per_s=kv_bytes_per_s,
         joules_per_token=joules_per_token,
         power_cap_w=power_cap_w(),
-        lines_across_nodes=0.0,
         samples_ns=list(timed.samples_ns),
         samples_ts=timed.samples_ts,
     )

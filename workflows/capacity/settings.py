@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import DB
 from phasewise.workflows.report import Report, silent
@@ -44,6 +44,10 @@ class ClusterInputs:
         "a100", "machine type whose times slowdowns are relative to", metavar="TYPE", config_only=True
     )
     db: str | None = DB(None)
+
+    def __post_init__(self) -> None:
+        if self.machine_from_db is None:
+            refuse_unused("without --machine-from-db", changed(self, "db"))
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,12 @@ class ProvisionWish:
         "how requests are routed and scheduled",
         kind=Literal["splitwise", "prefix-aware"],
     )
+
+    def __post_init__(self) -> None:
+        if self.rate is None:
+            refuse_unused("without --rate", changed(self, "minimise"))
+        else:
+            refuse_unused("with --rate", changed(self, "rate_step"))
 
     def check(self) -> None:
         """UsageError where these exclude each other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from phasewise._options import changed, refuse_unused
 from phasewise.cluster.simulated.metrics import Slo, Summary, parse_slo, summarise
 from phasewise.cluster.simulated.simulate import ClusterSpec, simulate
 from phasewise.cluster.simulated.spec_file import (
@@ -40,6 +41,10 @@ def simulate_cluster(
 
     Raises ClusterError, TraceError and KernelDbError for input that cannot be read.
     """
+    if wish.rate is None:
+        refuse_unused("without --rate", changed(inputs, "duration_s", "seed"))
+    elif wish.prefix_reuse:
+        refuse_unused("with --rate", ["prefix_reuse"], "drawn requests have no prompts in common")
     slo = None if wish.slo is None else parse_slo(wish.slo)
     spec, catalogue = _cluster(pools, step_sources(inputs, report), inputs.model)
     spec = replace(spec, policy=wish.policy or spec.policy, prefix_reuse=wish.prefix_reuse)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.workflows.errors import UsageError
@@ -61,6 +61,11 @@ class Remote:
         metavar="FILE",
         envvar="PHASEWISE_REMOTE_SIGNERS",
     )
+
+    def __post_init__(self) -> None:
+        if self.remote is None:
+            believing = "they are reasons to believe what --remote names; name one, or leave that out"
+            refuse_unused("without --remote", changed(self, "remote_digest", "remote_signers"), believing)
 
     def trust(self) -> Trust:
         """UsageError where there is no reason to believe the remote."""

@@ -83,11 +83,10 @@ def _shape_of_config(name: str, fields: dict[str, Any], weight_format: str) -> M
 
 def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_bytes: int) -> ModelShape:
     """read: bytes of every weight. An untied embedding does not count: its rows are only looked up."""
-    vectors = 1 if config.latent else 2
     looked_up = (0 if config.tied_embeddings else read["embed"]) + read.get("layer_table", 0)
     dense = [layer.mixture.expert if layer.mixture else layer.feed_forward for layer in config.layers]
     matrices = max(sum(len(product.outputs) for product in part.into) for part in dense if part) + 1
-    heads = [config.heads_of(layer) for layer in config.attention_layers]
+    heads, vectors = [part.heads for part in config.keeping], 1 if config.latent else 2
     kv_rows = sum(own.n_kv_heads * own.head_dim for own in heads)
     return ModelShape(
         name=name,

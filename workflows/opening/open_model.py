@@ -134,7 +134,7 @@ def open_under(
     storage = storage_choice(weights.sparse, db, machine, plans, report, weights.sequences)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
     if weights.lora:
-        from phasewise.serving.loaders.load_adapter import with_adapters
+        from phasewise.serving.loaders.adapter_files import with_adapters
 
         model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
@@ -245,7 +245,7 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
     if kv_format not in may_have:
         check_kv_format(config.latent, locate(ref, cache_root(None), report).name, kv_format)
     if weights.lora:
-        from phasewise.serving.loaders.load_adapter import check_takes_adapters, named_paths
+        from phasewise.serving.loaders.adapter_files import check_takes_adapters, named_paths
 
         for _, path in named_paths(weights.lora):
             check_takes_adapters(config, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phasewise._options import named, option
+from phasewise._options import changed, named, option, refuse_unused
 from phasewise.workflows.options import DB, FORMAT, THREADS
 
 TOKENS = named(
@@ -47,3 +47,7 @@ class EvalWish:
     overflow: float = option(0.005, "share of answers that may outgrow their first block", min=0.0, max=0.9)
     seed: int = SEED(0)
     db: str | None = DB(None)
+
+    def __post_init__(self) -> None:
+        if self.folds is not None:
+            refuse_unused("with --folds", changed(self, "split"))

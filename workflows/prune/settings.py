@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 from phasewise.workflows.errors import UsageError
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
@@ -84,6 +84,11 @@ class PruneSettings:
             raise UsageError(f"--skip {unknown[0]}: {', '.join((*EMBEDDINGS, *READERS))} can be skipped")
         if not self.pattern.is_structured and not 0 < self.pattern.share < 1:
             raise UsageError(f"--sparsity {self.pattern}: a share between 0 and 1, or 2:4, expected")
+        if not self.reads_inputs:
+            nothing = "nothing reads it; add --recover, or leave that out"
+            refuse_unused("with --method magnitude", changed(self, "calibration"), nothing)
+        if self.calibration is None:
+            refuse_unused("without --calibration", changed(self, "calibration_tokens"))
         if self.calibration is None and self.reads_inputs:
             what = "--recover" if self.method == "magnitude" else f"--method {self.method}"
             raise UsageError(f"{what} reads the inputs of weights: give a text with --calibration FILE")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phasewise._options import MOST_USED, option
 from phasewise._words import counted
-from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
+from phasewise.workflows.embed.accelerators import Accelerators
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.open_model import Weights
-from phasewise.workflows.options import EMBED_DEVICE_HELP
 from phasewise.workflows.report import Report
+from phasewise.workflows.serve.settings import Embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,53 +19,6 @@ if TYPE_CHECKING:
     from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """Settings of embedding."""
-
-    PANEL = "Embeddings"
-
-    embed_model: str | None = option(
-        None,
-        "embedding model to serve beside MODEL",
-        envvar="PHASEWISE_EMBED_MODEL",
-        metavar="MODEL",
-        panel=MOST_USED,
-    )
-    embed_instances: int | None = option(
-        None,
-        "embedding processes on the CPU [default: the plan of tune-embed, else one for each NUMA node]",
-        min=1,
-        max=256,
-        metavar="N",
-        config_only=True,
-    )
-    embed_cores: int | None = option(
-        None,
-        "cores for embeddings beside a language model, the highest ones [default: a quarter]",
-        min=1,
-        metavar="N",
-        config_only=True,
-    )
-    embed_accelerators: bool = option(
-        True,
-        "also embed on GPUs, by torch (phasewise[cuda])",
-        "--embed-accelerators/--no-embed-accelerators",
-    )
-    embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND")
-    embed_cpu: bool = option(
-        True,
-        "embed on the CPU what accelerators cannot hold",
-        "--embed-cpu/--no-embed-cpu",
-        config_only=True,
-        envvar="PHASEWISE_EMBED_CPU",
-    )
-
-    def accelerators(self) -> Accelerators:
-        """UsageError for a device that is none."""
-        return accelerators_here(with_gpus=self.embed_accelerators, devices=self.embed_device)
 
 
 @dataclass(frozen=True)
@@ -291,26 +243,29 @@ def _default_share(n_cores: int) -> int:
 
 
 def open_beside(
-    settings: Embeddings, weights: Weights, taken: Collection[int], db: str | None, report: Report
+    ref: str, settings: Embeddings, weights: Weights, taken: Collection[int], db: str | None, report: Report
 ) -> OpenEmbedding:
     """Embeddings beside language models, which compute on the PUs `taken`.
 
     They have `embed_cores` of the other cores, the highest ones, else a quarter of all, at least one, and the
-    stored plan's devices and depths, as far as these cores go. UsageError where there are too few, or the
+    stored plan's devices and depths, as far as these cores go. Where no other core is left and no number is
+    given they share the highest one, behind the language models. UsageError where there are too few, or the
     model is no embedding model.
     """
     from phasewise.serving.embedding.devices import highest_cores
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_thread_count
 
-    assert settings.embed_model is not None
     machine = read_machine()
     free = highest_cores(machine, taken)
     own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
+    if not free and settings.embed_cores is None:
+        report("embeddings share a core with the language model, which goes first: no other is left")
+        return _open(ref, weights, settings, EmbeddingRoom(machine, threads=own), db, report, len(taken))
     if own > len(free):
         raise UsageError(
             f"{counted(own, 'core')} for embeddings: {len(free)} are there that the "
             "language model does not use; choose fewer for it, or for embed_cores"
         )
     room = EmbeddingRoom(machine, {*taken, *set(free).difference(highest_cores(machine, taken, own))})
-    return _open(settings.embed_model, weights, settings, room, db, report, len(taken))
+    return _open(ref, weights, settings, room, db, report, len(taken))

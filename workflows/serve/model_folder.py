@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report
-from phasewise.workflows.serve.opened_models import open_sized, row_of, sized
-from phasewise.workflows.serve.settings import ServeSettings
+from phasewise.workflows.serve.opened_models import Opener
+from phasewise.workflows.serve.ways import SizedModel
 
 if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.model_table import AnswerPolicy, ModelFolder, TextRow
+    from phasewise.serving.model_table import ModelFolder, TextRow
     from phasewise.workflows.opening.open_model import Weights
-    from phasewise.workflows.serve.opened_models import SizedModel
 
 SHARE_OF_FREE_MEMORY = 0.75
 """The budget of all models where none is named."""
@@ -43,9 +42,7 @@ class _FolderModel:
 
     name: str
     sized: SizedModel
-    settings: ServeSettings
-    answers: AnswerPolicy
-    report: Report
+    opener: Opener
 
     @property
     def n_bytes(self) -> int:
@@ -53,8 +50,7 @@ class _FolderModel:
 
     def open(self, stack: ExitStack) -> TextRow:
         with _told_as_ours():
-            served = open_sized(self.sized, self.settings, stack, self.report)
-        return row_of(served, (self.name,), self.settings, self.answers)
+            return self.opener.open(self.sized, (self.name,), stack).row
 
 
 @contextmanager
@@ -70,13 +66,14 @@ def _told_as_ours() -> Iterator[None]:
         raise ModelError(str(error) or type(error).__name__) from error
 
 
-def model_folder(settings: ServeSettings, answers: AnswerPolicy, report: Report) -> ModelFolder:
+def model_folder(opener: Opener) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders.load_adapter import named_paths
+    from phasewise.serving.loaders.adapter_files import named_paths
     from phasewise.serving.model_table import ModelFolder
     from phasewise.serving.processes.headroom import available_bytes
 
+    settings, report = opener.settings, opener.report
     coming = settings.coming
     assert coming.models is not None
     folder = coming.models
@@ -104,7 +101,7 @@ def model_folder(settings: ServeSettings, answers: AnswerPolicy, report: Report)
         if path is None:
             raise ModelError(f"it has just gone from {folder}")
         with _told_as_ours():
-            return _FolderModel(name, _sized(path, settings, budget, report), settings, answers, report)
+            return _measured(name, path, opener, budget)
 
     def files() -> Mapping[str, ModelFile]:
         paths = dict(reversed(list(_models_in(folder))))  # of two with one name the first
@@ -138,23 +135,23 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
         return ModelFacts()
 
 
-def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Report) -> SizedModel:
+def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _FolderModel:
     from phasewise.serving.engine.engine_size import default_kv_bytes
     from phasewise.serving.errors import ModelError
     from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.workflows.opening.open_model import check_settings, open_model
+    from phasewise.workflows.opening.open_model import check_settings
     from phasewise.workflows.serve.embedding import makes_vectors
 
-    running = settings.running
-    if makes_vectors(str(path), settings.weights.weight_format, report):
+    ref, settings, report = str(path), opener.settings, opener.report
+    if makes_vectors(ref, settings.weights.weight_format, report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
-    weights = _with_adapters_that_fit(str(path), settings.weights, report)
-    check_settings(str(path), weights, settings.kv.kv_format, report)
-    opened = open_model(str(path), weights, running.threads, settings.db, report, running.ranks)
-    kv_bytes = settings.kv.kv_budget_bytes
+    weights = _with_adapters_that_fit(ref, settings.weights, report)
+    check_settings(ref, weights, settings.kv.kv_format, report)
+    opener = replace(opener, settings=replace(settings, weights=weights))
+    opened, kv_bytes = opener.loaded(ref), settings.kv.kv_budget_bytes
     if kv_bytes is None and budget is not None:
         kv_bytes = min(default_kv_bytes(opened.model, available_bytes()), int(budget * KV_SHARE))
-    return sized(str(path), opened, kv_bytes, settings, report)
+    return _FolderModel(name, opener.sized(ref, opened, kv_bytes), opener)
 
 
 def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weights:
@@ -163,7 +160,7 @@ def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weigh
         return weights
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import config_of_model
-    from phasewise.serving.loaders.load_adapter import load_adapter, named_path
+    from phasewise.serving.loaders.adapter_files import load_adapter, named_path
 
     config, fitting = config_of_model(ref, weights.weight_format, report=report), list[str]()
     for given in weights.lora:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from phasewise._options import NoEffect, changed, refuse_unused
 from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
@@ -20,15 +21,16 @@ from phasewise.workflows.serve.address import (
     tls_of,
     warn_of_strangers,
 )
-from phasewise.workflows.serve.opened_models import OpenedModel, open_models, row_of, sampling_of
+from phasewise.workflows.serve.opened_models import OpenedModel, Opener
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
+from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, joined_plans, way_of
 
 if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.monitoring.access_log import Level, Logging
     from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.transport.listening import TlsContext
-    from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow, ModelTable, TextRow
+    from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow
     from phasewise.serving.service import ServiceSettings
     from phasewise.workflows.opening.drafts import DraftRule
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
@@ -47,25 +49,34 @@ def serve_models(
     report: Report = silent,
     explain: Explain | None = None,
 ) -> None:
-    """Serve `model`, or those of the settings' folder, through the OpenAI API until a signal ends it.
+    """Serve `model`, and those that the settings name, through the OpenAI API until a signal ends it.
 
     explain: is given the schedule of every weight, the NUMA nodes of all and the rule of drafts, of each
     model and instance, before the server starts.
-    Settings that this way of running cannot follow are not looked at: `workflows.unused_options` knows them.
-    Raises ModelError, PlanError, KernelDbError, ServingError, WorkflowError, and UsageError for settings that
-    exclude each other. What is wrong with a model of a folder is told to whoever asks for it.
+    Raises ModelError, PlanError, KernelDbError, ServingError, WorkflowError, UsageError for settings that
+    exclude each other, and NoEffect for those that this way of serving does not follow. What is wrong with a
+    model of a folder is told to whoever asks for it.
     """
     from phasewise.serving.processes.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
+    from phasewise.serving.model_table import ModelTable
     from phasewise.serving.service import run_service
-    from phasewise.workflows.serve.embedding import makes_vectors
+    from phasewise.topology import read_machine
+    from phasewise.workflows.opening.drafts import check_draft
+    from phasewise.workflows.serve.model_folder import model_folder
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
     weights = replace(settings.weights, sequences=settings.accepting.max_sequences)
     settings = replace(settings, weights=weights)  # stored for as many as may decode together
-    if settings.pools.cluster is not None:
-        settings.pools.on_nodes()  # or why not
+    embed_ref = _embed_ref(model, settings, report)
+    refs = [ref for ref in (model, *(settings.running.also or ())) if ref is not None and ref != embed_ref]
+    generates = bool(refs or settings.coming.models)
+    way = way_of(settings, read_machine(), generates=generates, explains=explain is not None)
+    if model is None:
+        named = changed(settings.answering, "served_model_name")
+        refuse_unused("without MODEL", [*named, *(["explain"] if explain and not refs else [])])
+    names, embed_names = _called(refs, embed_ref, model, settings, report)
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
@@ -73,181 +84,171 @@ def serve_models(
             settings.remote.trust()
         address = stack.enter_context(address_of(settings.listening, tls))  # told before a model is read
         service = _service_settings(settings, limits, tls, report)
-        if model is not None and makes_vectors(model, weights.weight_format, report):
-            table = _that_embeds(model, settings, stack, report)
-        else:
-            table, service = _that_generates(model, settings, service, explain, stack, report)
+        opened, folder, taken = list[OpenedModel](), None, frozenset[int]()
+        if way is not None:
+            own = _beside_embeddings(settings, embed_ref, way)
+            opener = Opener(own, _answers(settings), way, report)  # or why not, before a model is opened
+            _check_prefixes(settings, way)
+            check_draft(settings.running.draft, report)
+            taken = way.cores(own.running.threads)
+            if refs:
+                opened = opener.open_models(refs, names, stack)
+                service, taken = _told(opened, opener, service, explain), opened[0].cores
+            if settings.coming.models is not None:
+                folder = model_folder(opener)
+            _tell_prefixes(settings.prefixes, report)
+        embedding = None
+        if embed_ref is not None:
+            embedding = _embedding_row(embed_ref, embed_names, settings, way, taken, stack, report)
+        table = ModelTable([each.row for each in opened], folder, embedding)
         warn_of_strangers(settings.listening, limits, report)
         run_service(table, service, address, report)
 
 
-def _that_embeds(ref: str, settings: ServeSettings, stack: ExitStack, report: Report) -> ModelTable:
-    from phasewise.serving.model_table import EmbeddingRow, ModelTable
-    from phasewise.workflows.serve.embedding import open_alone
+def _embed_ref(model: str | None, settings: ServeSettings, report: Report) -> str | None:
+    """The model that embeds: `--embed-model`'s, or MODEL where it makes vectors. NoEffect, UsageError."""
+    from phasewise.workflows.serve.embedding import makes_vectors
 
-    weights, on, threads = settings.weights, settings.embeddings, settings.running.threads
-    opened = stack.enter_context(open_alone(ref, weights, on, threads, settings.db, report))
-    return ModelTable(embedding=EmbeddingRow(opened, _names(settings, opened.model.name, ref)))
-
-
-def _that_generates(
-    model: str | None,
-    settings: ServeSettings,
-    service: ServiceSettings,
-    explain: Explain | None,
-    stack: ExitStack,
-    report: Report,
-) -> tuple[ModelTable, ServiceSettings]:
-    """The table, and what the server's page and metrics say of its models."""
-    from phasewise.workflows.opening.drafts import check_draft
-
-    refs = [] if model is None else [model, *(settings.running.also or ())]
-    _check_models(refs, settings, report)
-    settings = _beside_embeddings(settings, report)
-    answers = _answers(settings)  # or why not, before a model is opened
-    _check_prefixes(settings)
-    check_draft(settings.running.draft, report)
-    if model is None:
-        table = _of_folder(settings, answers, stack, report)
-    else:
-        opened = open_models(refs, settings, stack, report)
-        table = _of_models(opened, settings, answers, stack, report)
-        if explain is not None:
-            for served in opened:
-                _explain(served, settings, report, explain)
-        page = None if service.page is None else _machine_facts(opened[0], settings)
-        service = replace(service, page=page, products=_products(opened, table.models, settings))
-        _tell(opened, service, report)
-    for line in _prefix_lines(settings.prefixes):
-        report(line)
-    return table, service
-
-
-def _of_folder(
-    settings: ServeSettings, answers: AnswerPolicy, stack: ExitStack, report: Report
-) -> ModelTable:
-    from phasewise.serving.model_table import ModelTable
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import pus_by_preference
-    from phasewise.workflows.serve.model_folder import model_folder
-
-    taken = pus_by_preference(read_machine())[: settings.running.threads]
-    embedding = _embedding_row(settings, taken, stack, report)
-    return ModelTable(folder=model_folder(settings, answers, report), embedding=embedding)
-
-
-def _of_models(
-    opened: Sequence[OpenedModel],
-    settings: ServeSettings,
-    answers: AnswerPolicy,
-    stack: ExitStack,
-    report: Report,
-) -> ModelTable:
-    """The first has the names of --served-model-name."""
-    from phasewise.serving.model_table import ModelTable
-    from phasewise.workflows.opening.open_model import hint_at_tuning
-
-    hint_at_tuning(opened[0].spec.model, settings.db, report)
-    own = [(each.open_model.model.name, each.spec.model) for each in opened]
-    names = [_names(settings, *own[0]), *own[1:]]
-    rows = [row_of(each, called, settings, answers) for each, called in zip(opened, names, strict=True)]
-    return ModelTable(rows, embedding=_embedding_row(settings, opened[0].cores, stack, report))
-
-
-def _embedding_row(
-    settings: ServeSettings, taken: Collection[int], stack: ExitStack, report: Report
-) -> EmbeddingRow | None:
-    """The model of --embed-model. taken: PUs of the models that generate text."""
-    from phasewise.serving.model_table import EmbeddingRow
-    from phasewise.serving.processes.core_claims import claimed_on_host
-    from phasewise.workflows.serve.embedding import open_beside
-
-    embeddings, weights = settings.embeddings, settings.weights
+    embeddings, running = settings.embeddings, settings.running
+    if model is not None and makes_vectors(model, settings.weights.weight_format, report):
+        is_alone = not (running.also or settings.coming.models)
+        if embeddings.embed_model is not None and not is_alone:
+            raise UsageError(f"{model} makes vectors, and so does --embed-model: give one of them")
+        if is_alone and settings.weights.arithmetic not in ("tuned", "canonical"):
+            instead = "vectors are computed by --arithmetic tuned or canonical"
+            raise NoEffect(["arithmetic"], VectorsAlone.where, instead)
+        return model
     if embeddings.embed_model is None:
-        return None
-    beside = stack.enter_context(open_beside(embeddings, weights, taken, settings.db, report))
-    if settings.pools.cluster is not None:
-        stack.enter_context(claimed_on_host(core for own in beside.plan.instances for core in own.cores))
-    return EmbeddingRow(beside, (beside.model.name,))
+        refuse_unused("without --embed-model", changed(embeddings))
+    return embeddings.embed_model
 
 
-def _check_models(refs: Sequence[str], settings: ServeSettings, report: Report) -> None:
-    """UsageError where a model that stays makes vectors, two are one, or they have a name in common: a
-    request could mean either.
+def _called(
+    refs: Sequence[str], embed_ref: str | None, model: str | None, settings: ServeSettings, report: Report
+) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """Names that requests may call each model that stays, and the one that embeds; their ids first.
+
+    UsageError where two are one, one is of the wrong kind, or a name could mean either of two.
     """
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.workflows.serve.embedding import makes_vectors
 
-    for ref in refs[1:]:
-        if makes_vectors(ref, settings.weights.weight_format, report):
+    weight_format = settings.weights.weight_format
+    for ref in refs:
+        if ref != model and makes_vectors(ref, weight_format, report):
             raise UsageError(f"--also {ref}: it is an embedding model; serve it with --embed-model {ref}")
-    if "" in (settings.answering.served_model_name or ()):
+    if embed_ref not in (None, model) and not makes_vectors(str(embed_ref), weight_format, report):
+        raise UsageError(f"--embed-model {embed_ref} is no embedding model")
+    chosen = tuple(settings.answering.served_model_name or ())
+    if "" in chosen:
         raise UsageError("--served-model-name must not be empty")
-    own = [(locate(ref, cache_root(None), report).name, ref) for ref in refs]
+    names: list[tuple[str, ...]] = []
     served: dict[str, str] = {}
-    for name, ref in own:
-        if name in served:
-            raise UsageError(f"--also {ref}: {name} is served already, as {served[name]}; leave it out")
-        served[name] = ref
-    called = [_names(settings, *own[0]), *own[1:]] if own else []
-    if settings.embeddings.embed_model is not None:
-        called.append((locate(settings.embeddings.embed_model, cache_root(None), report).name,))
-    times = Counter(name for names in called for name in dict.fromkeys(names))
+    for ref in refs if embed_ref is None else [*refs, embed_ref]:
+        name = locate(ref, cache_root(None), report).name
+        if ref in refs:
+            if name in served:
+                raise UsageError(f"--also {ref}: {name} is served already, as {served[name]}; leave it out")
+            served[name] = ref
+        own = (name,) if ref == embed_ref != model else (name, ref)
+        names.append(chosen or own if ref == model else own)
+    times = Counter(name for called in names for name in dict.fromkeys(called))
     twice = next((name for name, count in times.items() if count > 1), None)
     if twice is not None:
         raise UsageError(f"two models are called {twice}: choose another name with --served-model-name")
+    return names[: len(refs)], () if embed_ref is None else names[-1]
 
 
-def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings:
-    """Settings of the language model, which has as many cores as embeddings beside it leave. UsageError."""
-    from phasewise.workflows.serve.embedding import makes_vectors, threads_beside
+def _told(
+    opened: Sequence[OpenedModel], opener: Opener, service: ServiceSettings, explain: Explain | None
+) -> ServiceSettings:
+    """Tell of the models that stay; what the server's page and metrics say of them."""
+    from phasewise.workflows.opening.open_model import hint_at_tuning
 
-    embeddings, running = settings.embeddings, settings.running
-    if embeddings.embed_model is None:
+    report = opener.report
+    hint_at_tuning(opened[0].sized.ref, opener.settings.db, report)
+    if explain is not None:
+        for served in opened:
+            _explain(served, opener, explain)
+    page = None if service.page is None else _machine_facts(opened[0], opener)
+    service = replace(service, page=page, products=_products(opened, opener))
+    _tell(opened, service, report)
+    return service
+
+
+def _embedding_row(
+    ref: str,
+    names: tuple[str, ...],
+    settings: ServeSettings,
+    way: Way | None,
+    taken: Collection[int],
+    stack: ExitStack,
+    report: Report,
+) -> EmbeddingRow:
+    """The model that embeds. taken: PUs of the models that generate text; way: theirs."""
+    from phasewise.serving.model_table import EmbeddingRow
+    from phasewise.serving.processes.core_claims import claimed_on_host
+    from phasewise.workflows.serve.embedding import open_alone, open_beside
+
+    weights, on = settings.weights, settings.embeddings
+    if way is None:
+        alone = open_alone(ref, weights, on, settings.running.threads, settings.db, report)
+        return EmbeddingRow(stack.enter_context(alone), names)
+    beside = stack.enter_context(open_beside(ref, on, weights, taken, settings.db, report))
+    if isinstance(way, OnNodes):
+        stack.enter_context(claimed_on_host(core for own in beside.plan.instances for core in own.cores))
+    return EmbeddingRow(beside, names)
+
+
+def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way) -> ServeSettings:
+    """Settings of the models that generate text. An engine in this process has as many cores as embeddings
+    beside it leave. UsageError.
+    """
+    from phasewise.workflows.serve.embedding import threads_beside
+
+    if embed_ref is None:
         return settings
-    if not makes_vectors(embeddings.embed_model, settings.weights.weight_format, report):
-        raise UsageError(f"--embed-model {embeddings.embed_model} is no embedding model")
-    if settings.pools.is_asked:
+    settings = replace(settings, embeddings=replace(settings.embeddings, embed_model=embed_ref))
+    if not isinstance(way, InThisProcess):
         return settings  # whose cores are named, or planned
-    return replace(settings, running=replace(running, threads=threads_beside(embeddings, running.threads)))
+    threads = threads_beside(settings.embeddings, settings.running.threads)
+    return replace(settings, running=replace(settings.running, threads=threads))
 
 
-def _check_prefixes(settings: ServeSettings) -> None:
+def _check_prefixes(settings: ServeSettings, way: Way) -> None:
     """ServingError for a folder that cannot be used, if this host reads it."""
     from phasewise.serving.prefix_store.folder import PrefixFolder
 
     prefixes = settings.prefixes
-    if settings.pools.cluster is not None:
-        return
-    if prefixes.prefix_cache is not None:
+    if prefixes.prefix_cache is not None and not isinstance(way, OnNodes):
         PrefixFolder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
 
 
-def _prefix_lines(prefixes: Prefixes) -> Iterator[str]:
+def _tell_prefixes(prefixes: Prefixes, report: Report) -> None:
     if prefixes.prefix_cache is not None:
         most = counted(prefixes.prefix_cache_bytes >> 20, "MiB", "MiB")
-        yield f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}"
+        report(f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}")
 
 
-def _explain(served: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
+def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
     """The schedules and the drafts of a model, or of each of its instances."""
     from phasewise.workflows.opening.drafts import rule_of
 
-    for instance, opened in served.opened_as():
+    for instance, opened in opener.opened_as(served):
         name = opened.model.name if instance is None else instance.describe()
-        report(f"{name}: {_fingerprint(served, opened, settings)}")
-        explain(served.uses(opened), opened.memory(), rule_of(served.drafts))
+        opener.report(f"{name}: {_fingerprint(served, opened, opener.settings)}")
+        explain(served.uses(opened), opened.memory(), rule_of(served.sized.drafts))
 
 
 def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
     """The identity of its answers, for people."""
     from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
 
-    size = served.opened.size
+    size = served.row.opened.size
     context = size.limits.context_length
     own = fingerprint_of(opened.model, size.kv.format, opened.schedules, min(context, size.kv.slots))
     defaults = defaults_told(
-        sampling_of(served.open_model, settings),
+        served.row.sampling or opened.model.sampling,
         settings.answering.tool_format,
         context,
         allow_special=settings.accepting.allow_special,
@@ -290,27 +291,21 @@ def _answers(settings: ServeSettings) -> AnswerPolicy:
     )
 
 
-def _products(
-    opened: Sequence[OpenedModel], rows: Sequence[TextRow], settings: ServeSettings
-) -> Mapping[str, Mapping[str, int]]:
+def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Mapping[str, int]]:
     """Numbers of products of each model by state; none where the model computes on other hosts."""
     from phasewise.topology import read_machine
     from phasewise.workflows.opening.first_start import products_of
 
-    if settings.pools.cluster is not None:
+    if isinstance(opener.way, OnNodes):
         return {}
     products: dict[str, Mapping[str, int]] = {}
-    for served, row in zip(opened, rows, strict=True):
-        plans = [instance.plans for instance in served.instances] or [served.open_model.plans]
-        counts = products_of(served.open_model, plans, settings.db, read_machine())
+    for served in opened:
+        model = served.sized.open_model
+        plans = [instance.plans for instance in opener.way.instances] or [model.plans]
+        counts = products_of(model, plans, opener.settings.db, read_machine())
         if counts is not None:
-            products[row.names[0]] = counts.by_state()
+            products[served.row.names[0]] = counts.by_state()
     return products
-
-
-def _names(settings: ServeSettings, *own: str) -> tuple[str, ...]:
-    """The names that requests may give the first model, its id first. own: its own names."""
-    return tuple(settings.answering.served_model_name or own)
 
 
 def _logging(settings: ServeSettings) -> Logging:
@@ -320,18 +315,17 @@ def _logging(settings: ServeSettings) -> Logging:
     return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
 
 
-def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
+def _machine_facts(first: OpenedModel, opener: Opener) -> MachineFacts:
     """Facts of this host; nothing where the model computes on others."""
     from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.topology import read_machine
-    from phasewise.workflows.serve.pools import joined_plans
     from phasewise.workflows.topo.plan_json import picture_of_plans, schedule_rows
 
-    if settings.pools.cluster is not None:
+    if isinstance(opener.way, OnNodes):
         return MachineFacts()
-    plans = joined_plans(first.instances) if first.instances else first.open_model.plans
+    plans = joined_plans(opener.way.instances) or first.sized.open_model.plans
     uses: list[ScheduleUse] = []
-    for instance, opened in first.opened_as():
+    for instance, opened in opener.opened_as(first):
         computed = (use for use in first.uses(opened) if instance is None or instance.computes(use.phase))
         uses += [use for use in computed if instance is None or use not in uses]
     return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
@@ -352,7 +346,7 @@ def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, repor
     from phasewise.serving.ranks.rank_layout import teams_of
 
     first, *others = opened_models
-    opened = first.opened
+    opened = first.row.opened
     size = opened.size
     report(f"{opened.model.name} ({opened.model.format}): context {size.limits.context_length} tokens")
     teams = teams_of(opened.plans) if isinstance(opened, OpenEngine) else ()  # pools have plans of their own
@@ -370,8 +364,8 @@ def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, repor
             f"warning: room for {counted(n_connections, 'connection')} only; raise the limit on open files"
         )
     for other in others:
-        size = other.opened.size
+        size = other.row.opened.size
         report(
-            f"also {other.open_model.model.name}: context {size.limits.context_length} tokens, KV cache of "
+            f"also {other.row.opened.model.name}: context {size.limits.context_length} tokens, KV cache of "
             f"{size.kv.slots} tokens"
         )

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from phasewise._options import MOST_USED, option, parse_bytes, parse_time
+from phasewise._options import MOST_USED, changed, option, parse_bytes, parse_time, refuse_unused
 from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
+from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import NATIVE, Weights
-from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, KV_FORMAT, RANKS, THREADS
-from phasewise.workflows.serve.embedding import Embeddings
-from phasewise.workflows.serve.pools import Pools
+from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, EMBED_DEVICE_HELP, KV_FORMAT, RANKS, THREADS
 
 if TYPE_CHECKING:
+    from phasewise.cluster.routing import Role
     from phasewise.serving.prefix_store.opening import PrefixSettings
 
 NO_REMOTE = Remote()
-ALONE = Pools()
-"""One engine, which computes both phases."""
+SPLIT_ABOVE_TOKENS = 64
+"""Shorter prompts are computed where their answers are. Chosen, not measured yet."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class Listening:
         envvar="PHASEWISE_ALLOWED_HOST",
         metavar="NAME",
     )
+
+    def __post_init__(self) -> None:
+        if self.unix_socket is not None:
+            refuse_unused("with --unix-socket", changed(self, "host", "port", "tls_cert", "tls_key"))
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,11 @@ class Residency:
         written="5m",
     )
 
+    def __post_init__(self) -> None:
+        if self.models is None:
+            stays = "MODEL stays; name a folder of models, or leave that out"
+            refuse_unused("without --models", changed(self, "models_memory", "keep_alive"), stays)
+
 
 @dataclass(frozen=True)
 class KeysAndValues:
@@ -406,6 +415,10 @@ class Logged:
         envvar="PHASEWISE_LOG_FORMAT",
     )
 
+    def __post_init__(self) -> None:
+        if self.log_level == "off":
+            refuse_unused("with --log-level off", changed(self, "access_log"))
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -430,6 +443,100 @@ class Batches:
     )
 
 
+@dataclass(frozen=True)
+class Pools:
+    """The instances that compute prompts, answers or both: on cores of this host, or nodes of a cluster."""
+
+    PANEL = "Pools: instances that compute prompts and answers apart"
+
+    prompt_pool: Sequence[str] | None = option(
+        None,
+        "an instance on these cores computes prompts [repeatable]; 0-3+4-7: two ranks; with --cluster 2x24: "
+        "two instances of 24 cores, 2x24@big: on nodes with the label phasewise=big",
+        metavar="POOL",
+    )
+    token_pool: Sequence[str] | None = option(
+        None, "an instance on these cores computes answers [repeatable]", metavar="POOL"
+    )
+    mixed_pool: Sequence[str] | None = option(
+        None, "an instance on these cores computes both [repeatable]", metavar="POOL"
+    )
+    split_above: int = option(
+        SPLIT_ABOVE_TOKENS,
+        "prompts of more tokens are computed in the prompt pool, others where their answers are",
+        min=0,
+        metavar="N",
+        config_only=True,
+        envvar="PHASEWISE_SPLIT_ABOVE",
+    )
+    cluster: str | None = option(
+        None,
+        "a Ray cluster whose nodes run the instances: its address, or auto",
+        metavar="auto|ADDRESS",
+        envvar="PHASEWISE_CLUSTER",
+    )
+    spread: bool = option(False, "with --cluster: place instances on different nodes", "--spread")
+
+    @property
+    def named(self) -> list[tuple[Role, str]]:
+        """The role of every pool that is named, and where it is."""
+        asked: list[tuple[Role, Sequence[str] | None]] = [
+            ("prompt", self.prompt_pool),
+            ("token", self.token_pool),
+            ("mixed", self.mixed_pool),
+        ]
+        return [(role, where) for role, many in asked for where in many or ()]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Settings of embedding."""
+
+    PANEL = "Embeddings"
+
+    embed_model: str | None = option(
+        None,
+        "embedding model to serve beside MODEL",
+        envvar="PHASEWISE_EMBED_MODEL",
+        metavar="MODEL",
+        panel=MOST_USED,
+    )
+    embed_instances: int | None = option(
+        None,
+        "embedding processes on the CPU [default: the plan of tune-embed, else one for each NUMA node]",
+        min=1,
+        max=256,
+        metavar="N",
+        config_only=True,
+    )
+    embed_cores: int | None = option(
+        None,
+        "cores for embeddings beside a language model, the highest ones [default: a quarter]",
+        min=1,
+        metavar="N",
+        config_only=True,
+    )
+    embed_accelerators: bool = option(
+        True,
+        "also embed on GPUs, by torch (phasewise[cuda])",
+        "--embed-accelerators/--no-embed-accelerators",
+    )
+    embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND")
+    embed_cpu: bool = option(
+        True,
+        "embed on the CPU what accelerators cannot hold",
+        "--embed-cpu/--no-embed-cpu",
+        config_only=True,
+        envvar="PHASEWISE_EMBED_CPU",
+    )
+
+    def accelerators(self) -> Accelerators:
+        """UsageError for a device that is none."""
+        return accelerators_here(with_gpus=self.embed_accelerators, devices=self.embed_device)
+
+
+ALONE = Pools()
+"""One engine, which computes both phases."""
 NO_BATCHES = Batches(batch_bytes=0)
 
 
@@ -451,9 +558,22 @@ class ServeSettings:
     answering: Answering = Answering()
     logged: Logged = Logged(log_level="off")
     pools: Pools = ALONE
-    embeddings: Embeddings = Embeddings()  # noqa: RUF009 (frozen)
+    embeddings: Embeddings = Embeddings()
     length_log: Path | None = None
     remote: Remote = NO_REMOTE
     batches: Batches = NO_BATCHES
     db: str | None = None
     coming: Residency = Residency()
+
+    def __post_init__(self) -> None:
+        kept = changed(self.prefixes, "prefix_cache")
+        if self.running.draft not in (None, "auto", "lookup", "off"):
+            lookup = (
+                "the folder has no keys and values of a draft model; use --draft lookup, or leave that out"
+            )
+            refuse_unused("with a model that drafts", kept, lookup)
+        if self.kv.no_prefix_reuse:
+            refuse_unused("where no_prefix_reuse is set", kept)
+        if self.weights.is_canonical:
+            cpus = "accelerators round in their own ways, and CPUs embed alone; leave that out"
+            refuse_unused("with --arithmetic canonical", changed(self.embeddings, "embed_device"), cpus)

@@ -21,9 +21,8 @@ from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.tuner.plans import Phase, ServicePlan, placed_json
-from phasewise.workflows.tune_config.search import Searched, search, study_location
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
-from phasewise.workflows.tune_config.subject import Subject
+from phasewise.workflows.tune_config.subject import Searched, Subject, search, study_location
 from phasewise.workflows.tune_config.verdict import (
     CalculatedJury,
     Finalist,
@@ -367,8 +366,8 @@ def _tune_kernels(
 
     Each may take half of the time that is left: the best plan's are worth the most.
     """
-    from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
     from phasewise.workflows.tune_kernels.rounds import tune_round
+    from phasewise.workflows.tune_kernels.run import kernel_rounds
 
     assert run.subject.model is not None
     plans = [finalist.plan for turn in zip_longest(*chosen.values()) for finalist in turn if finalist]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from phasewise._options import option, parse_budget, parse_numbers
+from phasewise._options import changed, option, parse_budget, parse_numbers, refuse_unused
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import DB, FORMAT
 
@@ -84,6 +84,13 @@ class TuneConfigSettings:
     )
     resume: bool = option(True, "use stored trials; --no-resume searches anew", "--resume/--no-resume")
     model: str = field(default="", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.evaluator != "modelled":
+            hides = "a real machine hides what it hides; leave that out"
+            refuse_unused("without --evaluator modelled", changed(self, "hidden"), hides)
+        if self.objective != "goodput":
+            refuse_unused("without --objective goodput", changed(self, "slo"))
 
     @property
     def phases(self) -> tuple[Phase, ...]:

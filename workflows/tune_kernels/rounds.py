@@ -18,7 +18,6 @@ from phasewise._words import share_of_limit
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
-from phasewise.serving.engine.throughput import Forward, Workload, measure
 from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
 from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.topology import Machine
@@ -32,7 +31,7 @@ from phasewise.tuner.plans import Phase, machine_key
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.task_division import Task
-from phasewise.tuner.timing import Duel, Samples
+from phasewise.tuner.timing import Duel
 from phasewise.tuner.tuning_run import (
     Gain,
     ScheduleEvaluator,
@@ -57,21 +56,13 @@ def _limits(cores: Sequence[int], formats: Iterable[str], total_bytes: int) -> R
     return measure_roofline(cores, formats, total_bytes)
 
 
-def _model_turn(ranks: Forward, workload: Workload, vocab_size: int) -> Samples:
-    from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS
-
-    return measure(ranks, workload, vocab_size, MAX_BATCH_TOKENS, 1, 0).samples_ns
-
-
 @dataclass(frozen=True)
 class TuningBench:
-    """The clock of a tuning run, and what it times kernels, their limits and a whole model with."""
+    """The clock of a tuning run, and what it times kernels and their limits with."""
 
     clock: Callable[[], float] = time.monotonic
     evaluator: Callable[[Sequence[int], int], NativeEvaluator] = _native_evaluator
     limits: Callable[[Sequence[int], Iterable[str], int], Roofline] = _limits
-    model_turn: Callable[[Forward, Workload, int], Samples] = _model_turn
-    """Times one turn of a model with so many tokens in its vocabulary."""
 
 
 HERE = TuningBench()

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phasewise._version import __version__
 from phasewise._words import counted
-from phasewise.cython_kernels._native import kernel_abi
+from phasewise.cython_kernels.packing import PANEL
 from phasewise.kerneldb.store import open_store
 from phasewise.kerneldb.upkeep import tidy
-from phasewise.serving.models.forward import tuned_attention
-from phasewise.topology import Machine
+from phasewise.serving.models.forward import attention_problem, tuned_attention
+from phasewise.serving.ranks.core_weights import weights_here
+from phasewise.topology import Machine, placement_signature
 from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
-from phasewise.tuner.ledger import Scope
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.plans import Phase, ServicePlan, default_plan, machine_key
+from phasewise.tuner.plans import Phase, ServicePlan, default_plan, list_cores, machine_key
 from phasewise.tuner.tuning_run import TuningProgress
 from phasewise.workflows.report import Report
-from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
 from phasewise.workflows.tune_kernels.hints import fight_hints
 from phasewise.workflows.tune_kernels.rounds import (
     HERE,
@@ -28,27 +25,98 @@ from phasewise.workflows.tune_kernels.rounds import (
     Shape,
     TunedRound,
     TuningBench,
-    bound_s,
     plan_rounds,
     shapes_of,
     tune_round,
 )
-from phasewise.workflows.tune_kernels.speed_change import (
-    BUDGET_SHARE,
-    SpeedChange,
-    keep_changes,
-    measured_change,
-)
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
 
 if TYPE_CHECKING:
-    from phasewise.serving.engine.throughput import Workload
     from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.tuner.search.group import Group
     from phasewise.workflows.opening.open_model import OpenModel
 
 
 STORAGE_SHARE = 0.25
 """Part of a round's share of the budget that duels between storages get, where there are some."""
+
+
+MOST_ROWS = 512
+"""Most rows of a product: the engine computes no more at once."""
+
+
+@dataclass(frozen=True)
+class KernelRound:
+    """One set of products on one rank's cores."""
+
+    round: Round
+    ranks: int
+
+    def describe(self) -> str:
+        """E.g. `prefill and decode on cores 0,1`."""
+        of = f" (a rank of {self.ranks})" if self.ranks > 1 else ""
+        return f"{' and '.join(self.round.phases)} on cores {list_cores(self.round.cores)}{of}"
+
+
+def kernel_rounds(
+    model: PackedModel, machine: Machine, plans: Sequence[ServicePlan], most_rows: int = MOST_ROWS
+) -> list[KernelRound]:
+    """The products to tune for `plans`, the most wanted first; both phases at once where they use the same
+    cores.
+    """
+    by_placement: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
+    for plan in plans:
+        cores = plan.ranks[0].cores
+        key = (placement_signature(machine, cores), weights_here(plan))
+        first, phases = by_placement.setdefault(key, (plan, {}))
+        phases.setdefault(plan.phase, first.ranks[0].cores)
+    return [_round(model, machine, plan, phases, most_rows) for plan, phases in by_placement.values()]
+
+
+def _round(
+    model: PackedModel,
+    machine: Machine,
+    plan: ServicePlan,
+    phases: Mapping[Phase, tuple[int, ...]],
+    most_rows: int,
+) -> KernelRound:
+    whole = shapes_of(model)
+    if len(plan.ranks) == 1:
+        (only,) = plan_rounds(machine, phases, whole, most_rows, tuned_attention(model))
+        return KernelRound(only, 1)
+    weights = weights_here(plan)
+    shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, weights)))
+    (only,) = plan_rounds(machine, phases, shapes, most_rows, _attention_of_a_rank(model, weights))
+    tasks = tuple(replace(task, group=_in_default_arithmetic(task.group)) for task in only.tasks)
+    return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
+
+
+def _attention_of_a_rank(model: PackedModel, weights: tuple[int, ...]) -> tuple[str, int, int] | None:
+    """With as many heads as the rank that has most."""
+    from phasewise.cython_kernels.division import head_share
+
+    if tuned_attention(model) is None:
+        return None
+    config = model.config
+    shares = [head_share(config.n_heads, config.n_kv_heads, weights, rank) for rank in range(len(weights))]
+    return attention_problem(model, max(shares, key=lambda own: own.n_heads))
+
+
+def _in_default_arithmetic(group: Group) -> Group:
+    """The arithmetic belongs to the whole weight (decision 0008), which no rank sees."""
+    own = group.arithmetics[0]
+    return replace(group, arithmetics=(own,), kernels={own.compute_path: group.kernels[own.compute_path]})
+
+
+def _parts(shape: Shape, weights: tuple[int, ...]) -> Iterator[Shape]:
+    """The part of one weight that each rank computes, in whole panels."""
+    from phasewise.cython_kernels.division import share
+
+    panels = -(-shape.n // PANEL)
+    for rank in range(len(weights)):
+        begin, end = share(panels, weights, rank)
+        if end > begin:
+            yield replace(shape, n=min(shape.n, end * PANEL) - begin * PANEL)
 
 
 def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase], max_m: int) -> list[Round]:
@@ -98,10 +166,9 @@ def tune_rounds(
 ) -> list[TunedRound]:
     """Tune each round within its share of the budget that is left. An interrupted round ends the run.
 
-    A part of the budget is kept back for `change_of_model`. model: whose weights, where some are zero, are
-    compared stored sparse and dense at the end of each round.
+    model: whose weights, where some are zero, are compared stored sparse and dense at the end of each round.
     """
-    deadline_s = bench.clock() + budget_s * (1 - BUDGET_SHARE)
+    deadline_s = bench.clock() + budget_s
     done: list[TunedRound] = []
     with lock.turn(budget_s), open_store(db, report) as store:
         if resume:
@@ -124,50 +191,3 @@ def tune_rounds(
         for key in dict.fromkeys(machine_key(machine, tuning_round.cores) for tuning_round in rounds):
             tidy(store, key, report)
     return done
-
-
-def change_of_model(
-    opened: OpenModel,
-    tuned: Sequence[TunedRound],
-    machine: Machine,
-    db: str | None,
-    budget_s: float,
-    lock: MeasurementLock,
-    report: Report,
-    bench: TuningBench = HERE,
-) -> list[SpeedChange]:
-    """The effect of a run on the model that it was for: tokens per second before and after, in pairs.
-
-    budget_s: what is left of the run's. Empty where every product that was tuned keeps the kernels' own
-    schedule. Kept in the database where
-    nothing was tuned before.
-    """
-    from phasewise.workflows.opening.tuned_schedules import schedules_for
-
-    if all(gain.is_default for tuned_round in tuned for gain in tuned_round.outcome.gains):
-        return []
-    after = schedules_for(db, machine, opened.plans)
-    began_s = bench.clock()
-    with lock.turn(budget_s):
-        left_s = budget_s - (bench.clock() - began_s)
-        changes = measured_change(opened, after, left_s, report, bench, partial(_least_s, tuned))
-    if changes and not any(table.is_tuned for table in opened.schedules.values()):
-        scope = Scope(machine_key(machine), kernel_abi("gemm"), __version__)
-        with open_store(db, report) as store:
-            if store.writable:
-                keep_changes(store, scope, machine, opened, changes)
-    return changes
-
-
-def _least_s(tuned: Sequence[TunedRound], workload: Workload) -> float:
-    """The least time of a turn of the model, by the limits that its run has measured."""
-    phase, rows = ("prefill", workload.n_prompt) if workload.n_prompt else ("decode", workload.n_sequences)
-    n_steps = 1 if workload.n_prompt else workload.n_gen
-    own = next((each for each in tuned if phase in each.round.phases), None)
-    if own is None:
-        return 0.0
-    products = zip(own.round.shapes, own.round.tasks, strict=True)
-    return n_steps * sum(
-        shape.uses * bound_s(own.round, own.roofline, task.problem(min(rows, task.ms[-1])))
-        for shape, task in products
-    )

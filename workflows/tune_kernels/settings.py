@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from phasewise._options import option, parse_budget
+from phasewise._options import changed, option, parse_budget, refuse_unused
 from phasewise.workflows.options import DB, DEFINE, INCLUDE, THREADS
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class TuneKernelsSettings:
     threads: int | None = THREADS(None)
     budget_s: float = option(
         600.0,
-        "time that the command may take, e.g. 90s, 10m, 1h; work in progress is finished: a batch of timings,"
-        " and the comparison of the whole model",
+        "time that the command may take, e.g. 90s, 10m, 1h; work in progress is finished: a batch of timings",
         "--budget",
         metavar="TIME",
         parser=parse_budget,
@@ -60,8 +59,17 @@ class TuneKernelsSettings:
     resume: bool = option(
         True, "use stored timings; --no-resume measures everything anew", "--resume/--no-resume"
     )
-    dry_run: bool = option(False, "show what would be tuned; measure nothing", "--dry-run")
     db: str | None = DB(None)
+
+    def __post_init__(self) -> None:
+        of_c = changed(self, "include", "define")
+        if self.kernel is None:
+            refuse_unused("without --kernel", [*changed(self, "isa", "against"), *of_c])
+        else:
+            of_models = changed(self, "phase", "weight_format", "max_m", "threads")
+            refuse_unused("with --kernel", of_models)
+        if self.against is None:
+            refuse_unused("without --against", of_c)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -203,7 +203,6 @@ def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "peak": limit_cell(row.peak_fraction),
         "bandwidth": limit_cell(row.bandwidth_fraction) if is_decode else "",
         **({} if row.joules_per_token is None else _energy(row, row.joules_per_token)),
-        **({} if is_narrow else {"lines across nodes": number(row.lines_across_nodes)}),
     }
 
 

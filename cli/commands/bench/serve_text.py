@@ -218,7 +218,6 @@ def draw_report(report: LoadReport) -> str | None:
             limit_name=f"P{100 * GOAL:.0f}" if report.slo is None else f"goal: {percent(GOAL)}",
             emphasised=_short(report),
             panels=panels,
-            y_is_share=True,
         )
     )
 

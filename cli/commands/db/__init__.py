@@ -10,12 +10,11 @@ import typer
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.db import remote as db_remote
+from phasewise.cli.commands.db import rows as db_rows
 from phasewise.cli.commands.db import sharing as db_sharing
-from phasewise.cli.commands.db import text as db_text
+from phasewise.cli.commands.db.rows import ListedSchedules, Section
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, complete_name
 from phasewise.cli.present import note, print_json, say
-from phasewise.workflows.database import json as database_json
-from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord, PredictorScore
@@ -85,18 +84,17 @@ def show(
         from phasewise.cython_kernels._native import kernel_abis
         from phasewise.kerneldb.records import PlanRecord, PredictorScore
         from phasewise.kerneldb.store import open_store
-        from phasewise.workflows.database.listing import list_schedules
 
-        limit = None if wide or as_json else db_text.MAX_ROWS
+        limit = None if wide or as_json else db_rows.MAX_ROWS
         with open_store(db, note) as store:
             plans = [plan for plan in store.rows(PlanRecord) if _is_wanted(plan, model, phase)]
             scores = [score for score in store.rows(PredictorScore) if (model or "") in score.model_name]
-            listed = list_schedules(store, kernel_abis(), m, limit)
+            listed = db_rows.list_schedules(store, kernel_abis(), m, limit)
     fields = _contents(name, plans, scores, listed)
     if as_json:
         print_json(fields)
     else:
-        db_text.print_contents(fields, listed, wide)
+        db_rows.print_contents(fields, listed, wide)
 
 
 def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
@@ -108,16 +106,16 @@ def _contents(
 ) -> dict[str, Any]:
     from phasewise.kerneldb.shipped import shipped_kinds, shipped_measurements
 
-    machines = database_json.labels([*listed.machines, *(plan.origin.machine for plan in plans)])
+    machines = db_rows.labels([*listed.machines, *(plan.origin.machine for plan in plans)])
     return {
         "database": name,
-        "plans": database_json.plan_fields(plans, machines, note),
-        "predictor_scores": database_json.score_fields(scores),
+        "plans": db_rows.plan_rows(plans, machines, note),
+        "predictor_scores": db_rows.score_rows(scores),
         "schedules": [
-            database_json.schedule_fields(schedule, machines, section is Section.STALE)
+            db_rows.schedule_fields(schedule, machines, section is Section.STALE)
             for section, schedule in listed.shown
         ],
-        "machines": database_json.machine_fields(machines),
+        "machines": db_rows.machine_fields(machines),
         "shipped": len(shipped_measurements()),
         "shipped_kinds": list(shipped_kinds()),
     }
@@ -139,11 +137,11 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
         from phasewise.kerneldb.store import open_store
 
         with open_store(db, note) as store:
-            fields = database_json.stats_fields(store.name, store.stats(), kernel_abis())
+            fields = db_rows.stats_fields(store.name, store.stats(), kernel_abis())
     if as_json:
         print_json(fields)
     elif "rows" in fields:
-        db_text.print_stats(fields)
+        db_rows.print_stats(fields)
 
 
 @app.command()

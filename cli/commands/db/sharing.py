@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.commands.db import text as db_text
+from phasewise.cli.commands.db.rows import diff_fields, print_diff
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
-from phasewise.workflows.database import json as database_json
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import StoredRow
@@ -179,32 +178,16 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     from phasewise.workflows.database.sharing import compare_databases
 
     comparison = compare_databases(other, db, note)
-    machines = database_json.labels(
-        [
-            *(difference.key.machine for difference in comparison.differences),
-            *(difference.machine for difference in comparison.others),
-        ]
-    )
-    differences = database_json.diff_fields(comparison, machines)
-    others = database_json.other_diff_fields(comparison, machines)
+    n_different = len(comparison.differences) + len(comparison.others)
+    fields = diff_fields(comparison)
     if as_json:
-        fields = {
-            "same": comparison.same,
-            "differences": differences,
-            "others": others,
-            "step_times": {"here_alone": comparison.steps_here, "there_alone": comparison.steps_there},
-        }
-        print_json({**fields, "machines": database_json.machine_fields(machines)})
+        print_json(fields)
     else:
-        n_different = len(differences) + len(others)
         say(f"the same: {comparison.same}; different: {n_different}")
         if comparison.steps_here or comparison.steps_there:
             say(f"step times: {comparison.steps_here} here alone, {comparison.steps_there} there alone")
-        if differences:
-            db_text.print_diff(differences)
-        if others:
-            db_text.print_other_diff(others)
-    if differences or others:
+        print_diff(fields)
+    if n_different:
         raise typer.Exit(EXIT_FAILURE)
 
 

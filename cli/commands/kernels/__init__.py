@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
@@ -147,6 +148,9 @@ def emit(
     The parameters come from the database, where `tune-kernels --kernel` put them for this very text and
     machine.
     """
+    if against is None:
+        of_c = {"include": include, "define": define}
+        refuse_unused("without --against", [name for name, given in of_c.items() if given])
     from phasewise.kerneldb.store import open_store
     from phasewise.topology import core_signature, read_machine
     from phasewise.workflows.user_kernels.files import emit as emit_files

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise._options import option
+from phasewise._options import changed, option, refuse_unused
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, owns_stdout, print_json, say, write_target
@@ -60,6 +60,10 @@ def topo(
 
     Other views: --plan, --plan-file.
     """
+    if not view.plan:
+        refuse_unused("without --plan", [] if model is None else ["model"], "add --plan to draw its plans")
+    if model is None:
+        refuse_unused("without --plan MODEL", changed(view, "weight_format", "db"))
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
     if view.plan or view.plan_file is not None:

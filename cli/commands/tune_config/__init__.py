@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from phasewise._options import changed, refuse_unused
 from phasewise._words import number
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
     JsonOption,
     ModelArgument,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say, write_text
+from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, write_text
+from phasewise.cli.status_line import StatusLine, status_line
 from phasewise.cli.tables import show
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from phasewise.topology import Machine
+    from phasewise.tuner.config.study import Event, Tried
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.tuning_run import TuningProgress
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.subject import Subject
 
 
 EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
 """The program whose flags a plan can be printed as."""
+
+
+_SEARCHING = ("lengths", "trace", "concurrency", "cores", "ranks", "storage", "objective", "slo", "budget_s")
+"""Settings that a search alone follows."""
 
 
 @spread
@@ -42,9 +50,6 @@ def tune_config(
             "no search unless --no-resume, or an --evaluator that stores none, asks for it"
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.
@@ -69,15 +74,17 @@ def tune_config(
 
     wish = replace(settings, model=model)
     wish.check()
-    if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
+    if emit is not None and wish.resume and wish.evaluator != "modelled":
+        refuse_unused(
+            "with --emit, without --no-resume",
+            changed(wish, *_SEARCHING),
+            "the plans in use are printed; add --no-resume to search first, or leave that out",
+        )
+    if emit is not None and wish.resume and _emit_stored(wish, emit, as_json):
         return
     check_weights(wish)
-    if not dry_run:
-        note(f"searching for at most {number(wish.budget_s)} s; Ctrl-C keeps what is found until then")
+    note(f"searching for at most {number(wish.budget_s)} s; Ctrl-C keeps what is found until then")
     subject = open_subject(wish, note)
-    if dry_run:
-        _print_dry_run(wish, subject, as_json)
-        return
     result = _run(wish, subject, started_s)
     _print_found(result, emit, as_json)
     if result.end == "interrupted":
@@ -85,25 +92,23 @@ def tune_config(
 
 
 def _run(wish: TuneConfigSettings, subject: Subject, started_s: float) -> Found:
-    from phasewise.cli.commands.tune_config.progress import CommandClock, progress_of_search
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.loads import tune_loads
 
-    clock = CommandClock(started_s, wish.budget_s)
-    with progress_of_search(subject.machine, clock) as show:
+    with status_line() as status:
+        show = SearchProgress(status, subject.machine, CommandClock(started_s, wish.budget_s))
         return tune_loads(wish, subject, started_s, show, user_lock(show.say))
 
 
 def _print_found(result: Found, emit: EmitChoice | None, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_config.text import found_text
-    from phasewise.workflows.tune_config.json import found_fields
+    from phasewise.cli.commands.tune_config.found import found_fields, found_text
 
     plans: dict[Phase, ServicePlan] = {phase: verdict.plan for phase, verdict in result.verdicts.items()}
     if result.bands and (banded := result.bands[-1].decode_plan) is not None:
         plans["decode"] = banded
     if as_json:
         emitted = _emit_fields(emit, plans, result.subject.machine) if emit and plans else {}
-        print_json({"dry_run": False, **found_fields(result), **emitted})
+        print_json({**found_fields(result), **emitted})
     elif emit is None:
         show(*found_text(result))
     else:
@@ -116,7 +121,7 @@ def _emit_stored(wish: TuneConfigSettings, emit: EmitChoice, as_json: bool) -> b
     """Print the plans that the database has, and the default ones: a script is never made to wait. False
     where a plan is asked for that no database keeps.
     """
-    from phasewise.workflows.tune_config.json import stored_fields
+    from phasewise.tuner.plans import bands_fields, ranks_fields
     from phasewise.workflows.tune_config.subject import stored_plans
 
     machine, plans = stored_plans(wish, note)
@@ -127,7 +132,15 @@ def _emit_stored(wish: TuneConfigSettings, emit: EmitChoice, as_json: bool) -> b
         phases = " and ".join(missing)
         note(f"no plan for {phases} is stored: the default is printed; without --emit the command searches")
     if as_json:
-        print_json({"dry_run": False, "plans": stored_fields(plans), **_emit_fields(emit, plans, machine)})
+        stored = {
+            phase: {
+                "ranks": ranks_fields(plan.ranks),
+                "stored": plan.source == "database",
+                "bands": bands_fields(plan),
+            }
+            for phase, plan in plans.items()
+        }
+        print_json({"plans": stored, **_emit_fields(emit, plans, machine)})
     else:
         for plan in plans.values():
             note(plan.describe())
@@ -153,11 +166,91 @@ def _emit_fields(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: 
     return {"emitted": {"tool": tool, "text": emitted.text, "notes": list(emitted.notes)}}
 
 
-def _print_dry_run(wish: TuneConfigSettings, subject: Subject, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_config.text import dry_run_text
-    from phasewise.workflows.tune_config.json import dry_run_fields
+WIDTH = 79
 
-    if as_json:
-        print_json({"dry_run": True, **dry_run_fields(wish, subject)})
-    else:
-        say(dry_run_text(wish, subject))
+
+@dataclass(frozen=True)
+class CommandClock:
+    """The one clock of a command: how long it has run of what it may run."""
+
+    started_s: float
+    """By `time.monotonic`."""
+    budget_s: float
+
+    def __str__(self) -> str:
+        return f"{_clock(time.monotonic() - self.started_s)} of {_clock(self.budget_s)}"
+
+
+class SearchProgress:
+    """The progress of a run of `tune-config` on stderr: a line for each improvement, and its stage beside
+    the command's clock.
+    """
+
+    def __init__(self, status: StatusLine, machine: Machine, clock: CommandClock) -> None:
+        self._status = status
+        self._machine = machine
+        self._clock = clock
+        self.say = status.say
+
+    def searching(self, phase: Phase) -> Callable[[Event], None]:
+        """The receiver of a phase's search."""
+        from phasewise.tuner.config.study import Tried
+
+        search = _Search(phase, self._machine)
+
+        def report(event: Event) -> None:
+            if isinstance(event, Tried):
+                if (line := search.line(event)) is not None:
+                    self.say(line[:WIDTH])
+                self.stage(search.where(event))
+
+        return report
+
+    def tuning(self, progress: TuningProgress) -> None:
+        """The progress of the tuning of kernels."""
+        from phasewise.cli.commands.tune_kernels.text import where_of
+
+        self.stage(f"kernels {where_of(progress)}")
+
+    def stage(self, name: str) -> None:
+        """The current stage."""
+        self._status.show(lambda: f"{self._clock}: {name}")
+
+
+class _Search:
+    """One phase: the best so far."""
+
+    def __init__(self, phase: Phase, machine: Machine) -> None:
+        self._phase = phase
+        self._machine = machine
+        self._best_ms: float | None = None
+
+    def line(self, tried: Tried) -> str | None:
+        """The line of an improvement, None for nothing."""
+        best_ms = None if tried.best is None else tried.best[1]
+        is_better = best_ms is not None and (self._best_ms is None or best_ms < self._best_ms)
+        self._best_ms = best_ms
+        return f"{self._phase:8}{_result(tried, self._machine)}, best so far" if is_better else None
+
+    def where(self, event: Tried) -> str:
+        """E.g. `search of prefill, 12 of at most 40, best 38.1 ms`."""
+        from phasewise.cli.commands.tune_config.found import milliseconds
+
+        best = "" if event.best is None else f", best {milliseconds(event.best[1])}"
+        return f"search of {self._phase}, {event.number} of at most {event.configurations}{best}"
+
+
+def _result(tried: Tried, machine: Machine) -> str:
+    from phasewise.cli.commands.tune_config.found import milliseconds, plan_words
+
+    words = plan_words(tried.candidate.configuration.plan("decode"), machine)
+    if tried.state == "failed":
+        return f"{words} failed: {tried.reason}"
+    replayed = ", known before" if tried.is_replayed else ""
+    if tried.state == "pruned" or tried.cost_ms is None:
+        return f"{words}: stopped early{replayed}"
+    return f"{words}: {milliseconds(tried.cost_ms)}{replayed}"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

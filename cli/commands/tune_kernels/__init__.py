@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._options import changed, refuse_unused
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.tune_kernels.rounds import Round, Shape, TunedRound
-    from phasewise.workflows.tune_kernels.speed_change import SpeedChange
 
 
 LEAST_S = 0.1
@@ -60,6 +60,8 @@ def tune_kernels(
     comes into use.
     """
     deadline_s = time.monotonic() + settings.budget_s
+    if settings.kernel is not None:
+        refuse_unused("with --kernel", [*([] if model is None else ["model"]), *changed(remote)])
     from phasewise.topology import read_machine
 
     machine = read_machine()
@@ -68,11 +70,8 @@ def tune_kernels(
         return
     _pull(remote, settings)
     rounds, opened = _rounds(settings, machine, model)
-    if settings.dry_run:
-        _print_plan(rounds, settings, as_json)
-        return
-    tuned, changes = _tune(rounds, settings, machine, deadline_s, opened)
-    _print_tuned(tuned, changes, settings.resume, as_json)
+    tuned = _tune(rounds, settings, machine, deadline_s, opened)
+    _print_tuned(tuned, settings.resume, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -166,60 +165,24 @@ def _tune(
     machine: Machine,
     deadline_s: float,
     opened: OpenModel | None,
-) -> tuple[list[TunedRound], list[SpeedChange]]:
+) -> list[TunedRound]:
     from phasewise.cli.commands.tune_kernels.text import progress_on_stderr
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_kernels.run import change_of_model, tune_rounds
+    from phasewise.workflows.tune_kernels.run import tune_rounds
 
     note("measuring the limits of these cores ...")
     db, lock = settings.db, user_lock(note)
     with progress_on_stderr() as progress:
         model = None if opened is None else opened.model
         left_s = max(LEAST_S, deadline_s - time.monotonic())
-        tuned = tune_rounds(rounds, machine, db, left_s, settings.resume, lock, note, progress, model)
-    if opened is None or tuned[-1].is_interrupted:
-        return tuned, []
-    left_s = deadline_s - time.monotonic()
-    return tuned, change_of_model(opened, tuned, machine, db, left_s, lock, note)
+        return tune_rounds(rounds, machine, db, left_s, settings.resume, lock, note, progress, model)
 
 
-def _print_plan(rounds: list[Round], settings: TuneKernelsSettings, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_kernels.text import budget_words, plan_text
-    from phasewise.workflows.tune_kernels.json import plan_fields
-
-    budget_s, resume = settings.budget_s, settings.resume
-    if as_json:
-        fields = [
-            {
-                "phases": list(tuning_round.phases),
-                "cores": list(tuning_round.cores),
-                "weights": [
-                    {**plan_fields(shape, task), "ms": list(task.ms)}
-                    for shape, task in zip(tuning_round.shapes, tuning_round.tasks, strict=True)
-                ],
-            }
-            for tuning_round in rounds
-        ]
-        print_json({"dry_run": True, "budget_s": budget_s, "resume": resume, "rounds": fields})
-    else:
-        say(plan_text(rounds))
-        say(budget_words(budget_s, resume))
-
-
-def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bool, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_kernels.text import changes_text, tuned_text
-    from phasewise.workflows.tune_kernels.json import tuned_fields
+def _print_tuned(tuned: list[TunedRound], resume: bool, as_json: bool) -> None:
+    from phasewise.cli.commands.tune_kernels.text import tuned_fields, tuned_text
 
     if as_json:
-        print_json(
-            {
-                "dry_run": False,
-                "rounds": [tuned_fields(tuned_round) for tuned_round in tuned],
-                "model": changes,
-            }
-        )
+        print_json({"rounds": [tuned_fields(tuned_round) for tuned_round in tuned]})
     else:
         for number, tuned_round in enumerate(tuned):
             show(*([""] if number else []), *tuned_text(tuned_round, resume=resume))
-        if changes:
-            show("", changes_text(changes))

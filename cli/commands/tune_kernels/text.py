@@ -1,23 +1,24 @@
-"""Text of a tuning run: its progress while it goes on, and its tables at the end."""
+"""A tuning run's progress while it goes on, and its tables and JSON values at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from phasewise._words import LOW_LIMIT, NOTHING, counted, number, percent, proven
+from phasewise._words import LOW_LIMIT, NOTHING, counted, percent, proven
 from phasewise.cli.present import goes_on
 from phasewise.cli.status_line import status_line
 from phasewise.cli.tables import RowTable
-from phasewise.workflows.tune_kernels.json import mean_gain, plan_fields, task_name
+from phasewise.tuner.ledger import mean_of
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.records import StorageDuel
     from phasewise.tuner.ledger import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
     from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
-    from phasewise.workflows.tune_kernels.speed_change import SpeedChange
 
 DISTURBED_LAPS = 0.1
 """Share of disturbed timings from which on the result carries a warning."""
@@ -48,26 +49,6 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def budget_words(budget_s: float, resume: bool) -> str:
-    """The time that a run would take, and whether it would use what is stored: the end of a dry run."""
-    stored = "uses what is stored" if resume else "measures everything anew"
-    return f"a run takes at most {number(budget_s)} s and {stored}"
-
-
-def plan_text(rounds: Sequence[Round]) -> str:
-    """The text of what would be tuned."""
-    from tabulate import tabulate
-
-    return "\n\n".join(
-        f"{_round_name(tuning_round)}\n"
-        + tabulate(
-            [plan_fields(*pair) for pair in zip(tuning_round.shapes, tuning_round.tasks, strict=True)],
-            headers="keys",
-        )
-        for tuning_round in rounds
-    )
-
-
 def _round_name(tuning_round: Round) -> str:
     from phasewise.tuner.plans import list_cores
 
@@ -82,24 +63,6 @@ def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowT
     for part in (*(table for table in tables if table), *_closing_lines(tuned, resume)):
         yield ""
         yield part
-
-
-def changes_text(changes: Sequence[SpeedChange]) -> str:
-    """The whole model before and after, two lines for each test, with the names of the statistics."""
-    lines = ["the whole model before and after, medians of pairs of turns:"]
-    for change in changes:
-        comparison = change.comparison
-        rates = f"{change.before_tokens_per_s:.1f} and {change.after_tokens_per_s:.1f} tokens/s"
-        interval = f"no interval: {counted(comparison.pairs, 'pair')} only"
-        if comparison.gain_low > 0:
-            span = f"{comparison.gain_low:.3f} to {comparison.gain_high:.3f}"
-            interval = f"{span} with {percent(comparison.confidence)} confidence"
-        of_answers = counted(change.n_sequences, "sequence")
-        of = counted(change.n_tokens, "token") if change.phase == "prefill" else of_answers
-        lines.append(f"  {change.phase} of {of}: {rates}")
-        ratio = proven(comparison.gain, comparison.gain_low, comparison.gain_high, 3)
-        lines.append(f"    ratio within a pair: {ratio} ({interval})")
-    return "\n".join(lines)
 
 
 def _attention_table(tuned: TunedRound) -> RowTable | None:
@@ -240,3 +203,67 @@ def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
         steal, others = (percent(outcome.conditions[name]) for name in ("steal", "others"))
         yield f"The machine was busy: {steal} went to other guests, {others} to other processes."
+
+
+def mean_gain(gains: Sequence[Gain]) -> MeasuredRatio:
+    """The geometric mean, of untouched ones too."""
+    return mean_of(gain.over_default for gain in gains)
+
+
+def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
+    """One round as JSON values."""
+    outcome = tuned.outcome
+    return {
+        "phases": list(tuned.round.phases),
+        "cores": list(tuned.round.cores),
+        "machine": {"core": tuned.machine.core_sig, "placement": tuned.machine.placement_sig},
+        "kernel_abi": tuned.kernel_abi,
+        "end": outcome.end,
+        "products": outcome.products,
+        "timed": outcome.timed,
+        "replayed": outcome.replayed,
+        "duels": outcome.duels,
+        "elapsed_s": outcome.elapsed_s,
+        "disturbed": outcome.disturbed,
+        "conditions": dict(outcome.conditions),
+        "limits": {
+            "peak_flops": dict(tuned.roofline.peak_flops),
+            "read_bytes_per_s": tuned.roofline.read_bytes_per_s,
+        },
+        "mean_gain": asdict(mean_gain(outcome.gains)) if outcome.gains else None,
+        "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
+        "storage": [storage_fields(duel) for duel in tuned.storage],
+        "attention": [_verdict_fields(gain) for gain in tuned.attention.gains] if tuned.attention else [],
+    }
+
+
+def _gain_fields(tuned: TunedRound, gain: Gain) -> dict[str, Any]:
+    return {
+        "uses": tuned.round.uses(gain.problem),
+        "roofline_fraction": tuned.roofline_share(gain),
+        **_verdict_fields(gain),
+    }
+
+
+def _verdict_fields(gain: Gain) -> dict[str, Any]:
+    return {
+        **asdict(gain.problem),
+        "default_ns": gain.default_ns,
+        "tuned_ns": gain.tuned_ns,
+        "gain": gain.over_default.gain,
+        "gain_low": gain.over_default.low,
+        "gain_high": gain.over_default.high,
+        "is_default": gain.is_default,
+        "schedule": asdict(gain.schedule),
+        "last_duel": asdict(gain.comparison),
+    }
+
+
+def storage_fields(duel: StorageDuel) -> dict[str, Any]:
+    """A duel between storages; its gain is dense's time / sparse's time."""
+    schedules = {"schedule": asdict(duel.schedule), "dense_schedule": asdict(duel.dense_schedule)}
+    return {**asdict(duel.problem), **asdict(duel.comparison), **schedules}
+
+
+def task_name(task: Task) -> str:
+    return f"{task.group.format} {task.group.n}x{task.group.k}"

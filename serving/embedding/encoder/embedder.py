@@ -8,8 +8,7 @@ integer dot products (VNNI). Either is nearer to float32 as well, since rows are
 
 Of a few tokens the errors of quantised rows do not average out: inputs of at most SHORT_TOKENS have their
 weights widened everywhere (`NEAREST`). `CANONICAL` is for the same bits on every CPU: the paths of one with
-integer dots and without dots of 16 bits, inputs of at most SHORT_TOKENS widened to float32.
-"""
+integer dots and without dots of 16 bits, inputs of at most SHORT_TOKENS widened to float32."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class EncoderDefaults(ScheduleLookup):
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         """The arithmetic of quantised weights, where they are widened; else the default of the instruction
-        set.
-        """
+        set."""
         if self.is_canonical:
             widens = self.widens and weight.kind not in DENSE_KINDS
             return (WIDENED if widens else canonical_path(weight)), 1
@@ -189,8 +187,7 @@ class Embedder:
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
         """float32 [inputs, width], in their order. ValueError for a token that is not in the vocabulary, a
-        task that the model has not, or an input that is empty or too long.
-        """
+        task that the model has not, or an input that is empty or too long."""
         for index, tokens in enumerate(inputs):
             if not 1 <= len(tokens.ids) <= self.embedding.max_tokens:
                 raise ValueError(
@@ -236,8 +233,7 @@ class Embedder:
 
     def move(self, cores: Sequence[int]) -> None:
         """Compute on other cores from now on. No bit of a vector changes. RanksError where there is no room
-        for as many threads, or a core cannot be had: it stays where it is then.
-        """
+        for as many threads, or a core cannot be had: it stays where it is then."""
         if len(cores) > self._threads:
             raise RanksError(f"{counted(len(cores), 'thread')} do not fit: there is room for {self._threads}")
         team = self._open_team(cores)

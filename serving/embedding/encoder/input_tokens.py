@@ -22,8 +22,7 @@ _NAMES_OF = {
 
 class Tokens(NamedTuple):
     """One input. `second`: tokens before those of a pair's second text; None: one text. `task`: the number of
-    the task that it is for, from 1 on; 0: none.
-    """
+    the task that it is for, from 1 on; 0: none."""
 
     ids: list[int]
     second: int | None = None
@@ -62,8 +61,7 @@ class EncoderText:
         prompt that is named as a task comes with it. ValueError, saying why, for another name or task.
 
         As sentence-transformers' encode_query and encode_document have it: a model without such a prompt
-        takes texts of these kinds as they are.
-        """
+        takes texts of these kinds as they are."""
         if task is not None:
             if task not in self._tasks:
                 names = ", ".join(self._tasks) or "it has none"
@@ -94,10 +92,9 @@ class EncoderText:
     ) -> list[Tokens]:
         """Tokens of every input, with those that the model wants around it.
 
-        ContextLengthExceeded for the first that is too long, unless it is to be truncated: then the longer
-        of a pair loses tokens at its end until both fit, and of one written by a template the document.
-        input_type, task: `kind_of`; pairs have no prompt. instruction: of pairs by a template.
-        """
+        ContextLengthExceeded for the first that is too long, unless it is to be truncated: then the longer of
+        a pair loses tokens at its end until both fit, and of one written by a template the document.
+        input_type, task: `kind_of`; pairs have no prompt. instruction: of pairs by a template."""
         prompt, number = self.kind_of(input_type, task)
         shaped = [self._shaped(text, index, prompt, truncate=truncate) for index, text in enumerate(texts)]
         template = self._embedding.pair_template

@@ -18,8 +18,7 @@ Floats = npt.NDArray[np.float32]
 
 def pooled(rows: Floats, embedding: Embedding) -> Floats:
     """The vector float32 [hidden] of a text whose rows are [tokens, hidden], or [1, hidden] where one is
-    wanted.
-    """
+    wanted."""
     vector = _one_row(rows, embedding)
     return unit(vector) if embedding.normalised else vector.astype(np.float32)
 
@@ -46,8 +45,7 @@ def truncated(vector: Floats, dimensions: int) -> Floats:
 
 def as_int8(vector: Floats) -> npt.NDArray[np.int8]:
     """The vector times 127 over its largest magnitude, rounded to even: of itself alone, so that company
-    changes nothing. Directions are kept, lengths are not.
-    """
+    changes nothing. Directions are kept, lengths are not."""
     wide = vector.astype(np.float64)
     largest = float(np.abs(wide).max())
     return np.rint(wide * (127 / largest) if largest > 0 else wide).astype(np.int8)
@@ -55,8 +53,7 @@ def as_int8(vector: Floats) -> npt.NDArray[np.int8]:
 
 def as_bits(vector: Floats) -> npt.NDArray[np.uint8]:
     """A bit for each number, 1 where it is above 0, the first one the highest of its byte; the last byte is
-    filled up with 0 (sentence-transformers' "ubinary").
-    """
+    filled up with 0 (sentence-transformers' "ubinary")."""
     return np.packbits(vector > 0)
 
 
@@ -84,8 +81,7 @@ def check_numbers(vector: Floats) -> None:
 def score(rows: Floats, model: PackedModel, embedding: Embedding) -> float:
     """The logit that a cross-encoder's head makes of its pooled rows, or a decoder's of the last one.
 
-    Neither by BLAS nor by numpy's tanh, whose last bits depend on the CPU.
-    """
+    Neither by BLAS nor by numpy's tanh, whose last bits depend on the CPU."""
     vectors, wide = model.vectors, _one_row(rows, embedding)
     if model.config.last_row_scores:
         return float((vectors["score_out"] * wide).sum())

@@ -6,9 +6,8 @@ kind), of GGUF files too.
 `sentence_bert_config.json` how long an input may be, `config_sentence_transformers.json` what stands before
 texts. A directory of an encoder without them gives means of length 1.
 
-A reranker's score is the logit of "yes" less that of "no", one product with a vector. A pair becomes one
-text by the model's own template, which is rendered once here and filled in for each pair.
-"""
+A reranker's score is the logit of "yes" less that of "no", one product with a vector. A pair becomes one text
+by the model's own template, which is rendered once here and filled in for each pair."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ _OTHER_POOLINGS = (
 
 def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: bool) -> Embedding | None:
     """The embedding that the directory describes; None for a decoder that it does not call an embedding
-    model.
-    """
+    model."""
     modules = modules_of(directory)
     if modules is None and not encoder:
         return None
@@ -153,8 +151,7 @@ _README_BYTES = 1 << 20
 @dataclass(frozen=True)
 class Reranker:
     """`yes`, `no`: the rows of the output head that a score is made of; without `yes` the file has its own
-    weight for it, without `no` the score is one logit.
-    """
+    weight for it, without `no` the score is one logit."""
 
     yes: int | None
     no: int | None
@@ -168,8 +165,7 @@ def reranker_of(
     """The reranker that the directory of a decoder holds; None where it holds something else. ModelError.
 
     By sentence-transformers' modules, by a classifier's head, or by the name of Qwen's own directories, which
-    say nothing else of it.
-    """
+    say nothing else of it."""
     modules, is_qwen = modules_of(directory), field(fields, "model_type", str) == "qwen3"
     where = next((path for kind, path in modules or () if kind == "LogitScore"), None)
     if where is not None:
@@ -243,8 +239,7 @@ def _templated(
 def pair_template(chat_template: str) -> tuple[str, str] | None:
     """The text of a pair with PAIR_PLACES in it, and the instruction that the template has of its own.
 
-    None where the template does not show both texts of a pair. ModelError where it cannot be read.
-    """
+    None where the template does not show both texts of a pair. ModelError where it cannot be read."""
     from phasewise.serving.text.chat import Conversation, Conversations
     from phasewise.serving.text.chat_template import ChatTemplateError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -9,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, Names, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
@@ -25,8 +29,8 @@ from phasewise.serving.loaders.families.encoders import instructions_of
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, Shards, tensor_of
-from phasewise.serving.loaders.layout import adapted, shapes_of_all
-from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.loaders.layout import shapes_of_all, task_shapes
+from phasewise.serving.loaders.source import Rows, SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -122,20 +126,49 @@ def _tensors(
     what: str,
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name. files: names in errors, names, and tensors. layer: the pattern of names in
-    layers, which the first of `names` are for.
-    """
-    shapes = shapes_of_all(config, has_bias=True)
+    layers, which the first of `names` are for. ModelError where a tensor is there twice or has no use."""
+    shapes, encoder = shapes_of_all(config, has_bias=True), config.encoder
+    stacks = task_shapes(config, encoder.tasks) if encoder and encoder.tasks else {}
+    tensors: dict[str, SourceTensor] = {}
+    for theirs, name, read in files:
+        match = re.fullmatch(layer, name, re.ASCII)
+        stem, key, own = (f"layers.{match[1]}.", match[2], names[0]) if match else ("", name, names[1])
+        cut_for = CutFor(stem, shapes, f"{what} has a tensor {theirs!r:.80} that")
+        for ours, tensor in our_tensors(key, own, read(), cut_for, config.architecture):
+            if ours in tensors:
+                raise ModelError(f"{what} has the tensor for {ours} twice")
+            where = f"{what}: the tensor for {ours}"
+            if ours in stacks and tensor.shape != stacks[ours]:
+                raise ModelError(
+                    f"{where} is {tensor.shape}: plain numbers {stacks[ours]} expected of its tasks"
+                )
+            if ours in shapes and ours in (*MATRICES, *stacks):
+                first, repeats = first_position if ours == "positions" else 0, ours == "segments"
+                tensor = _flat(tensor, shapes[ours][0], first, where, repeats=repeats)
+            tensors[ours] = tensor
+    return tensors
 
-    def ours() -> Iterator[tuple[str, SourceTensor]]:
-        for theirs, name, read in files:
-            match = re.fullmatch(layer, name, re.ASCII)
-            stem, key, own = (f"layers.{match[1]}.", match[2], names[0]) if match else ("", name, names[1])
-            where = f"{what} has a tensor {theirs!r:.80} that"
-            if key not in own:
-                raise ModelError(f"{where} {config.architecture} models do not use")
-            yield from our_tensors(key, own, read(), CutFor(stem, shapes, where))
 
-    return adapted(ours(), config, first_position, what)
+MATRICES = ("positions", "segments", "score_dense", "score_out")
+"""Vectors of ours that files may have as matrices."""
+
+
+def _flat(tensor: SourceTensor, length: int, first: int, what: str, *, repeats: bool) -> SourceTensor:
+    """So many numbers of the rows from `first` on as one vector. repeats: one row may stand for all."""
+    read, width, n_there = tensor.rows, tensor.shape[-1], math.prod(tensor.shape[:-1])
+    n_rows, is_one = length // width, repeats and n_there == 1
+    if length % width or tensor.form.is_quantised or (n_there < first + n_rows and not is_one):
+        raise ModelError(
+            f"{what} is {tensor.type_name} {tensor.shape}: {counted(n_rows, 'row')} of plain numbers from"
+            f" row {first} on expected"
+        )
+
+    def rows(_start: int, _stop: int) -> Rows:
+        whole = np.asarray(read(first, first + min(n_rows, n_there)), np.float32).reshape(1, -1)
+        return np.tile(whole, length // whole.size)
+
+    n_bytes = tensor.n_bytes * min(n_rows, n_there) // n_there
+    return replace(tensor, shape=(length,), n_bytes=n_bytes, rows=rows)
 
 
 CLASSIFIER = "ForSequenceClassification"
@@ -209,9 +242,8 @@ def hf_tensors(
 
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
-    """The pooling of the directory's model; a cross-encoder scores by the row of the first token, or
-    as its config says.
-    """
+    """The pooling of the directory's model; a cross-encoder scores by the row of the first token, or as its
+    config says."""
     embedding = embedding_of(directory, config.context_length, encoder=True)
     assert embedding is not None
     assert config.encoder is not None

@@ -41,6 +41,7 @@ from phasewise.serving.loaders.families.qwen import (
     QWEN3_NEXT,
     QWEN3_VL_MOE,
 )
+from phasewise.serving.loaders.families.routed import BAILING2, DOTS1, ERNIE4_5_MOE, LFM2_MOE
 
 __all__ = ["ACTIVATION_NAMES", "Family", "family_of_gguf", "family_of_hf"]
 
@@ -51,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
+    DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
 )  # fmt: skip
 
 

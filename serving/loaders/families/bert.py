@@ -2,9 +2,8 @@
 configs say.
 
 RoBERTa's positions begin behind that of its padding token, so a file has two more of them than a text can
-use; GGUF files leave those two out. nomic-bert has RoPE and a gated feed-forward layer, and no bias but
-those of its norms.
-"""
+use; GGUF files leave those two out. nomic-bert has RoPE and a gated feed-forward layer, and no bias but those
+of its norms."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class EncoderFamily:
     gguf: str | None
     """`general.architecture` in GGUF metadata; None: llama.cpp does not have it."""
     hf_layer: str
-    """The pattern of a layer's tensor names; the first group is the layer's number, the second the rest.
-    """
+    """The pattern of a layer's tensor names; the first group is the layer's number, the second the rest."""
     hf_names: Names
     hf_global_names: Mapping[str, str]
     first_position: int = 0

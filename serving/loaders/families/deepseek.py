@@ -1,6 +1,5 @@
 """Mixtures as DeepSeek has them and others took over: groups of experts, a bias that chooses alone, shared
-experts, and first layers without any.
-"""
+experts, and first layers without any."""
 
 from __future__ import annotations
 

@@ -232,8 +232,10 @@ def _by_gguf_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
         return config
     kinds = []
     for layer in range(config.n_layers):
-        kind, heads = config.kind_of(layer), replace(config.heads_of(layer), keys_are_values=True)
-        kinds.append(replace(kind, heads=heads) if kind in without else kind)
+        kind = config.kind_of(layer)
+        heads = kind.heads or HeadShape(config.n_kv_heads, config.head_dim)
+        same = replace(kind, heads=replace(heads, keys_are_values=True))
+        kinds.append(same if kind in without else kind)
     return replace(config, layer_kinds=tuple(kinds))
 
 

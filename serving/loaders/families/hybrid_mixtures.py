@@ -1,8 +1,7 @@
 """Hybrids with mixtures as DeepSeek has them. Kimi Linear: the delta rule with a decay for each number of a
 key in three of four layers, latent attention without positions in the others. Nemotron-H: layers of one half
-each, by a pattern: Mamba 2, attention without positions, or a feed-forward layer without a gate, which may
-be a mixture.
-"""
+each, by a pattern: Mamba 2, attention without positions, or a feed-forward layer without a gate, which may be
+a mixture."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ from phasewise.serving.loaders.families.family import (
     state_layer_types,
 )
 from phasewise.serving.loaders.families.hybrids import check_time_steps, mamba_gguf
-from phasewise.serving.models.layers import SingleHalves
-from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig, SingleHalves
 from phasewise.serving.models.parts.attention import LatentAttention
 from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
@@ -201,11 +199,7 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
                 get("moe_intermediate_size", int, 7688),
                 get("moe_shared_expert_intermediate_size", int, 7688),
             ),
-            scores=(
-                LOGISTIC,
-                get("norm_topk_prob", bool, True),
-                positive(get, "routed_scaling_factor", 1.0),
-            ),
+            scores=(LOGISTIC, get("norm_topk_prob", bool, True), positive(get, "routed_scaling_factor", 1.0)),
             groups=(get("n_group", int, 1), get("topk_group", int, 1)),
             dense=_layers_of(kinds, DENSE),
         )

@@ -23,7 +23,7 @@ from phasewise.serving.loaders.families.family import (
     state_layer_types,
 )
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
-from phasewise.serving.models.parts.part import ProductFactors
+from phasewise.serving.models.parts.site import ProductFactors
 from phasewise.serving.models.parts.states import MAMBA2, SHORT_CONV, StateLayers
 
 ANY_STEP = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
@@ -131,11 +131,7 @@ def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return _with_states(config, state, rope=get("rope.scaling.finetuned", bool, True))
 
 
-GRANITE = Family(
-    "granite",
-    from_hf=_granite,
-    gguf_interleaved_heads=True,
-)
+GRANITE = Family("granite", from_hf=_granite, gguf_interleaved_heads=True)
 GRANITE_MOE = Family(
     "granitemoe",
     hf=("granitemoe", "granitemoeshared"),
@@ -156,11 +152,7 @@ GRANITE_HYBRID = Family(
     hf=("granitemoehybrid",),
     from_hf=_hybrid,
     from_gguf=_hybrid_gguf,
-    hf_defaults={
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 1024,
-    },
+    hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
     hf_names=GRANITE_MOE.hf_names,
     gguf_interleaved_heads=True,
 )
@@ -234,11 +226,7 @@ FALCON_H1 = Family(
     gguf=("falcon-h1",),
     from_hf=_falcon,
     from_gguf=_falcon_gguf,
-    hf_defaults={
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-    },
+    hf_defaults={"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
     global_names={"model.final_layernorm.weight": "final_norm"},
     hf_names={"mamba.in_proj.weight": _IN, "pre_ff_layernorm.weight": "ffn_norm"},
     gguf_names={"ssm_in.weight": _IN, "ffn_norm": "ffn_norm"},

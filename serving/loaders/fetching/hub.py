@@ -4,9 +4,8 @@ The hub is asked once which files of which sizes and digests there are. What it 
 of its choosing becomes a path of ours. A model that is whole in the cache is used without asking again.
 
 A part of a file lies beside its place as `.NAME.part` until it is whole, and is kept only if size and digest
-are right. `hf_hub_download` of the client (`huggingface_hub`) throws away what an earlier process left of
-it; its `http_get` goes on from there.
-"""
+are right. `hf_hub_download` of the client (`huggingface_hub`) throws away what an earlier process left of it;
+its `http_get` goes on from there."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ Progress = Callable[[int], None]
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """The promise of a server about a file. `sha256` in hex; else `git_sha1`, of git's header and the
-    content.
-    """
+    content."""
 
     url: str
     name: str
@@ -91,8 +89,7 @@ def fetch_file(file: RemoteFile, target: Path, progress: Progress) -> None:
     """Put `file` in place of `target`, whole and checked, or raise DownloadError.
 
     A part that an earlier attempt left is taken up, where the server can send the rest. While one process
-    fetches a file, another one is refused it.
-    """
+    fetches a file, another one is refused it."""
     part = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -275,8 +272,7 @@ def _in_the_hubs_cache(ref: str) -> Path | None:
 def pull(ref: str, root: Path, report: Report, progress: DownloadProgress) -> Path:
     """Fetch what a hub name means and return its path; what is there and whole is kept.
 
-    Says what it will fetch, of which size and licence, before it begins. Raises ModelError.
-    """
+    Says what it will fetch, of which size and licence, before it begins. Raises ModelError."""
     match = HUB_NAME.fullmatch(ref)
     if match is None:
         raise ModelError(f"{ref!r:.200} is not a hub name such as org/name or org/name-GGUF:Q4_K_M")

@@ -4,8 +4,7 @@ Every count, length, dimension and offset is checked against the file before it 
 header is bounded in bytes and in values, so a damaged or malicious file costs little and ends in one
 `ModelError`. The `gguf` package's own reader trusts its input and makes several numpy objects per token of
 the vocabulary (seconds for 50,000); the tests hold the two readers and their tables of types against each
-other.
-"""
+other."""
 
 from __future__ import annotations
 
@@ -285,8 +284,7 @@ class GgufFiles:
 
 def open_gguf(path: Path) -> tuple[GgufFiles, GgufHeader]:
     """The file, or all parts of the model that it is part of, open, and the checked header: the metadata of
-    the first part and the tensors of all. The caller closes the files.
-    """
+    the first part and the tensors of all. The caller closes the files."""
     with ExitStack() as stack:
         named = SourceFile(path)
         stack.callback(named.close)

@@ -167,19 +167,9 @@ def tensors_in(
         stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
         if family.more_layers and is_beyond(stem, config, stated - config.n_layers):
             continue
-        what = f"{file.path} has a tensor {theirs!r:.80} that"
-        try:
-            renamed = list(
-                our_tensors(
-                    name,
-                    names if stem else outside,
-                    tensor_in(file, info),
-                    CutFor(stem, shapes, what, config.turns),
-                )
-            )
-        except KeyError:
-            raise ModelError(f"{what} {family.name} models do not use") from None
-        for ours, tensor in renamed:
+        cut_for = CutFor(stem, shapes, f"{file.path} has a tensor {theirs!r:.80} that", config.turns)
+        own_names, whole = names if stem else outside, tensor_in(file, info)
+        for ours, tensor in our_tensors(name, own_names, whole, cut_for, family.name):
             if is_unread(ours, config):
                 continue
             if ours in tensors:

@@ -1,6 +1,5 @@
 """Heads that draft, as files have them: beside their model in a Hugging Face directory, or as the block
-behind its last layer in a GGUF file.
-"""
+behind its last layer in a GGUF file."""
 
 from __future__ import annotations
 

@@ -158,8 +158,7 @@ def _context_length(get: Callable[..., Any], scaling: Scaling | None) -> Any:
 def _rope_fields(fields: Fields) -> Fields:
     """`rope_parameters` of newer files, `rope_scaling` of older ones; empty where there is neither.
 
-    Where they are given by kinds of layers, those of layers that see all.
-    """
+    Where they are given by kinds of layers, those of layers that see all."""
     newer, older = field(fields, "rope_parameters", dict), field(fields, "rope_scaling", dict)
     if newer and older and newer != older:
         raise ModelError(

@@ -45,11 +45,7 @@ from phasewise.serving.loaders.formats.model_directory import (
 from phasewise.serving.loaders.layout import BIASES, shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
 from phasewise.serving.loaders.quantised.tensors import made_tensors
-from phasewise.serving.loaders.source import (
-    MAX_TOKENIZER_BYTES,
-    ModelSource,
-    SourceTensor,
-)
+from phasewise.serving.loaders.source import MAX_TOKENIZER_BYTES, ModelSource, SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.sampling.sampling_defaults import stated_by_hf
@@ -184,8 +180,7 @@ def tensors_of(
     scores: bool = False,
 ) -> dict[str, SourceTensor]:
     """Every tensor of the language model by our name, as views. fields: those of config.json. scores: the
-    head of a classifier is one of the tensors.
-    """
+    head of a classifier is one of the tensors."""
     stated = text_fields(fields, family)
     biases = not family.hf_biases or field(stated, family.hf_biases, bool, False)
     n_more = field(stated, "num_nextn_predict_layers", int, 0)
@@ -202,22 +197,14 @@ def tensors_of(
             continue
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
-        what = f"{directory.path} has a tensor {theirs!r:.80} that"
-        try:
-            renamed = list(
-                our_tensors(
-                    name, names if stem else outside, tensor, CutFor(stem, shapes, what, config.turns)
-                )
-            )
-        except KeyError:
-            if quantisation is not None and _is_zero_bias(name, tensor):
-                continue
-            raise ModelError(f"{what} {family.name} models do not use") from None
-        for ours, our_tensor in renamed:
+        what, own_names = f"{directory.path} has a tensor {theirs!r:.80} that", names if stem else outside
+        is_no_bias = quantisation is not None and _is_zero_bias(name, tensor)
+        if is_no_bias and name not in own_names:
+            continue
+        cut_for = CutFor(stem, shapes, what, config.turns)
+        for ours, our_tensor in our_tensors(name, own_names, tensor, cut_for, family.name):
             ours = ours.replace("{e}", expert)
-            if is_unread(ours, config):
-                continue
-            if quantisation is not None and ours not in shapes and _is_zero_bias(name, tensor):
+            if is_unread(ours, config) or (is_no_bias and ours not in shapes):
                 continue
             if ours.endswith(BIASES) and not biases:
                 raise ModelError(f"{what} its config.json has no use for: {family.hf_biases} is not true")
@@ -266,8 +253,7 @@ def without_prefix(theirs: str, family: Family) -> str:
 
 def layer_place(theirs: str) -> tuple[str, str, str]:
     """ "layers.3." (empty outside layers), the name within the layer, and the expert's number that "{e}"
-    replaces.
-    """
+    replaces."""
     match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
     if match is None:
         return "", theirs, ""

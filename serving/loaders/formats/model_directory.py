@@ -1,10 +1,9 @@
 """The files of one model's directory, which a stranger wrote: the door that every loader opens them by.
 
 A link among them may name any file that the user can read, and what a loader reads, clients may see: a chat
-template's text is in `/tokenize`'s answer. So what is opened must lie in the directory itself, whatever
-its name says. The hub's client keeps its files beside: `models--X/snapshots/REVISION/NAME` is a link to
-`models--X/blobs/DIGEST`.
-"""
+template's text is in `/tokenize`'s answer. So what is opened must lie in the directory itself, whatever its
+name says. The hub's client keeps its files beside: `models--X/snapshots/REVISION/NAME` is a link to
+`models--X/blobs/DIGEST`."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ class ModelDirectory:
     @cached_property
     def _blobs(self) -> list[Path]:
         """The folder in which the hub's client keeps the files of this directory's repository, if that has
-        made it.
-        """
+        made it."""
         repositories = (
             folder.parent.parent
             for folder in (self._real, *self._real.parents)

@@ -1,5 +1,4 @@
 """Readers of quantised safetensors: compressed-tensors, AWQ, GPTQ and FP8.
 
 A weight of theirs is several tensors of the file. Each reader gives the same numbers as the package whose
-format it is, in the smallest packed form that holds them exactly (decision 0102).
-"""
+format it is, in the smallest packed form that holds them exactly (decision 0102)."""

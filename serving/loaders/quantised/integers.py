@@ -33,8 +33,7 @@ class IntegerWeight:
 
     codes(start, stop), of outputs: uint8 [rows, k]. scales float32 and zeros int16, [n, groups]: one entry
     where all rows or all groups have the same one. order: the group of each input, where they do not follow
-    one another. byte_rows: inputs may be rounded to bytes with one scale for each row.
-    """
+    one another. byte_rows: inputs may be rounded to bytes with one scale for each row."""
 
     n: int
     k: int

@@ -1,7 +1,6 @@
 """`quantization_config` of config.json, and GPTQ's `quantize_config.json`: read as hostile input, all of it
 or none; and the tensors that one quantised weight is made of: found by the ends of their names, checked, and
-read.
-"""
+read."""
 
 from __future__ import annotations
 

@@ -7,22 +7,22 @@ first) is for column i; `.compressed`, the values whose bits are set, row by row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
 
-from phasewise.cython_kernels.packing import Array
+from phasewise.cython_kernels.blocks import FP4_VALUES, BlockRows
+from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.model_directory import READABLE
-from phasewise.serving.loaders.quantised.floats import (
-    STACK,
-    fp8_tensor,
-    mxfp4_stack,
-    mxfp4_tensor,
-    nvfp4_tensor,
+from phasewise.serving.loaders.quantised.integers import (
+    awq_tensor,
+    bytes_tensor,
+    gptq_tensor,
+    packed_tensor,
+    significant_bits,
 )
-from phasewise.serving.loaders.quantised.integers import awq_tensor, bytes_tensor, gptq_tensor, packed_tensor
 from phasewise.serving.loaders.quantised.scheme import (
     OF_INPUTS,
     PARTS,
@@ -34,7 +34,159 @@ from phasewise.serving.loaders.quantised.scheme import (
     Quantisation,
     parts_in,
 )
-from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.loaders.source import (
+    BF16,
+    F16,
+    F32,
+    INT8_ZERO_POINT,
+    SourceTensor,
+    WeightForm,
+    form_of,
+)
+
+E4M3_BITS, E4M3_LARGEST, E4M3_SMALLEST_EXPONENT = 4, 448.0, -9
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
+STACK = ("blocks", "scales")
+MXFP4 = form_of(BlockRows("mxfp4", np.zeros((1, 32), np.uint8), np.zeros((1, 1), np.uint8), None, None, None))
+
+
+def _e4m3_values() -> Array:
+    """The numbers of all 256 codes; 0x7F and 0xFF are none."""
+    code = np.arange(256)
+    exponent, fraction = code >> 3 & 15, code & 7
+    magnitude = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
+    magnitude = np.where(code & 127 == 127, np.nan, magnitude)
+    return np.where(code >= 128, -magnitude, magnitude).astype(np.float32)
+
+
+E4M3 = _e4m3_values()
+
+
+def fp8_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
+    """FP8 with `weight_scale`, or with `weight_scale_inv`, which multiplies too."""
+    read = PartReader(name, parts, ("weight", "weight_scale", "weight_scale_inv"))
+    n, k = read.entry("weight", ("F8_E4M3",)).shape
+    scheme = quantisation.scheme_of(True, 8, read.what)
+    part = "weight_scale_inv" if "weight_scale_inv" in read else "weight_scale"
+    scales = read.floats(part)
+    of_rows = _scale_reader(read, scales, n, k, scheme.block)
+    form = _smallest_form(scales)
+
+    def rows(start: int, stop: int) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):  # refused where it is packed
+            product: Array = E4M3[read.raw("weight", "u1", start, stop)] * of_rows(start, stop)
+        return product
+
+    return SourceTensor("FP8", (n, k), read.n_bytes, form, rows)
+
+
+def nvfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
+    """`nvfp4-pack-quantized`: as bytes, doubled, with float32 scales for each 16 inputs."""
+    read = PartReader(name, parts, ("weight_packed", "weight_scale", "weight_global_scale"))
+    n, k = _packed_shape(read)
+    quantisation.scheme_of(True, 4, read.what)
+    read.entry("weight_scale", ("F8_E4M3",))
+    if k % NVFP4_GROUP:
+        raise ModelError(f"{read.what} has {k} inputs: groups of {NVFP4_GROUP} expected")
+    read.expect("weight_scale", (n, k // NVFP4_GROUP))
+    whole = read.floats("weight_global_scale")
+    if whole.size != 1 or not whole.flat[0] > 0:
+        raise ModelError(f"{read.what} has {whole.size} global scales: one, above 0, expected")
+    doubled = (np.array(FP4_VALUES) + INT8_ZERO_POINT).astype(np.uint8)
+
+    def rows(start: int, stop: int) -> QuantRows:
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales = E4M3[read.raw("weight_scale", "u1", start, stop)] / whole.flat[0] * np.float32(0.5)
+        return QuantRows(doubled[_nibbles(read, start, stop)], scales, None, INT8_ZERO_POINT, NVFP4_GROUP, 8)
+
+    form = WeightForm("q8", NVFP4_GROUP, INT8_ZERO_POINT, "float32")
+    return SourceTensor("NVFP4", (n, k), read.n_bytes, form, rows)
+
+
+def mxfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
+    """`mxfp4-pack-quantized`: blocks as they are."""
+    read = PartReader(name, parts, ("weight_packed", "weight_scale"))
+    n, k = _packed_shape(read)
+    quantisation.scheme_of(True, 4, read.what)
+    read.entry("weight_scale", ("U8",))
+    if k % MXFP4_GROUP:
+        raise ModelError(f"{read.what} has {k} inputs: blocks of {MXFP4_GROUP} expected")
+    read.expect("weight_scale", (n, k // MXFP4_GROUP))
+
+    def rows(start: int, stop: int) -> BlockRows:
+        exponents = read.raw("weight_scale", "u1", start, stop)
+        return BlockRows("mxfp4", _nibbles(read, start, stop), exponents, None, None, None)
+
+    return SourceTensor("MXFP4", (n, k), read.n_bytes, MXFP4, rows)
+
+
+def mxfp4_stack(name: str, parts: Parts) -> SourceTensor:
+    """A stack of matrices [experts, outputs, inputs] in MXFP4: blocks [experts, outputs, inputs / 32, 16] of
+    two numbers a byte, the even one low, and an exponent for each block."""
+    read = PartReader(name, parts, STACK)
+    shape = read.entry("blocks", ("U8",), (4,)).shape
+    read.expect("blocks", (*shape[:3], MXFP4_GROUP // 2))
+    read.entry("scales", ("U8",), (3,))
+    read.expect("scales", shape[:3])
+    per_row = shape[2]
+
+    def rows(start: int, stop: int) -> BlockRows:
+        first, count = start * per_row, (stop - start) * per_row
+        pairs = read.some("blocks", "u1", first * 16, count * 16).reshape(stop - start, -1)
+        exponents = read.some("scales", "u1", first, count).reshape(stop - start, -1)
+        return BlockRows("mxfp4", _in_pairs(pairs), exponents, None, None, None)
+
+    return SourceTensor("MXFP4", (*shape[:2], per_row * MXFP4_GROUP), read.n_bytes, MXFP4, rows)
+
+
+def _packed_shape(read: PartReader) -> tuple[int, int]:
+    n, half = read.entry("weight_packed", ("U8",)).shape
+    return n, 2 * half
+
+
+def _nibbles(read: PartReader, start: int, stop: int) -> Array:
+    return _in_pairs(read.raw("weight_packed", "u1", start, stop))
+
+
+def _in_pairs(raw: Array) -> Array:
+    """Two numbers a byte, the even one low."""
+    return np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), -1)
+
+
+def _scale_reader(
+    read: PartReader, scales: Array, n: int, k: int, block: tuple[int, int] | None
+) -> Callable[[int, int], Array]:
+    """Scales of some rows, [rows, k] or what broadcasts to it."""
+    if scales.size == 1:
+        return lambda start, stop: scales.reshape(1, 1)
+    if scales.shape in ((n,), (n, 1)):
+        by_output = scales.reshape(n, 1)
+        return lambda start, stop: by_output[start:stop]
+    rows, columns = block or (1, -1)
+    if block is None and scales.ndim == 2 and scales.shape[0] == n and k % scales.shape[1] == 0:
+        columns = k // scales.shape[1]
+    if columns < 1 or scales.shape != (-(-n // rows), -(-k // columns)):
+        raise ModelError(
+            f"{read.what} of {n} x {k} has scales {scales.shape}: not one, one an output, nor one a block"
+        )
+    of_inputs = np.arange(k) // columns
+    return lambda start, stop: scales[np.arange(start, stop) // rows][:, of_inputs]
+
+
+def _smallest_form(scales: Array) -> WeightForm:
+    """bf16 or float16 where either holds e4m3 times every scale exactly, else float32."""
+    sizes = np.abs(scales[np.isfinite(scales) & (scales != 0)]).astype(np.float64)
+    if not sizes.size:
+        return BF16
+    bits = significant_bits(scales)
+    _, exponents = np.frexp(sizes)
+    last_place = int(exponents.min()) - bits + E4M3_SMALLEST_EXPONENT
+    largest = float(sizes.max()) * E4M3_LARGEST
+    if bits + E4M3_BITS <= 8 and last_place >= -126 and largest < 2.0**127:
+        return BF16
+    if bits + E4M3_BITS <= 11 and last_place >= -24 and largest <= np.finfo(np.float16).max:
+        return F16
+    return F32
 
 
 def bitmask_tensor(name: str, parts: Parts) -> SourceTensor:

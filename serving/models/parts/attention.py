@@ -1,22 +1,21 @@
 """Attention over keys and values of the positions before, or of a whole text; and latent attention: one
-vector of each token that all heads share, in place of keys and values.
-"""
+vector of each token that all heads share, in place of keys and values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels.division import columns
+from phasewise.cython_kernels.division import Teams, columns, head_copies
 from phasewise.cython_kernels.exact import logarithm, power
+from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Mixer, MixingRows, ReadRows, Site
+from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ReadRows, Site
 
 MOST_GROWTH_STEPS = 1 << 16
 
@@ -67,13 +66,40 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
-class Attention(Mixer):
-    """The attention of one layer. kind: the number of its window and its RoPE among those of the model."""
+class Attending(Mixer):
+    """A mixer that reads what a layer keeps of every token: keys and values, or one vector.
+
+    kind: the number of its window and its RoPE among those of the model."""
 
     hidden: int
     n_heads: int
     heads: HeadShape
-    kind: int = 0
+    """Heads of what is kept."""
+    kind: int
+    window: int | None
+
+    is_latent: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a position that a head's query and its result take."""
+        return 2 * self.heads.head_dim
+
+    def copies(self, teams: Teams) -> tuple[int, ...]:
+        """Copies that ranks keep of each KV head. All of them read the same latent vectors.
+
+        teams: `Division.teams`; (): one rank."""
+        return head_copies(self.n_heads, self.heads.n_kv_heads, () if self.is_latent else teams)
+
+    def slot_bytes(self, kv_format: str, teams: Teams = ()) -> int:
+        """Bytes of what is kept of a token, with copies for ranks."""
+        return sum(self.copies(teams)) * kv_slot_bytes(kv_format, self.heads.head_dim, self.is_latent)
+
+
+@dataclass(frozen=True)
+class Attention(Attending):
+    """The attention of one layer over keys and values."""
+
     reads_others: bool = False
     """True if keys and values are those of a layer before it."""
     scale: float | None = None
@@ -183,10 +209,9 @@ class Attention(Mixer):
 
 
 def slopes_of(n_heads: int) -> np.ndarray:
-    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of
-    2^(-8 / n) for n heads, n a power of two; of other numbers those of the next lower power, then every
-    other one of the next higher power's.
-    """
+    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of 2^(-8 /
+    n) for n heads, n a power of two; of other numbers those of the next lower power, then every other one of
+    the next higher power's."""
     lower = 1 << (n_heads.bit_length() - 1)
     powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
     powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
@@ -205,8 +230,7 @@ class LatentAttention:
 
     What a token keeps is the first `kv_rank` numbers of a product of the stream, normalised, and `rope_dim`
     numbers more, turned. A head's query meets the first ones after a product with its own weight `k_b`, the
-    others as it is; what it reads of the first ones goes through its weight `v_b`.
-    """
+    others as it is; what it reads of the first ones goes through its weight `v_b`."""
 
     kv_rank: int
     rope_dim: int
@@ -261,19 +285,22 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class LatentMixer(Mixer):
-    """The latent attention of one layer. kind, scale, cap: as of `Attention`.
+class LatentMixer(Attending):
+    """The latent attention of one layer. scale, cap: as of `Attention`.
 
     The absorbed form in every phase (decision 0112): queries go through a product by head to where the
-    vectors are, and what is read of these through another one to values.
-    """
+    vectors are, and what is read of these through another one to values."""
 
     latent: LatentAttention
-    hidden: int
-    n_heads: int
-    kind: int = 0
     scale: float | None = None
     cap: float | None = None
+
+    is_latent = True
+    takes_no_adapters = "whose attention is over latent vectors"
+
+    @property
+    def numbers(self) -> int:
+        return self.latent.vector + self.latent.kv_rank
 
     @property
     def _queries(self) -> int:

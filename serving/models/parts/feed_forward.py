@@ -8,8 +8,7 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.part import LayerPart, Product
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import LayerPart, Product, ReadRows, Site
 
 GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")

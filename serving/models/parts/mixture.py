@@ -14,8 +14,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
 from phasewise.serving.models.parts.feed_forward import FeedForward
-from phasewise.serving.models.parts.part import LayerPart, Product
-from phasewise.serving.models.parts.site import ActivationArena, ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Product, ReadRows, Site
 
 STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
@@ -130,8 +129,7 @@ class Mixture(LayerPart):
     ) -> None:
         """The norm of two norms' sum is added to the stream, all of it times `scale`.
 
-        shared: what the feed-forward layer gave, in place of which the sum comes.
-        """
+        shared: what the feed-forward layer gave, in place of which the sum comes."""
         hidden, program = self.expert.hidden, site.program
         program.combine(self.experts, hidden, *given, *summed, rows=rows, add=False)
         program.adjust(hidden, *shared, *shared, norm=site.vector("shared_post_norm"), rows=rows)

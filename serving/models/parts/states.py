@@ -14,8 +14,7 @@ import numpy as np
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Parts, Place, Rows
-from phasewise.serving.models.parts.part import Product, ProductFactors
-from phasewise.serving.models.parts.site import Mixer, MixingRows, ReadRows, Site
+from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ProductFactors, ReadRows, Site
 
 SHORT_CONV, DELTA, MAMBA2, KDA = "short_conv", "delta", "mamba2", "kda"
 
@@ -28,9 +27,8 @@ class StateLayers:
     delta rule over queries, keys and values that went through a convolution with silu; what is read is
     normalised by heads and multiplied by silu of a gate. "kda": the same, with a decay for each number of a
     key and the logistic of the gate; both gates are products of few numbers, products of the stream
-    themselves. "mamba2": values, keys and queries (x, B, C) in the
-    same way; a change is a time step's share of the value, and what is read is gated before its norm.
-    """
+    themselves. "mamba2": values, keys and queries (x, B, C) in the same way; a change is a time step's share
+    of the value, and what is read is gated before its norm."""
 
     kind: str
     layers: tuple[int, ...]
@@ -106,6 +104,8 @@ Columns = tuple[int, int, int]
 @dataclass(frozen=True)
 class Convolving(Mixer):
     """A layer whose products of the stream go through a convolution."""
+
+    takes_no_adapters = "whose layers keep a state"
 
     state: StateLayers
     hidden: int

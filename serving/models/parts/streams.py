@@ -1,6 +1,5 @@
 """Parts that Gemma 3n has around a layer: numbers that layers read beside the stream, from a row of a table
-and a product of the embedding; and several streams, of which a layer changes one and predicts the others.
-"""
+and a product of the embedding; and several streams, of which a layer changes one and predicts the others."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.part import LayerPart, Product
-from phasewise.serving.models.parts.site import ActivationArena, ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Product, ReadRows, Site
 
 MOST_LAYER_INPUTS = 1 << 14
 HALF = math.sqrt(0.5)
@@ -26,11 +24,10 @@ HALF = math.sqrt(0.5)
 class LayerInputs:
     """Numbers that every layer reads beside the stream, `size` of its own for each token.
 
-    They are the sum of a row of a table, of `tokens` rows, and of a product of the token's
-    embedding, normalised.
+    They are the sum of a row of a table, of `tokens` rows, and of a product of the token's embedding,
+    normalised.
 
-    After its feed-forward half a layer adds norm(W (act(G h) * inputs)).
-    """
+    After its feed-forward half a layer adds norm(W (act(G h) * inputs))."""
 
     size: int
     tokens: int
@@ -90,8 +87,7 @@ def add_layer_inputs(
 ) -> None:
     """Inputs of all layers, from rows of embeddings: (norm(P e / root(hidden)) + root(size) t) / root(2).
 
-    eps: that of the norm, of rows that were not divided before.
-    """
+    eps: that of the norm, of rows that were not divided before."""
     place = arena.inputs
     site.linears.add([(site.weight("layer_projection"), 0)], {"source": "rows"}, arena.hidden, place)
     site.program.layer_inputs(
@@ -113,8 +109,7 @@ class Streams:
     """Several streams beside each other (AltUp): layers change the `active` one and predict the others.
 
     scaled: what inputs of layers multiply has factors of its own. laurel_rank: of the way round attention.
-    sparsity: of each layer how many deviations above their mean gates begin to count; 0: all count.
-    """
+    sparsity: of each layer how many deviations above their mean gates begin to count; 0: all count."""
 
     count: int
     active: int

@@ -110,7 +110,7 @@ def test_odma_follows_a_drift_that_fixed_buckets_do_not() -> None:
 
 
 @pytest.mark.slow
-def test_memory_and_a_model_give_slots_and_speeds(tmp_path: Path) -> None:
+def test_memory_and_a_model_give_slots(tmp_path: Path) -> None:
     """A shape without weights is enough: bytes of the KV cache are those of its heads."""
     config = tmp_path / "config.json"
     shape = TinyShape(16, 256, 704, 8, 4, 32, 1000, 2048, tied=False)
@@ -121,5 +121,5 @@ def test_memory_and_a_model_give_slots_and_speeds(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [rows_of(*options, *size)[0] for size in sizes]
     assert 0 < rows[0]["n_slots"] < rows[1]["n_slots"]
     assert rows[2]["n_slots"] == pytest.approx(16 / 5 * rows[0]["n_slots"], rel=0.02)
-    assert all(row["tokens_per_s"] > 0 and row["failed"] == 0 for row in rows)
+    assert all(row["failed"] == 0 for row in rows)
     assert "--memory" in command.run("bench", "kv", *options, "1M").usage_error

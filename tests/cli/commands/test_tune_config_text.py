@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from phasewise.cli.commands.tune_config.progress import CommandClock, SearchProgress
-from phasewise.cli.commands.tune_config.text import found_text, milliseconds
+from phasewise.cli.commands.tune_config import CommandClock, SearchProgress
+from phasewise.cli.commands.tune_config.found import found_text, plan_words
 from phasewise.cli.status_line import StatusLine
 from phasewise.topology import Kind
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.plans import RankCores, ServicePlan
 from phasewise.tuner.topotree import Configuration
-from phasewise.workflows.tune_config.json import found_fields, plan_words
 from phasewise.workflows.tune_config.run import Found
 from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
 from tests.support.machines.paper_machines import build, xeon
@@ -40,27 +39,6 @@ def verdict(standing: str, final_ms: float | None, winner: ServicePlan = OTHER) 
     against = tuple(Versus(Reference(name, OTHER), winner is OTHER, 2333.0, 0.9) for name in NAMES)
     finalists = (Finalist(BEST, 1702.0, final_ms), Finalist(OTHER, None, 2333.0))
     return PhaseVerdict("prefill", OTHER, 2333.0, winner, standing, against, finalists)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("phase_verdict", "standing"),
-    [
-        (verdict("reference", None), "not timed again"),
-        (verdict("reference", 2400.0), "slower when timed again"),
-        (verdict("reference", 2300.0, BEST), "not proven faster"),
-        (None, "not compared"),
-    ],
-)
-def test_the_best_that_progress_told_is_told_with_its_standing(
-    phase_verdict: PhaseVerdict | None, standing: str
-) -> None:
-    told = found(phase_verdict)
-    best = found_fields(told)["best_found"]["prefill"]
-
-    assert milliseconds(1702.0) in "\n".join(map(str, found_text(told)))
-    assert (best["search_ms"], best["standing"]) == (1702.0, standing)
-    if phase_verdict is not None:
-        assert standing in "\n".join(map(str, found_text(told))).replace("\n", " ")
 
 
 def test_references_that_are_one_plan_are_one_row() -> None:

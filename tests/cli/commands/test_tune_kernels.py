@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -14,10 +15,13 @@ from phasewise._options import parse_budget
 from phasewise._words import LOW_LIMIT
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.serving.ranks.rank_teams import weighed_team
+from phasewise.topology import read_machine
 from phasewise.tuner import timing
 from phasewise.tuner.machine_limits import Roofline
+from phasewise.tuner.plans import Phase
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.tune_kernels import rounds
+from phasewise.workflows.tune_kernels.rounds import Shape, plan_rounds
 from tests.cli import command
 
 SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
@@ -100,26 +104,17 @@ def test_wrong_usage_is_exit_code_two_and_creates_nothing(
     assert not db.exists()
 
 
-def test_a_dry_run_shows_a_models_products_and_creates_nothing(db: Path, tiny: Path) -> None:
-    """Alike weights are one, and the head has few rows however many a prompt has."""
-    fields = tune_json(tiny, "--dry-run", "--max-m", "512")
-    weights = fields["rounds"][0]["weights"]
+def test_a_phase_chooses_the_rows_and_the_head_has_few() -> None:
+    """However many a prompt has; alike weights are one."""
+    machine, cores = read_machine(), (min(os.sched_getaffinity(0)),)
+    shapes = [Shape("int8", 64, 64, uses=2), Shape("int8", 96, 64, uses=1, most_rows=64)]
 
-    assert fields["dry_run"] is True
-    assert fields["rounds"][0]["phases"] == ["prefill", "decode"]
-    assert len({weight["weight"] for weight in weights}) == len(weights)
-    assert [weight["m up to"] for weight in weights] == [512] * (len(weights) - 1) + [64]
-    assert weights[-1]["uses"] == 1
-    assert not db.exists()
-    assert "paths" in tune(tiny, "--dry-run")
+    def most_rows(*phases: Phase) -> list[int]:
+        (tuned_round,) = plan_rounds(machine, dict.fromkeys(phases, cores), shapes, 200)
+        return [task.ms[-1] for task in tuned_round.tasks]
 
-
-def test_a_phase_chooses_the_rows(db: Path) -> None:
-    def most_rows(phase: str) -> int:
-        fields = tune_json(*SMALL[:4], "--max-m", "200", "--phase", phase, "--dry-run")
-        return int(fields["rounds"][0]["weights"][0]["m up to"])
-
-    assert (most_rows("decode"), most_rows("prefill"), most_rows("both")) == (64, 200, 200)
+    assert most_rows("decode") == [64, 64]
+    assert most_rows("prefill") == most_rows("prefill", "decode") == [200, 64]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from tests.support.process_trees import tree_of
 from tests.support.servers.pools import PATIENCE_S, is_there, size_of, tiny_model
+from tests.support.servers.rude_clients import until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -43,12 +43,11 @@ def test_instances_end_with_their_front(tmp_path: Path, n_stopped: int) -> None:
         for pid in tree_of(*pids[:n_stopped]):
             os.kill(pid, signal.SIGSTOP)
         front.kill()
-    deadline_s = time.monotonic() + PATIENCE_S
-    while (left := [pid for pid in processes if is_there(pid)]) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    try:
+        until(lambda: not any(map(is_there, processes)), "they outlive their front")
+    finally:
+        for pid in filter(is_there, processes):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_an_instance_whose_front_ended_before_it_began_opens_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cluster.real import ray_connection
-from phasewise.workflows.serve.pools import Pools
+from phasewise.workflows.serve.settings import Pools
+from phasewise.workflows.serve.ways import OnNodes
+from tests.support.machines.paper_machines import xeon
 from tests.support.servers.pools import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,17 +37,19 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
 def test_counts_of_instances_are_read() -> None:
-    pools = Pools(prompt_pool=["2x24@big"], token_pool=["1x8@kubernetes.io/arch=amd64"]).on_nodes()
+    pools = OnNodes.of(
+        Pools(prompt_pool=["2x24@big"], token_pool=["1x8@kubernetes.io/arch=amd64"]), xeon()
+    ).pools
     assert [(pool.role, pool.instances, pool.cores, pool.label) for pool in pools] == [
         ("prompt", 2, 24, "phasewise=big"),
         ("token", 1, 8, "kubernetes.io/arch=amd64"),
     ]
     for text in ("2", "0x4", "2x", "2x4x8", "2X4", "-1x4", "2x4 @big"):
         with pytest.raises(UsageError, match="write 2x24"):
-            Pools(prompt_pool=[text], token_pool=["1x1"]).on_nodes()
+            OnNodes.of(Pools(prompt_pool=[text], token_pool=["1x1"]), xeon())
     for label in ("", "-big", "a=b=c", "a/b/c=d", "b ig", "x" * 64, "=big", "big="):
         with pytest.raises(UsageError, match="--prompt-pool: a label is a name"):
-            Pools(prompt_pool=[f"2x4@{label}"], token_pool=["1x1"]).on_nodes()
+            OnNodes.of(Pools(prompt_pool=[f"2x4@{label}"], token_pool=["1x1"]), xeon())
 
 
 def test_off_loopback_a_token_is_required(monkeypatch: pytest.MonkeyPatch) -> None:

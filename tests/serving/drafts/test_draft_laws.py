@@ -55,10 +55,7 @@ def token_ids(outs: list[Answer | Failure]) -> list[int]:
 @examples(25)
 @given(asked=asked, right=st.sampled_from((0.0, 0.5, 0.9, 1.0)), data=st.data())
 def test_answers_under_load_are_those_of_the_request_alone(
-    policy: str,
-    asked: list[tuple[tuple[int, int], tuple[int, int], None]],
-    right: float,
-    data: st.DataObject,
+    policy: str, asked: list[tuple[tuple[int, int], tuple[int, int], None]], right: float, data: st.DataObject
 ) -> None:
     """Small pools, so that requests grow, move and are preempted; chunks, company, reuse and aborts."""
     requests = requests_of(asked)

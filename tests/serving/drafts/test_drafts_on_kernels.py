@@ -25,12 +25,7 @@ from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.serving.drafts.test_draft_laws import lookup_drafter
 from tests.serving.engine.test_engine_kernels import plans, tokens
-from tests.serving.models.test_forward import (
-    Machine,
-    make_model,
-    random_ids,
-    sliced,
-)
+from tests.serving.models.test_forward import Machine, make_model, random_ids, sliced
 from tests.serving.models.test_forward_ranks import ranks
 from tests.support.engine_sizes import engine_size
 from tests.support.guessing import GuessingDrafter

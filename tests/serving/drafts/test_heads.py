@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.drafts.computed_drafts import HeadDrafter
-from phasewise.serving.drafts.draft_ranks import GuestHead
+from phasewise.serving.drafts.computed_drafts import GuestHead, HeadDrafter
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import open_engine

@@ -13,17 +13,12 @@ from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.errors import QueueFull, RanksError, StepFailed, Stopping
 from tests.support.servers.fake_embedding import OVERFLOW, POISON, FakeWorker, client_over, vector_of
+from tests.support.servers.rude_clients import until_on_loop
 from tests.support.simulated_loop import run_simulated
 
 
 def inputs(n: int, first: int = 100) -> list[Tokens]:
     return [Tokens([first + index, index + 1]) for index in range(n)]
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 def run(
@@ -42,9 +37,9 @@ def run(
         try:
             return await asyncio.wait_for(use(client, own), 60)
         finally:
-            await until(lambda: not client.n_live and not client.n_answers)
+            await until_on_loop(lambda: not client.n_live and not client.n_answers)
             if client.state == "running":
-                await until(lambda: not any(lane.inputs or lane.tokens for lane in client.lanes()))
+                await until_on_loop(lambda: not any(lane.inputs or lane.tokens for lane in client.lanes()))
 
     return running(main())
 
@@ -132,7 +127,7 @@ def test_a_vector_that_is_not_finite_fails_its_own_request_alone() -> None:
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         gate = workers[0].gate = asyncio.Event()
         first = asyncio.ensure_future(client.embed(inputs(1)))
-        await until(lambda: workers[0].seen)
+        await until_on_loop(lambda: workers[0].seen)
         bad = asyncio.ensure_future(client.embed([Tokens([OVERFLOW, 1])]))
         good = asyncio.ensure_future(client.embed(inputs(3)))
         gate.set()
@@ -148,14 +143,14 @@ def test_busy_is_told_whole_and_at_once() -> None:
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         gate = workers[0].gate = asyncio.Event()
         first = asyncio.ensure_future(client.embed(inputs(3)))
-        await until(lambda: workers[0].seen)
+        await until_on_loop(lambda: workers[0].seen)
         with pytest.raises(QueueFull) as busy:
             await client.embed(inputs(2))
         assert busy.value.retry_after_s is not None
         assert busy.value.retry_after_s >= 1
         assert len(workers[0].seen) == 3
         last = asyncio.ensure_future(client.embed(inputs(1, 900)))
-        await until(lambda: client.n_live == 4)
+        await until_on_loop(lambda: client.n_live == 4)
         with pytest.raises(QueueFull):
             client.refuse_if_full(Asker())
         gate.set()
@@ -202,7 +197,7 @@ def test_at_the_end_everything_is_told_so() -> None:
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         gate = workers[0].gate = asyncio.Event()
         asked = asyncio.ensure_future(client.embed(inputs(3)))
-        await until(lambda: workers[0].seen)
+        await until_on_loop(lambda: workers[0].seen)
         client.end_everything()
         with pytest.raises(Stopping):
             await asked

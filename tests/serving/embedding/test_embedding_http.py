@@ -26,13 +26,7 @@ from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.routes import embeddings
 from phasewise.serving.http.transport.connection import Connection
 from tests.support.models.encoder_models import MAX_TOKENS, TASKS, write_encoder
-from tests.support.servers.fake_embedding import (
-    POISON,
-    WIDTH,
-    EmbeddingServer,
-    embedding_server,
-    vector_of,
-)
+from tests.support.servers.fake_embedding import POISON, WIDTH, EmbeddingServer, embedding_server, vector_of
 from tests.support.servers.rude_clients import connect, until
 
 

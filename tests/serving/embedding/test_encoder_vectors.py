@@ -1,6 +1,5 @@
 """From a directory to vectors and scores, beside what sentence-transformers makes of the same files in
-float32.
-"""
+float32."""
 
 from __future__ import annotations
 

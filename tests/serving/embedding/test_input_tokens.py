@@ -18,13 +18,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.encoders.embedding_spec import INSTRUCTION, QWEN3_TEMPLATE, pair_template
 from phasewise.serving.models.forward import Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
-from tests.support.models.encoder_models import (
-    LONG_CONTEXT,
-    RERANK_TEMPLATE,
-    TASKS,
-    words,
-    write_encoder,
-)
+from tests.support.models.encoder_models import LONG_CONTEXT, RERANK_TEMPLATE, TASKS, words, write_encoder
 
 SETTINGS = "config_sentence_transformers.json"
 

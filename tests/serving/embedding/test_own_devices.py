@@ -36,6 +36,7 @@ from phasewise.topology import Machine, read_machine
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.modelled_device import command, vector_of
 from tests.support.models.encoder_models import HIDDEN, write_encoder
+from tests.support.servers.rude_clients import until_on_loop
 from tests.support.tiers import examples
 
 pytest.importorskip(
@@ -90,11 +91,6 @@ def lane(client: EmbeddingClient, name: str) -> LaneState:
     return next(each for each in client.lanes() if each.name == name)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.01)
-
-
 def pid_of(client: EmbeddingClient, index: int = 0) -> int:
     worker = client._lanes[index].worker
     assert isinstance(worker, WorkerProcess)
@@ -126,9 +122,7 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
 
     wait_at_least(60.0)
     embedding = opened(
-        directory,
-        [Instance("exec:0", CORE, Depth(1000, 1 << 20))],
-        {"exec:0": command(QUICK, tmp_path)},
+        directory, [Instance("exec:0", CORE, Depth(1000, 1 << 20))], {"exec:0": command(QUICK, tmp_path)}
     )
 
     async def use(client: EmbeddingClient) -> None:
@@ -137,11 +131,13 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
         if how == "hung":
             wait_at_least(0.1)  # for what is sent before it is started again
         asked = [asyncio.ensure_future(once(client, number)) for number in range(100, 150)]
-        await until(lambda: len(client._lanes[0].running) > 0)
+        await until_on_loop(lambda: len(client._lanes[0].running) > 0)
         wait_at_least(60.0)
         if how == "killed":
             os.kill(pid_of(client), signal.SIGKILL)
-        await until(lambda: lane(client, "exec:0").n_restarts == 1 or not lane(client, "exec:0").is_up)
+        await until_on_loop(
+            lambda: lane(client, "exec:0").n_restarts == 1 or not lane(client, "exec:0").is_up
+        )
         (tmp_path / "hang").unlink()
         for number, vector in enumerate(await asyncio.gather(*asked), 100):
             assert vector.tobytes() == vector_of(tokens(number), HIDDEN).tobytes()
@@ -165,7 +161,7 @@ def test_what_waits_for_the_cpu_goes_to_an_accelerator_that_has_room_again(
     async def use(client: EmbeddingClient) -> None:
         asked = [asyncio.ensure_future(once(client, number)) for number in range(400)]
         most_stuck = lanes.BATCHES_AHEAD * lanes.BATCH_INPUTS
-        await until(lambda: sum(each.done() for each in asked) >= 400 - most_stuck)
+        await until_on_loop(lambda: sum(each.done() for each in asked) >= 400 - most_stuck)
         assert lane(client, "cpu:0").n_inputs == 0
         (slow / "hang").unlink()
         assert len(await asyncio.gather(*asked)) == 400

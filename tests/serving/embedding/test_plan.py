@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.embedding.devices import accelerators, free_cores, highest_cores, instance_cores
-from phasewise.serving.embedding.plan import (
-    EmbeddingPlan,
-    Instance,
-    placed_json,
-    stored_places,
-    stored_plan,
-)
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, placed_json, stored_places, stored_plan
 from phasewise.serving.embedding.queues import Depth
 from phasewise.serving.errors import ServingError
 from phasewise.topology import Kind, Machine, read_machine

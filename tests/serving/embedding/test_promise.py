@@ -1,7 +1,6 @@
 """A promised time is kept or refused, at three times overload, however late devices and the front are.
 
-The production client on simulated time; `noisy_embedding` draws the noise.
-"""
+The production client on simulated time; `noisy_embedding` draws the noise."""
 
 from __future__ import annotations
 

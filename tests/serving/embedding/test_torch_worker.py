@@ -1,8 +1,7 @@
 """The accelerator's worker: what it hands to torch, by a stand-in on numpy; and a host that cannot have it.
 
 tests/serving/embedding/test_worker_process.py holds it against our engine where torch is installed. No
-accelerator takes part in either.
-"""
+accelerator takes part in either."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class Array(np.ndarray[Any, Any]):
 
 class FakeModel:
     """Hidden rows that tell each token, its position, and its segment; where masked, a number that must not
-    be seen.
-    """
+    be seen."""
 
     def __init__(self) -> None:
         self.config = types.SimpleNamespace(pad_token_id=0)

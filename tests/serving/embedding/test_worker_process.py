@@ -26,6 +26,7 @@ from phasewise.serving.errors import RanksError, StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
 from tests.support.models.encoder_models import TASKS, TEXTS, write_encoder
+from tests.support.servers.rude_clients import until_on_loop
 
 pytestmark = pytest.mark.slow
 
@@ -154,11 +155,6 @@ def test_no_bytes_of_a_worker_reach_a_client(kind: int, caplog: pytest.LogCaptur
     assert record.getMessage().isprintable()
 
 
-async def restarted(client: EmbeddingClient) -> None:
-    while not client.lanes()[0].n_restarts:
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("when", ["idle", "computing", "stopped"])
 def test_a_killed_worker_loses_nothing_that_was_not_answered(directory: Path, when: str) -> None:
     """Killed while idle, while it computes, and while it hangs: every input is answered, by the next one."""
@@ -182,7 +178,8 @@ def test_a_killed_worker_loses_nothing_that_was_not_answered(directory: Path, wh
         if when != "idle":
             os.kill(worker.pid, signal.SIGKILL)
         answers = await asyncio.wait_for(asyncio.gather(*asked), 60)
-        await asyncio.wait_for(restarted(client), 60)  # its end may be noticed after the last answer
+        # Its end may be noticed after the last answer.
+        await until_on_loop(lambda: client.lanes()[0].n_restarts)
         assert client.lanes()[0].n_restarts == 1
         return [list(vectors) for vectors in answers]
 

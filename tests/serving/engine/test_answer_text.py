@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,12 +94,6 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     assert pieces == ["x", "", "", "STa", "", "", "", ""]
 
 
-def test_characters_come_whole() -> None:
-    pieces, _, _ = feed("a€b", ())
-
-    assert pieces == ["a", "", "", "€", "b", ""]
-
-
 def test_an_unfinished_character_comes_out_at_the_end() -> None:
     answer = AnswerText(ByteStream())
     answer.push(SampledToken(0xE2))
@@ -110,10 +103,3 @@ def test_an_unfinished_character_comes_out_at_the_end() -> None:
 
     assert text == "\ufffd"
     assert [token.token_id for token in tokens] == [0xE2, END]
-
-
-@pytest.mark.parametrize("stop", [("b",), ("ab", "b")])
-def test_a_stop_string_at_the_very_start_leaves_nothing(stop: tuple[str, ...]) -> None:
-    pieces, tokens, stopped = feed("b", stop)
-
-    assert (pieces, tokens, stopped) == ([""], [], True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -20,9 +19,8 @@ from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.servers.fake_engine import AttentiveRanks, encode, make_engine, text_of
+from tests.support.servers.rude_clients import until
 from tests.support.tiers import examples
-
-BOUND_S = 60.0
 
 
 def plans_on(cores: Sequence[int]) -> dict[Phase, ServicePlan]:
@@ -68,13 +66,6 @@ class Cores:
         return CoreWatch(plans_on(self.allowed), self.look, self.replan, every_s=0.001)
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + BOUND_S
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return holds()
-
-
 class Heard:
     def __init__(self) -> None:
         self.outs: dict[str, list[Answer | Failure]] = {}
@@ -118,7 +109,7 @@ def test_no_request_is_lost_whatever_cores_come_and_go(
     for prompt in prompts:
         with running(make_engine(AttentiveRanks())) as (thread, heard):
             thread.send(ask("r", prompt))
-            assert eventually(lambda: heard.ended("r"))
+            until(lambda: heard.ended("r"), "it does not end")
             alone[prompt] = text_of(heard.outs["r"])
 
     cores, ranks = Cores(0, 1), MovingRanks(in_place=in_place)
@@ -130,15 +121,15 @@ def test_no_request_is_lost_whatever_cores_come_and_go(
         if allowed is not None:
             cores.allowed = tuple(sorted(allowed))
             n_plans = cores.n_plans
-            eventually(lambda: cores.n_plans > n_plans or same_as_seen(engine, cores))
+            until(lambda: cores.n_plans > n_plans or same_as_seen(engine, cores), "it does not plan anew")
 
     ranks.before_step = change
     engine.cores = cores.watch()
     with running(engine) as (thread, heard):
         for index, prompt in enumerate(prompts):
             thread.send(ask(str(index), prompt))
-        assert eventually(lambda: all(heard.ended(str(index)) for index in range(len(prompts))))
-        assert eventually(lambda: same_as_seen(engine, cores))
+        until(lambda: all(heard.ended(str(index)) for index in range(len(prompts))), "they do not end")
+        until(lambda: same_as_seen(engine, cores), "it does not move")
 
     for index, prompt in enumerate(prompts):
         assert text_of(heard.outs[str(index)]) == alone[prompt]
@@ -152,32 +143,6 @@ def same_as_seen(engine: Engine, cores: Cores) -> bool:
     return engine.cores.plans["decode"].cores == cores.allowed
 
 
-def test_an_idle_engine_moves_too() -> None:
-    cores, ranks = Cores(0, 1), MovingRanks(in_place=True)
-    engine = make_engine(ranks)
-    engine.cores = cores.watch()
-    with running(engine) as (thread, _):
-        assert thread.threads() == {"prefill": 2, "decode": 2}
-        cores.allowed = (1,)
-        assert eventually(lambda: thread.recoveries().core_moves == 1)
-        assert thread.threads() == {"prefill": 1, "decode": 1}
-
-    assert ranks.moves == [(1,)]
-
-
-def test_what_changes_no_plan_moves_nothing() -> None:
-    """A quota of nine CPUs in place of eight, on two cores."""
-    cores, ranks = Cores(0, 1), MovingRanks(in_place=True)
-    quotas = iter(range(1, 1 << 30))
-    engine = make_engine(ranks)
-    engine.cores = CoreWatch(plans_on((0, 1)), lambda: next(quotas), cores.replan, every_s=0.001)
-    with running(engine) as (thread, _):
-        assert eventually(lambda: cores.n_plans > 3)
-        assert thread.recoveries().core_moves == 0
-
-    assert ranks.moves == []
-
-
 def test_plans_that_cannot_be_had_yet_are_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     cores, ranks = Cores(0, 1), MovingRanks(in_place=True)
     engine = make_engine(ranks)
@@ -185,10 +150,10 @@ def test_plans_that_cannot_be_had_yet_are_asked_for_again(caplog: pytest.LogCapt
     with running(engine) as (thread, _):
         cores.fails_with = RanksError("the database is busy")
         cores.allowed = (0,)
-        assert eventually(lambda: cores.n_plans > 3)
+        until(lambda: cores.n_plans > 3, "it does not plan anew")
         assert thread.recoveries().core_moves == 0
         cores.fails_with = None
-        assert eventually(lambda: thread.recoveries().core_moves == 1)
+        until(lambda: thread.recoveries().core_moves == 1, "it does not move")
 
     assert sum("the database is busy" in record.message for record in caplog.records) == 1
 
@@ -200,9 +165,9 @@ def test_ranks_that_refuse_a_plan_go_on_as_before() -> None:
     engine.cores = cores.watch()
     with running(engine) as (thread, heard):
         cores.allowed = (0,)
-        assert eventually(lambda: cores.n_plans > 0)
+        until(lambda: cores.n_plans > 0, "it does not plan anew")
         thread.send(ask("r", "abc"))
-        assert eventually(lambda: heard.ended("r"))
+        until(lambda: heard.ended("r"), "it does not end")
         assert thread.threads() == {"prefill": 2, "decode": 2}
 
     assert not any(isinstance(out, Failure) for out in heard.outs["r"])
@@ -216,7 +181,7 @@ def test_ranks_that_die_of_it_are_started_on_what_is_left() -> None:
     with running(engine) as (thread, _):
         cores.allowed = (1,)
         ranks.lose()
-        assert eventually(lambda: thread.state == "running" and same_as_seen(engine, cores))
+        until(lambda: thread.state == "running" and same_as_seen(engine, cores), "it does not run again")
 
     assert ranks.moves == [(1,)]
     assert thread.lost is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -44,14 +43,6 @@ def ends_after(n_letters: int) -> Callable[[int], int]:
     return lambda last: END if last == ord("a") + n_letters else next_letter(last)
 
 
-def test_an_answer_continues_its_prompt() -> None:
-    outs = run_all(make_engine(), ask("r", "xyz", 4))["r"]
-
-    assert text_of(outs) == "abcd"
-    assert [out.n_generated for out in outs if isinstance(out, Answer)] == [1, 2, 3, 4]
-    assert [out.finish_reason for out in outs if isinstance(out, Answer)] == [None, None, None, "length"]
-
-
 def test_an_end_token_ends_it_without_text() -> None:
     outs = run_all(make_engine(FakeRanks(ends_after(3))), ask("r", "a", 50))["r"]
 
@@ -80,13 +71,6 @@ def test_a_stop_string_ends_it_and_frees_its_slots_in_that_step() -> None:
     assert text_of(outs) == "bcd"
     assert (last.finish_reason, last.n_generated) == ("stop", 6)
     assert engine.scheduler.pool.stats().slots_used == 0
-
-
-def test_kv_slots_hold_each_sequence_in_order() -> None:
-    ranks = FakeRanks()
-    run_all(make_engine(ranks, max_batch_tokens=3), ask("r", "hello", 4))
-
-    assert bytes(ranks.kv[:8].tolist()) == b"hellopqr"
 
 
 def test_a_failed_step_ends_its_requests_and_no_others() -> None:
@@ -144,19 +128,6 @@ def test_without_a_limit_an_answer_may_fill_the_context(
 
     assert isinstance(outs[-1], Answer)
     assert outs[-1].n_generated == expected
-
-
-def test_step_statistics_tell_what_ran() -> None:
-    engine = make_engine()
-    for name in "abcde":
-        engine.submit(ask(name, "abc"))
-
-    delivery = engine.step()
-
-    stats, load = delivery.stats, delivery.load
-    assert stats is not None
-    assert (stats.phase, stats.n_sequences, stats.n_tokens) == ("prefill", 4, 12)
-    assert (load.n_running, load.n_waiting, load.kv_slots_used) == (4, 1, 64)
 
 
 def test_an_answer_that_its_guide_ends_too_early_was_cut_off() -> None:
@@ -217,15 +188,6 @@ def test_steps_over_a_promise_that_cannot_be_kept_are_counted() -> None:
     assert engine.load().steps_over_tpot == sum(batch.phase == "decode" for batch in ranks.batches)
 
 
-def test_a_promise_that_is_kept_has_no_step_over_it() -> None:
-    engine = make_engine()
-    engine.pacing = Pacing(10**12, 64)
-
-    run_all(engine, ask("a", "a", 9), ask("b", "b", 5))
-
-    assert engine.load().steps_over_tpot == 0
-
-
 class Listener:
     """Collects deliveries and lets a test wait for the end of a request."""
 
@@ -261,19 +223,6 @@ def running(engine: Engine) -> Iterator[tuple[EngineThread, Listener]]:
     finally:
         thread.stop()
         assert not thread.is_alive
-
-
-def test_the_thread_answers_and_sleeps_when_idle() -> None:
-    ranks = FakeRanks()
-    with running(make_engine(ranks)) as (thread, listener):
-        thread.send(ask("r"))
-        assert text_of(listener.wait_for("r")) == "bcdef"
-        n_steps, cpu = len(ranks.batches), time.thread_time()
-        time.sleep(0.1)
-        assert len(ranks.batches) == n_steps
-        assert time.thread_time() - cpu < 0.1
-        thread.send(ask("s"))
-        assert text_of(listener.wait_for("s")) == "bcdef"
 
 
 def test_the_thread_tells_refusals_and_survives_failures() -> None:

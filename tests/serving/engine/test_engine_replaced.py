@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -21,10 +20,10 @@ from phasewise.serving.errors import EngineLost, RankLost, RanksError
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from tests.support.servers.fake_engine import FakeRanks, encode, make_engine, text_of
+from tests.support.servers.rude_clients import ENOUGH_S, until
 from tests.support.tiers import examples
 
 LOST = RankLost("rank 1 (pid 7) was killed by SIGKILL")
-BOUND_S = 60.0
 
 
 def ask(name: str, prompt: str = "a", max_tokens: int = 5, **fields: object) -> Submit:
@@ -128,12 +127,6 @@ def test_restarts_are_counted_within_the_window() -> None:
     assert restarts.pause_s(500) == 0
 
 
-def test_no_pause_is_longer_than_the_longest() -> None:
-    restarts = Restarts(most=50)
-
-    assert max(restarts.pause_s(index / 10) or 0 for index in range(50)) == restarts.longest_pause_s
-
-
 # ---- on the thread ---------------------------------------------------------------------------------------
 
 
@@ -154,13 +147,6 @@ class Heard:
         return any(_is_last(out) for out in self.of(name))
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + BOUND_S
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return holds()
-
-
 @contextmanager
 def running(ranks: FakeRanks, most: int = 5) -> Iterator[tuple[EngineThread, Heard]]:
     heard = Heard()
@@ -174,42 +160,18 @@ def running(ranks: FakeRanks, most: int = 5) -> Iterator[tuple[EngineThread, Hea
 def answered(thread: EngineThread, heard: Heard, name: str) -> None:
     """Ask, and wait for the end of the answer."""
     thread.send(ask(name))
-    assert eventually(lambda: heard.ended(name))
+    until(lambda: heard.ended(name), "it does not end")
 
 
 def test_a_rank_that_dies_while_nobody_asks_is_replaced_at_once() -> None:
     ranks = FakeRanks()
     with running(ranks) as (thread, heard):
         ranks.lose()
-        assert eventually(lambda: ranks.n_reopened == 1 and thread.state == "running")
+        until(lambda: ranks.n_reopened == 1 and thread.state == "running", "it is not replaced")
         answered(thread, heard, "r")
 
     assert text_of(heard.of("r")) == "bcdef"
     assert (thread.recoveries().ranks_replaced, thread.recoveries().requests_rerun) == (1, 0)
-
-
-def test_a_rank_that_dies_in_the_first_step_is_not_noticed_by_the_client() -> None:
-    ranks = FakeRanks()
-    deaths = iter([True])
-    ranks.before_step = lambda: next(deaths, None) and ranks.lose()
-    with running(ranks) as (thread, heard):
-        answered(thread, heard, "r")
-
-    assert text_of(heard.of("r")) == "bcdef"
-    assert (thread.recoveries().ranks_replaced, thread.recoveries().requests_rerun) == (1, 1)
-
-
-def test_an_answer_that_had_begun_goes_on() -> None:
-    """Its client sees a pause."""
-    ranks = FakeRanks()
-    ranks.before_step = lambda: len(ranks.batches) == 2 and ranks.n_reopened == 0 and ranks.lose()
-    with running(ranks) as (thread, heard):
-        answered(thread, heard, "r")
-        answered(thread, heard, "s")
-
-    assert [text_of(heard.of(name)) for name in "rs"] == ["bcdef", "bcdef"]
-    assert ranks.n_reopened == 1
-    assert (thread.recoveries().requests_rerun, thread.recoveries().answers_continued) == (0, 1)
 
 
 def test_starting_anew_is_tried_again() -> None:
@@ -243,7 +205,7 @@ def test_what_could_not_be_started_is_let_go_at_once() -> None:
         with running(ranks) as (thread, heard):
             ranks.lose()
             answered(thread, heard, "r")
-            assert eventually(lambda: [reference() for reference in mapped] == [None, None])
+            until(lambda: [reference() for reference in mapped] == [None, None], "they are kept")
     finally:
         gc.enable()
 
@@ -254,12 +216,12 @@ def test_an_engine_gives_up_and_says_so(caplog: pytest.LogCaptureFixture) -> Non
     with running(ranks, most=3) as (thread, heard):
         ranks.lose()
         thread.send(ask("r"))
-        assert heard.lost.wait(BOUND_S)
+        assert heard.lost.wait(ENOUGH_S)
         assert thread.state == "lost"
         assert not thread.is_alive
-        assert eventually(lambda: heard.ended("r"))
+        until(lambda: heard.ended("r"), "it does not end")
         thread.send(ask("later"))
-        assert eventually(lambda: heard.ended("later"))
+        until(lambda: heard.ended("later"), "it does not end")
 
     for name in ("r", "later"):
         (out,) = heard.of(name)
@@ -282,7 +244,7 @@ def test_an_engine_can_be_stopped_while_it_waits_to_try_again() -> None:
     thread.send(ask("r"))
     ranks.lose()
 
-    assert eventually(lambda: len(ranks.reopen_errors) == 8)
+    until(lambda: len(ranks.reopen_errors) == 8, "it is not tried")
     assert thread.stop()
 
 
@@ -291,7 +253,7 @@ def test_who_left_meanwhile_is_not_run_again() -> None:
 
     class Waiting(FakeRanks):
         def reopen(self) -> None:
-            assert has_left.wait(BOUND_S)
+            assert has_left.wait(ENOUGH_S)
             super().reopen()
 
     ranks = Waiting()

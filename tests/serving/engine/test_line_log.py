@@ -9,7 +9,6 @@ import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from signal import SIG_IGN, SIGXFSZ, signal
@@ -80,18 +79,6 @@ def test_a_full_disk_costs_lines_and_one_warning_and_no_half_line(opened: Open, 
     assert lines[0][:40] == lines[1][:40]
     assert len(said) == 1
     assert str(path) in said[0]
-
-
-@BOTH
-def test_a_full_device_is_told(opened: Open) -> None:
-    said: list[str] = []
-    with opened(Path("/dev/full"), said.append) as (log, put):
-        put()
-        put()
-
-    assert log.n_lost == 2
-    assert [line for line in said if "No space left on device; lines are lost" in line] == said
-    assert len(said) == 1
 
 
 @BOTH
@@ -175,15 +162,6 @@ def test_an_adapter_answers_under_its_own_name(tmp_path: Path, said: list[str]) 
     assert [line["model"] for line in lines_of(path)] == ["fake", "terse"]
 
 
-def test_it_is_appended_to(tmp_path: Path, said: list[str]) -> None:
-    path = tmp_path / "lengths.jsonl"
-    for _ in range(2):
-        with LengthLog(path, said.append) as log:
-            log.put("fake", LENGTH)
-
-    assert len(lines_of(path)) == 2
-
-
 def test_one_that_cannot_be_opened_is_told_at_the_start(tmp_path: Path, said: list[str]) -> None:
     with pytest.raises(ServingError, match="No such file or directory"):
         LengthLog(tmp_path / "missing" / "lengths.jsonl", said.append)
@@ -217,16 +195,6 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
     assert [(length.output_tokens, length.finish_reason) for length in lengths] == [(7, "length")]
     assert lengths[0].facts == RequestFacts((97,), 0.5, 7, 1, None)
     assert observer._sent == {}
-
-
-def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
-    lengths: list[RealisedLength] = []
-    own = LengthObserver(lengths.append, "one")
-    request = Submit("r", (1,), model="other")
-    own.sent(request, LENGTH.facts)
-    assert own._sent == {}
-    own.sent(replace(request, model="one"), LENGTH.facts)
-    assert [sent.facts for sent in own._sent.values()] == [LENGTH.facts]
 
 
 def no_log(path: Path) -> str:

@@ -20,10 +20,9 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.live_request import PromptScores
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
-from phasewise.serving.errors import StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
-from tests.support.servers.fake_engine import FakeRanks, make_engine, run_all
+from tests.support.servers.fake_engine import run_all
 from tests.support.servers.pools import open_alone, plans_of, pools, prompt, size_of, tiny_model
 from tests.support.tiers import examples, first_is_smoke
 
@@ -202,28 +201,6 @@ def test_scores_are_the_same_from_pools(
         server.run(texts_of(requests, answers))
         assert server.front.counts.divided == 0
     assert scores == alone
-
-
-def test_a_text_that_is_asked_for_again_is_computed_again(path: Path) -> None:
-    """Keys and values without their logits are of no use to it; others may take them over from it."""
-    text = Submit("first", prompt(200), 2, FREE, ignore_eos=True, prompt_logprobs=0)
-    with open_alone(path) as opened:
-        first = scored(opened, [text])["first"]
-        again = replace(text, request_id="again", max_tokens=0)
-        (piece,) = run_all(opened.engine, again)["again"]
-        assert _answer(piece).prompt == first
-        assert (_answer(piece).n_cached, _answer(piece).n_generated) == (0, 0)
-        plain = replace(text, request_id="plain", prompt_logprobs=None)
-        assert _answer(run_all(opened.engine, plain)["plain"][0]).n_cached > 0
-
-
-def test_logits_that_are_no_numbers_fail_the_request() -> None:
-    class Broken(FakeRanks):
-        def _logits(self, wanted: int) -> np.ndarray:
-            return np.full(257, np.nan, dtype=np.float32)
-
-    outs = run_all(make_engine(Broken()), Submit("a", (1, 2, 3), 1, prompt_logprobs=0))
-    assert isinstance(outs["a"][0].error, StepFailed)  # type: ignore[union-attr]
 
 
 @given(st.integers(1, 60), st.integers(0, 4), st.randoms(use_true_random=False))

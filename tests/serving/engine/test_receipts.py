@@ -177,12 +177,6 @@ def test_receipts_are_the_same_from_pools(path: Path, asked: list[Submit], alone
         assert evidence[name] == Evidence(receipt.token_ids, receipt.logit_digests)
 
 
-def test_without_being_asked_there_is_no_evidence(path: Path, asked: list[Submit]) -> None:
-    with open_alone(path) as opened:
-        (pieces,) = run_all(opened.engine, replace(asked[0], receipt=False)).values()
-        assert [piece.evidence for piece in pieces if isinstance(piece, Answer)] == [None] * len(pieces)
-
-
 # ---- changed receipts ------------------------------------------------------------------------------------
 
 

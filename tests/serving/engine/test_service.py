@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from phasewise.serving.engine.engine_size import EngineSize
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
+from tests.support.servers.rude_clients import until
 
 start = pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
@@ -95,9 +95,7 @@ def test_what_the_start_made_is_not_collected_while_it_serves_and_its_threads_en
             body = {"model": "tiny", "prompt": "a", "max_tokens": n_tokens, "ignore_eos": True}
             httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         frozen.append(gc.get_freeze_count())
-        deadline = time.monotonic() + 60
-        while len(learned) < N_ANSWERS and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(learned) == N_ANSWERS, "the predictor does not learn them")
 
     serve(opened, Predictor(estimate, learn), work)
 

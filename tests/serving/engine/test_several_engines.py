@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +18,7 @@ import pytest
 from phasewise.serving.engine.engine_host import Deliver, SharedCores
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
-from phasewise.serving.engine.several_engines import SeveralEngines, Turns
+from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import RanksError
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.pacing import Pacing
@@ -28,27 +26,6 @@ from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.fake_engine import FakeRanks, make_engine, next_letter
 from tests.support.servers.rude_clients import until
 from tests.support.servers.scripted_instances import FINGERPRINT
-
-
-def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
-    """Each of two is never idle, and each waits while the other has its turn: not one takes two at once."""
-    turns, order = Turns(), list[str]()
-    started = threading.Barrier(2)
-
-    def take(name: str) -> None:
-        started.wait(60)
-        for number in range(15):
-            with turns:
-                order.append(name)
-                until(lambda own=number: turns._waiting or own == 14, "the other does not ask")  # type: ignore[misc]
-
-    threads = [threading.Thread(target=take, args=(name,)) for name in ("one", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(order) == 30
-    assert all(a != b for a, b in itertools.pairwise(order))
 
 
 def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
@@ -63,13 +40,12 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     for name in engines:
         host.send(Submit(f"r-{name}", (97,), 4, GREEDY, model=name))
     host.send(Abort("r-unknown"))
-    deadline = time.monotonic() + 60
-    outs: list[Answer] = []
-    while sum(out.finish_reason is not None for out in outs) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        outs = [out for delivery in list(came) for out in delivery.outs if isinstance(out, Answer)]
-    texts = {name: "".join(out.text for out in outs if out.request_id == f"r-{name}") for name in engines}
+
+    def outs() -> list[Answer]:
+        return [out for delivery in list(came) for out in delivery.outs if isinstance(out, Answer)]
+
+    until(lambda: sum(out.finish_reason is not None for out in outs()) == 2, "they do not end")
+    texts = {name: "".join(out.text for out in outs() if out.request_id == f"r-{name}") for name in engines}
     assert texts == {"up": "bcde", "same": "aaaa"}
     assert (host.state, host.is_alive, host.lost) == ("running", True, None)
     slots = sum(engine.scheduler.pool.n_slots for engine in engines.values())

@@ -31,6 +31,7 @@ from tests.support.engine_sizes import engine_size
 from tests.support.models.reference_models import write_tiny_case
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.pools import PATIENCE_S, plans_of
+from tests.support.servers.rude_clients import until
 from tests.support.tiers import n_examples
 
 start = pytest.importorskip(
@@ -315,9 +316,7 @@ def damage(folder: Path, good: dict[str, bytes], rng: random.Random) -> None:
 
 
 def wait_for_writer(engine) -> None:
-    store, until = engine.prefixes._store, time.monotonic() + PATIENCE_S
-    while store.is_writing and time.monotonic() < until:
-        time.sleep(0.001)
+    until(lambda: not engine.prefixes._store.is_writing, "it writes on and on")
 
 
 @pytest.mark.parametrize("error", [28, 5, 30])

@@ -118,28 +118,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     return load_model(str(folder / "tiny.gguf"), "f32", cache_dir=folder)
 
 
-def test_work_is_two_operations_a_weight_and_token(model: PackedModel) -> None:
-    """Linear layers grow with the tokens; attention with their square; the head with the rows of logits."""
-    layers = sum(w.n * w.k for name, w in model.weights.items() if name.startswith("layers."))
-    head = model.weights.get("lm_head", model.weights["embed"])
-    single, two = flops(model, Workload(1, 0, 1)), flops(model, Workload(1, 0, 2))
-    config = model.config
-
-    assert two == 2 * single
-    attention = 4 * config.n_layers * config.n_heads * config.head_dim
-    assert single == 2 * (layers + head.n * head.k) + attention
-    assert flops(model, Workload(3, 0, 1)) == 2 * (3 * layers + head.n * head.k) + 6 * attention
-
-
-def test_decode_streams_the_weights_once_a_step_however_many_sequences(model: PackedModel) -> None:
-    alone, together = Workload(0, 4, 1), Workload(0, 4, 8)
-
-    assert streamed_bytes(model, alone, 0) == streamed_bytes(model, together, 0)
-    assert streamed_bytes(model, together, 10) - streamed_bytes(model, together, 0) == 8 * 10 * (
-        1 + 2 + 3 + 4
-    )
-
-
 def test_the_peak_is_that_of_the_format_that_does_the_work(model: PackedModel) -> None:
     assert compute_kind(model) == "f32"
 

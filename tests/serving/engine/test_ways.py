@@ -15,10 +15,9 @@ from phasewise.cython_kernels.schedules import has_tiles_arithmetic
 from phasewise.workflows.options import ArithmeticChoice
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.pools import tiny_model
-from tests.support.ways import N_REQUESTS, WAYS, Way, drawn_requests, rows
+from tests.support.ways import N_REQUESTS, WAYS, Way, rows
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "same-answer.md"
-QUICK = ("again, with prefixes kept", "8 together", "scored in one prefill")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +29,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def counted(path: Path, ways: tuple[Way, ...]) -> dict[str, tuple[int, int]]:
     return {name: (n_equal, n_unequal) for name, n_equal, n_unequal in rows(path, ways)}
-
-
-def test_some_ways_give_the_same_bits(path: Path) -> None:
-    ways = tuple(way for way in WAYS if way.name in QUICK)
-    assert counted(path, ways) == dict.fromkeys(QUICK, (N_REQUESTS, 0))
 
 
 @pytest.mark.slow
@@ -61,15 +55,6 @@ def test_an_arithmetic_of_both_phases_gives_the_same_bits(
     counts = {name: (n_equal, n_unequal) for name, n_equal, n_unequal in rows(path, ways, arithmetic)}
 
     assert counts == {way.name: (N_REQUESTS, 0) for way in ways}
-
-
-def test_what_is_unequal_is_counted(path: Path) -> None:
-    """Another way of drawing tokens is no way of computing them."""
-
-    def other(asked: object) -> dict[str, object]:
-        return {drawn_requests(272)[0].request_id: ()}
-
-    assert counted(path, (Way("other", other),)) == {"other": (0, N_REQUESTS)}  # type: ignore[arg-type]
 
 
 def test_the_guide_s_table_is_of_these_ways() -> None:

@@ -65,27 +65,6 @@ def test_clients_take_turns(clients: str) -> None:
         assert not unfinished or max(so_far.values(), default=0) - min(unfinished) <= 1
 
 
-def test_no_more_jobs_run_than_there_are_threads() -> None:
-    running, most, lock, two = 0, 0, threading.Lock(), threading.Barrier(2)
-
-    def work() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        two.wait(ENOUGH_S)
-        with lock:
-            running -= 1
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(fair_lane.run(str(index % 3), work) for index in range(30)))
-
-    with lane(n_threads=2) as fair_lane:
-        asyncio.run(all_of_them())
-
-    assert most == 2
-
-
 def test_where_too_many_wait_the_longest_queue_gives_way() -> None:
     async def scene() -> tuple[list[bool], bool]:
         blocked = threading.Event()
@@ -124,20 +103,6 @@ def test_a_wait_that_is_given_up_leaves_the_queue() -> None:
 
     with lane() as fair_lane:
         assert asyncio.run(scene()) == 0
-
-
-def test_work_that_fails_frees_its_thread() -> None:
-    def fail() -> None:
-        raise ValueError("mine")
-
-    async def scene() -> int:
-        for _ in range(3):
-            with pytest.raises(ValueError, match="mine"):
-                await fair_lane.run("a", fail)
-        return await fair_lane.run("a", lambda: 7)
-
-    with lane() as fair_lane:
-        assert asyncio.run(scene()) == 7
 
 
 COST_S = 0.001
@@ -236,16 +201,6 @@ def test_works_do_not_overlap_and_each_is_followed_by_its_rest() -> None:
 
     for (_, ended_s, spent_s), (began_s, _, _) in pairwise(worked):
         assert began_s >= ended_s + REST * spent_s - CLOCK_S
-
-
-def test_what_work_raises_reaches_its_caller_and_the_next_has_its_turn() -> None:
-    async def two() -> str:
-        thread = RestedThread()
-        with pytest.raises(ZeroDivisionError):
-            await thread.run(lambda: 1 // 0)
-        return await thread.run(lambda: "next")
-
-    assert asyncio.run(two()) == "next"
 
 
 def test_a_turn_that_is_given_up_goes_to_the_next() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -43,16 +40,6 @@ def test_models_are_listed_and_shown(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         api.models.retrieve("other/one")
     assert caught.value.code == "model_not_found"
-
-
-def test_a_completion(api: openai.OpenAI) -> None:
-    got = api.completions.create(model="fake", prompt="xyz", max_tokens=4, temperature=0)
-
-    assert got.object == "text_completion"
-    assert got.id.startswith("cmpl-")
-    assert (got.choices[0].text, got.choices[0].finish_reason) == ("abcd", "length")
-    assert got.usage is not None
-    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (3, 4, 7)
 
 
 def test_a_completion_has_sixteen_tokens_unless_told(api: openai.OpenAI) -> None:
@@ -98,67 +85,6 @@ def test_n_choices_of_several_prompts_come_in_order(api: openai.OpenAI) -> None:
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (2, 48)
 
 
-def test_a_streamed_completion_adds_up_to_the_whole(api: openai.OpenAI) -> None:
-    stream = api.completions.create(
-        model="fake",
-        prompt=["x", "m"],
-        max_tokens=30,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
-
-    texts = ["", ""]
-    for chunk in chunks[:-1]:
-        assert chunk.usage is None
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == ["yzabcdefghijklmnopqrstuvwxyzab", "nopqrstuvwxyzabcdefghijklmnopq"]
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.total_tokens == 62
-    ends = [chunk.choices[0].finish_reason for chunk in chunks[:-1] if chunk.choices[0].finish_reason]
-    assert ends == ["length", "length"]
-
-
-def test_a_chat(api: openai.OpenAI) -> None:
-    got = api.chat.completions.create(model="fake", messages=HELLO, max_completion_tokens=3, temperature=0)
-
-    assert got.object == "chat.completion"
-    message = got.choices[0].message
-    assert (message.role, message.content) == ("assistant", "abc")
-    assert got.usage is not None
-    assert got.usage.prompt_tokens == len("<user>xyz<assistant>")
-
-
-def test_a_chat_with_content_in_parts(api: openai.OpenAI) -> None:
-    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "yz"}]
-    got = api.chat.completions.create(
-        model="fake",
-        messages=[{"role": "user", "content": parts}],
-        max_tokens=3,
-        temperature=0,  # type: ignore[list-item, misc]
-    )
-
-    assert got.usage is not None
-    assert got.usage.prompt_tokens == len("<user>xyz<assistant>")
-
-
-def test_a_streamed_chat_opens_with_its_role(api: openai.OpenAI) -> None:
-    stream = api.chat.completions.create(
-        model="fake", messages=HELLO, max_tokens=3, temperature=0, stream=True, n=2
-    )
-    chunks = list(stream)
-
-    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant"] * 2
-    texts = ["", ""]
-    for chunk in chunks:
-        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == ["abc", "abc"]
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
-
-
 def test_a_chat_without_a_limit_ends_by_itself(server: FakeServer, api: openai.OpenAI) -> None:
     server.ranks.successor = lambda last: END if last == ord("f") else next_letter(last)
 
@@ -180,22 +106,6 @@ def test_stop_strings(api: openai.OpenAI, stop: str | list[str], stream: bool) -
     else:
         text, reason = got.choices[0].text, got.choices[0].finish_reason
     assert (text, reason) == ("bc", "stop")
-
-
-def test_logprobs_of_a_completion(api: openai.OpenAI) -> None:
-    got = api.completions.create(model="fake", prompt="a", max_tokens=3, temperature=0, logprobs=2)
-
-    logprobs = got.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.tokens == ["b", "c", "d"]
-    assert logprobs.text_offset == [0, 1, 2]
-    assert logprobs.token_logprobs is not None
-    assert logprobs.top_logprobs is not None
-    for token, value, top in zip(
-        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
-    ):
-        assert len(top) == 2
-        assert top[token] == value == max(top.values())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -243,23 +153,6 @@ def test_extensions_reach_the_sampler(api: openai.OpenAI) -> None:
     assert got.choices[0].text == "bcd"
 
 
-def test_answers_in_parallel_do_not_mix(server: FakeServer, api: openai.OpenAI) -> None:
-    async def all_at_once() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=60) as client:
-            return await asyncio.gather(*(one(client, index) for index in range(20)))
-
-    async def one(client: openai.AsyncOpenAI, index: int) -> str:
-        stream = await client.completions.create(
-            model="fake", prompt=chr(97 + index), max_tokens=20 + index, temperature=0, stream=True
-        )
-        return "".join([chunk.choices[0].text async for chunk in stream])
-
-    texts = asyncio.run(all_at_once())
-
-    for index, text in enumerate(texts):
-        assert text == "".join(chr(97 + (index + step + 1) % 26) for step in range(20 + index))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_step_is_a_server_error_and_the_server_stays_up(
     server: FakeServer, api: openai.OpenAI, stream: bool
@@ -288,31 +181,6 @@ def test_a_failure_in_midstream_is_told_in_the_stream(server: FakeServer, api: o
         list(stream)
 
 
-def test_health_and_metrics(server: FakeServer, api: openai.OpenAI) -> None:
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-    api.completions.create(model="fake", prompt="abc", max_tokens=5, temperature=0)
-
-    text = httpx.get(f"{server.url}/metrics").text
-
-    for name in (
-        'phasewise_http_responses_total{path="/v1/completions",status="200"}',
-        'phasewise_requests_total{reason="length"}',
-        "phasewise_prompt_tokens_total",
-        "phasewise_generated_tokens_total",
-        "phasewise_ttft_seconds_count",
-        "phasewise_tpot_seconds_count",
-        'phasewise_batch_sequences_bucket{le="1.0",phase="decode"}',
-        'phasewise_step_seconds_count{phase="prefill"}',
-        "phasewise_requests_waiting 0.0",
-        "phasewise_kv_slots 2000.0",
-        "phasewise_python_blocks ",
-        "phasewise_malloc_bytes ",
-        "process_resident_memory_bytes ",
-        "process_open_fds ",
-    ):
-        assert name in text, name
-
-
 def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
     with fake_server(HttpLimits(api_keys=("sesame", "other"))) as server:
         good = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0)
@@ -328,26 +196,6 @@ def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
         assert (
             httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer other"}).status_code == 200
         )
-
-
-def test_too_many_requests_are_told_to_come_back() -> None:
-    with fake_server(HttpLimits(max_live_requests=2)) as server:
-        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-        with pytest.raises(openai.BadRequestError):
-            api.completions.create(model="fake", prompt="a", n=3)
-        go_on = threading.Event()
-        server.ranks.before_step = lambda: not server.ranks.batches or go_on.wait(ENOUGH_S)
-        began_s = time.monotonic()
-        stream = api.completions.create(model="fake", prompt="a", max_tokens=400, stream=True, n=2)
-        with pytest.raises(openai.RateLimitError) as caught:
-            api.completions.create(model="fake", prompt="a")
-        age_s = time.monotonic() - began_s  # of what is in progress, at the most
-        assert 1 <= int(caught.value.response.headers["Retry-After"]) <= max(1, math.ceil(age_s))
-        stream.close()
-        go_on.set()
-        server.wait_until_idle()
-        assert api.completions.create(model="fake", prompt="a", n=2, max_tokens=1).choices
-        server.wait_until_idle()
 
 
 def test_without_a_template_there_is_no_chat() -> None:
@@ -382,13 +230,6 @@ def test_adapters_are_named_by_their_model_and_alone_where_that_is_clear() -> No
     cards = [ListedModel(model.model_id, model.names, 0, 0, None, model).card() for model in (poet, own)]
     assert cards[0]["parent"] == "tiny"
     assert "parent" not in cards[1]
-
-
-def test_each_adapter_has_a_fingerprint_of_its_own() -> None:
-    own = replace(MODEL, names=("tiny",), fingerprint=lambda: FINGERPRINT)
-    told = {model.system_fingerprint for model in (own, *with_adapters(own, ADAPTERS, {"tiny"}))}
-
-    assert len(told) == 3
 
 
 PROMPT = list(range(5, 25)) * 10

@@ -59,14 +59,10 @@ def begin(client: openai.OpenAI, lines: bytes, window: Any = "24h", **fields: An
     return client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window=window, **fields)
 
 
-def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 60) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        batch = client.batches.retrieve(batch_id)
-        if batch.status in ("completed", "failed", "expired", "cancelled"):
-            return batch
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.02)
+def ended(client: openai.OpenAI, batch_id: str) -> Any:
+    over = ("completed", "failed", "expired", "cancelled")
+    until(lambda: client.batches.retrieve(batch_id).status in over, "the batch does not end")
+    return client.batches.retrieve(batch_id)
 
 
 def slow_down(server: FakeServer, step_s: float) -> None:

@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import anthropic
 import httpx
 import ollama
 import openai
@@ -87,14 +86,6 @@ def test_a_batch_has_the_room_that_others_leave(tmp_path: Path) -> None:
         assert "could not be loaded" in client.files.content(done.error_file_id).text
         assert server.folder.most_bytes <= 10
         assert server.shelf.counts.loads == 4
-
-
-def test_the_least_recently_used_model_goes_first() -> None:
-    with fake_folder(FOUR, 20) as server:
-        for name in "aba":
-            server.complete(name, "a", 1)
-        server.complete("c", "a", 1)
-        assert server.states() == {"a": "loaded", "b": "unloaded", "c": "loaded", "d": "unloaded"}
 
 
 def test_a_model_that_answers_stays_and_whoever_waits_gets_its_room_then() -> None:
@@ -177,25 +168,6 @@ def test_a_stream_shows_life_while_its_model_is_loaded(path: str) -> None:
                 gate.set()
                 rest = b"".join(parts)
             assert last in rest
-
-
-def test_official_clients_wait_for_their_models() -> None:
-    chat = [{"role": "user", "content": "abc"}]
-    with fake_folder(FOUR, 10, limits=QUICK) as server:
-        server.folder.before_open = lambda _name: threading.Event().wait(0.3)
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
-            assert [model.id for model in api.models.list()] == list(FOUR)
-            chunks = api.chat.completions.create(model="a", messages=chat, max_tokens=5, stream=True)  # type: ignore[arg-type]
-            texts = ["".join(chunk.choices[0].delta.content or "" for chunk in chunks)]
-        with (
-            anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as other,
-            other.messages.stream(model="b", max_tokens=5, messages=chat) as stream,  # type: ignore[arg-type]
-        ):
-            texts.append("".join(stream.text_stream))
-        client, options = ollama.Client(host=server.url), {"num_predict": 5}
-        pieces = client.chat("c:latest", chat, stream=True, options=options)
-        texts.append("".join(piece.message.content or "" for piece in pieces))
-    assert [len(text) for text in texts] == [5, 5, 5]
 
 
 def test_ollama_lists_what_is_loaded_and_says_how_long_it_stays() -> None:

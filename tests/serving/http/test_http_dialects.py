@@ -122,13 +122,6 @@ def test_a_call_of_a_custom_tool_is_its_text(
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_a_call_within_a_namespace_has_its_own_name(running: Running, ranks: ScriptedRanks) -> None:
-    ranks.script = lambda _prompt: called("agents__close")
-    (item,) = Response.model_validate(responses(running).json()).output
-    assert item.type == "function_call"
-    assert (item.namespace, item.name) == ("agents", "close")
-
-
 def _text(text: str) -> dict[str, Any]:
     return {"type": "input_text", "text": text}
 
@@ -474,12 +467,6 @@ def test_paths_mean_the_same_without_v1(running: Running, prompts: list[str]) ->
     url = running[0].url
     assert httpx.get(f"{url}/models").json() == httpx.get(f"{url}/v1/models").json()
     assert httpx.get(f"{url}/models/fake").status_code == 200
-
-
-def test_ollama_s_version_is_that_of_its_api(running: Running) -> None:
-    said = httpx.get(f"{running[0].url}/api/version").json()
-    assert [int(part) for part in said["version"].split(".")] >= [0, 13, 4]
-    assert said["phasewise"]
 
 
 # ---- fields that are not known --------------------------------------------------------------------------

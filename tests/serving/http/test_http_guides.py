@@ -64,17 +64,6 @@ def test_a_chat_answer_follows_its_schema_in_every_choice(api: openai.OpenAI, te
         assert "".join(scored.token for scored in choice.logprobs.content or []) == choice.message.content
 
 
-def test_streamed_text_adds_up_to_the_whole_answer(api: openai.OpenAI) -> None:
-    fields: Any = {"model": "fake", "messages": HELLO, "response_format": BY_SCHEMA, "temperature": 0}
-    whole = api.chat.completions.create(**fields).choices[0].message.content
-
-    pieces = [
-        chunk.choices[0].delta.content or "" for chunk in api.chat.completions.create(stream=True, **fields)
-    ]
-
-    assert "".join(pieces) == whole
-
-
 def test_any_object_can_be_asked_for(server: FakeServer) -> None:
     said = asked(server, response_format={"type": "json_object"}, temperature=0).json()["choices"][0]
 
@@ -104,12 +93,6 @@ def test_an_answer_cut_at_max_tokens_says_length(server: FakeServer) -> None:
     choice = asked(server, response_format=BY_SCHEMA, max_tokens=5).json()["choices"][0]
 
     assert choice["finish_reason"] == "length"
-
-
-def test_a_stop_string_ends_a_guided_answer_too(server: FakeServer) -> None:
-    choice = asked(server, structured_outputs={"regex": "abc;def"}, stop=";").json()["choices"][0]
-
-    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
 
 
 @pytest.mark.parametrize(

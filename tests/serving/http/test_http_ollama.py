@@ -110,15 +110,6 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(client: ollama.Client, ranks: Scrip
     assert client.chat(model="fake").done_reason == "load"
 
 
-def test_an_answer_may_fill_the_context(running: Scripted, ranks: ScriptedRanks) -> None:
-    ranks.script = lambda _prompt: "on and " * 100
-    long = [{"role": "user", "content": "on and " * 540}]
-    for n in (-1, 100_000):
-        said = asked(running, messages=long, options={**GREEDY, "num_predict": n}).json()
-        assert (said["done_reason"], said["prompt_eval_count"] + said["eval_count"]) == ("length", 4000)
-    assert asked(running, options={**GREEDY, "num_predict": 3}).json()["eval_count"] == 3
-
-
 def test_a_schema_is_kept(client: ollama.Client, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: "no"
     schema: Any = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,13 +163,6 @@ def test_a_body_of_ten_megabytes(server: FakeServer) -> None:
     refusal(chunked, 413)
 
 
-def test_an_unknown_model(server: FakeServer) -> None:
-    for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
-        error = refusal(post(server, body(model="gpt-9"), path), 404)
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
-        assert "gpt-9" in error["message"]
-
-
 def test_the_context_can_be_used_to_its_last_token(server: FakeServer) -> None:
     response = post(server, completion(prompt="a" * (CONTEXT - 9), max_tokens=9))
 
@@ -190,14 +182,6 @@ def test_a_wrong_method(server: FakeServer, method: str) -> None:
 )
 def test_an_unknown_path(server: FakeServer, path: str) -> None:
     refusal(httpx.get(server.url + path), 404)
-
-
-def test_bytes_that_are_no_http(server: FakeServer) -> None:
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
-        raw.sendall(b"\x00\x01\x02 nonsense\r\n\r\n")
-        assert raw.recv(1000).startswith(b"HTTP/1.1 400")
-    assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_a_port_in_use_is_one_line() -> None:

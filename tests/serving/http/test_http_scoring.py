@@ -75,19 +75,6 @@ def test_an_echo_has_the_tokens_of_prompt_and_answer(client: openai.OpenAI, max_
     assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
 
 
-def test_scoring_a_text_is_generating_it(client: openai.OpenAI) -> None:
-    """The numbers of an answer are those of the same tokens in a prompt, in every bit."""
-    asked: dict[str, Any] = {"model": "fake", "logprobs": 3, "temperature": 0}
-    (choice,) = client.completions.create(prompt="xyz", max_tokens=9, **asked).choices
-    (scored,) = client.completions.create(
-        prompt="xyz" + choice.text, echo=True, max_tokens=0, **asked
-    ).choices
-    assert choice.logprobs is not None
-    assert scored.logprobs is not None
-    for name in ("tokens", "token_logprobs", "top_logprobs"):
-        assert getattr(scored.logprobs, name)[3:] == getattr(choice.logprobs, name)
-
-
 def test_an_echo_of_tokens_and_of_nothing_else(client: openai.OpenAI) -> None:
     """Tokens are echoed as their text; without logprobs there are none."""
     answer = client.completions.create(model="fake", prompt=[97, 98], echo=True, max_tokens=0)
@@ -191,13 +178,6 @@ def test_a_prompt_s_numbers_are_computed_for_one_of_its_choices(
     assert all(told)
     assert told == [told[0]] * 3 + [told[3]] * 3
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-
-
-def test_echo_and_prompt_logprobs_take_their_own_numbers(server: FakeServer) -> None:
-    asked = {"model": "fake", "prompt": "abc", "echo": True, "logprobs": 1, "prompt_logprobs": 3}
-    (choice,) = httpx.post(f"{server.url}/v1/completions", json={**asked, "max_tokens": 1}).json()["choices"]
-    assert [len(top_logprob) for top_logprob in choice["logprobs"]["top_logprobs"][1:]] == [1, 1, 1]
-    assert [len(prompt_logprob) for prompt_logprob in choice["prompt_logprobs"][1:]] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -344,13 +324,6 @@ def test_each_choice_has_its_receipt(receipting: FakeServer, path: str, stream: 
     kept = show(receipting, f"/v1/receipts/{answer_id}").json()["data"]
     assert sorted(map(str, kept)) == sorted(str(receipt.to_json()) for receipt in receipts)
     assert show(receipting, f"/v1/receipts/{answer_id}", key="two").status_code == 404
-
-
-def test_without_being_asked_there_is_none(receipting: FakeServer) -> None:
-    answer = ask(receipting, PATHS[0]).json()
-    assert "receipt" not in answer["choices"][0]
-    refused = show(receipting, f"/v1/receipts/{answer['id']}")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "receipt_not_found")
 
 
 def test_a_server_without_receipts_refuses_by_name() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,10 +16,8 @@ from phasewise.serving.http.answers import last_answers
 from phasewise.serving.http.answers.last_answers import ResponseStore
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests import response_schemas
 from phasewise.serving.http.requests.fair_lane import FairLane
-from phasewise.serving.http.requests.response_schemas import ResponsesRequest, messages_of
 from phasewise.serving.http.transport import connections, exchange
 from phasewise.serving.http.transport.connections import UNKNOWN, LoopShare
 from tests.support.servers.fake_engine import piece
@@ -126,34 +123,6 @@ def test_requests_that_the_engine_does_not_answer_are_charged_what_they_took(
     assert len(spent) == 6
 
 
-def test_expositions_that_are_asked_for_together_are_made_in_rounds_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rounds, exposition_rounds = [0], list[int]()
-
-    def exposition(_metrics: Metrics) -> bytes:
-        exposition_rounds.append(rounds[0])
-        return b""
-
-    async def count() -> None:
-        while True:
-            rounds[0] += 1
-            await asyncio.sleep(0)
-
-    async def main(application: Any) -> None:
-        counting = asyncio.ensure_future(count())
-        transport = httpx.ASGITransport(app=application)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            await asyncio.gather(*(client.get("/metrics") for _ in range(8)))
-        counting.cancel()
-
-    monkeypatch.setattr(Metrics, "exposition", exposition)
-    with fake_server() as own:
-        asyncio.run(main(own.app))
-
-    assert len(set(exposition_rounds)) == len(exposition_rounds) == 8
-
-
 @pytest.fixture
 def threads(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Threads that turned responses into chats, or wrote tokens."""
@@ -179,16 +148,6 @@ def test_a_large_conversation_is_converted_beside_the_loop(server: FakeServer, t
     assert loop_thread not in threads
     assert post(server, "/v1/responses", input="a", max_output_tokens=1).status_code == 200
     assert loop_thread in threads
-
-
-def test_calls_of_one_answer_are_merged_in_one_pass() -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    body = ResponsesRequest.model_validate_json(json.dumps({"model": "m", "input": [call] * 5000}))
-
-    (merged,) = messages_of(body.input)
-
-    assert len(merged["tool_calls"]) == 5000
-    assert merged["tool_calls"] is not messages_of(body.input)[0]["tool_calls"]
 
 
 def test_tokens_are_written_beside_the_loop() -> None:
@@ -274,35 +233,6 @@ def test_what_is_too_old_is_forgotten_whoever_asks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(last_answers, "STORED_S", 3600.0)
     with pytest.raises(ApiError):
         store.conversation("gone", "1")
-
-
-PROMPT = "a prompt that no other client must learn " * 4
-
-
-def n_computed(server: FakeServer, key: str, **fields: object) -> int:
-    return server.n_computed("/v1/responses", key, input=PROMPT, max_output_tokens=1, **fields)
-
-
-def test_prompts_of_responses_are_reused_within_a_key_and_a_salt() -> None:
-    with fake_server(HttpLimits(api_keys=KEYS)) as server:
-        whole, again = (n_computed(server, KEYS[0]) for _ in range(2))
-        others = [n_computed(server, KEYS[1]), n_computed(server, KEYS[0], cache_salt="mine")]
-
-    assert again < whole / 2
-    assert others == [whole, whole]
-
-
-def test_a_response_is_continued_by_its_own_key_alone() -> None:
-    with fake_server(HttpLimits(api_keys=KEYS)) as server:
-
-        def ask(key: str, **fields: object) -> httpx.Response:
-            return server.post("/v1/responses", key, input="a", max_output_tokens=1, **fields)
-
-        first = ask(KEYS[0]).json()["id"]
-        own, others = (ask(key, previous_response_id=first) for key in KEYS)
-
-    assert own.status_code == 200
-    assert others.json()["error"]["code"] == "previous_response_not_found"
 
 
 # ---- every route -----------------------------------------------------------------------------------------

@@ -135,16 +135,6 @@ def test_what_fails_after_a_sign_of_life_is_told_in_the_stream(path: str) -> Non
     assert "the step failed" in rest[-2]
 
 
-def test_a_client_that_leaves_during_its_prompt_frees_its_place() -> None:
-    with held() as (server, gate):
-        url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body("/v1/completions"), timeout=60) as answer:
-            assert COMMENT in answer.iter_lines()
-        until(lambda: server.client.n_live == 0, "it is still waited for")
-        gate.open.set()
-        server.wait_until_idle()
-
-
 def test_openais_client_goes_on() -> None:
     async def ask(server: FakeServer, gate: Gate) -> tuple[str, str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
@@ -244,16 +234,6 @@ def _has_taken_all(server: FakeServer) -> bool:
 
 def has_text(chunk: dict[str, Any]) -> bool:
     return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])
-
-
-def test_openais_client_reads_the_progress() -> None:
-    with held() as (server, gate), openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as api:
-        gate.open.set()
-        asked = body("/v1/chat/completions")
-        chunks = list(api.chat.completions.create(**asked, extra_body={"return_progress": True}))  # type: ignore[call-overload]
-    told = [chunk.model_extra["prompt_progress"] for chunk in chunks if chunk.model_extra]
-    assert [step["processed"] == step["total"] for step in told] == [True]
-    assert len("".join(chunk.choices[0].delta.content or "" for chunk in chunks)) == 5
 
 
 def test_a_client_that_leaves_in_its_prompt_is_gone_within_one_step() -> None:

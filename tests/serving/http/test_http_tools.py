@@ -99,19 +99,6 @@ def test_thoughts_come_apart(api: openai.OpenAI, ranks: ScriptedRanks) -> None:
     assert (thought, said) == (f"Hm, {CALL}", "Yes.")
 
 
-def test_tools_reach_the_template_and_are_left_out_where_none_may_be_called(
-    running: Scripted, ranks: ScriptedRanks
-) -> None:
-    seen: list[str] = []
-    ranks.script = lambda prompt: (seen.append(prompt), CALL)[1]
-    said = asked(running, tools=TOOLS, tool_choice="none").json()["choices"][0]["message"]
-    assert said["content"] == CALL
-    assert "tool_calls" not in said
-    assert "<tools>" not in seen[0]
-    asked(running, tools=TOOLS)
-    assert '"name": "get_weather"' in seen[-1]
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_required_comes_whatever_the_model_wants_to_say(
@@ -171,7 +158,6 @@ def test_a_held_call_cut_short_before_its_arguments_is_nothing(
 
 UNHELD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"type": "string", "pattern": r"^\d{3}\b"}, "tools.odd.pattern"),
-    ({"type": "string", "pattern": "^(?!x)a"}, "tools.odd.pattern"),
     ({"type": "string", "pattern": "["}, "tools.odd.pattern"),
     ({"type": "string", "format": "a colour"}, "tools.odd.format"),
     ({"type": "integer", "multipleOf": 3, "not": {"const": 3}}, "tools.odd.not"),
@@ -216,43 +202,6 @@ def test_what_was_called_and_answered_is_in_the_next_prompt(running: Scripted, r
     assert asked(running, tools=TOOLS, messages=messages).status_code == 200
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ü"}}\n</tool_call>' in seen[0]
     assert "<|im_start|>tool\nrain" in seen[0]
-
-
-def test_an_agent_of_ten_turns(api: openai.OpenAI, ranks: ScriptedRanks) -> None:
-    """Three tools, ten calls one after the other, each with the result of the one before in its prompt."""
-    tools: Any = [
-        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-        for name in ("add", "double", "tell")
-    ]
-    functions = {"add": lambda n: n + 1, "double": lambda n: 2 * n, "tell": lambda n: n}
-
-    def script(prompt: str) -> str:
-        n_results = prompt.count("<|im_start|>tool\n")
-        last = prompt.rpartition("<|im_start|>tool\n")[2].partition("<")[0]
-        if n_results == 10:
-            return f"Done: {last}"
-        n = int(last) if n_results else 0
-        name = list(functions)[n_results % 3]
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
-
-    ranks.script = script
-    messages: list[Any] = [{"role": "user", "content": "go"}]
-    for _ in range(11):
-        answer = api.chat.completions.create(
-            model="fake", messages=messages, tools=tools, temperature=0
-        ).choices[0]
-        messages.append(answer.message.model_dump(exclude_none=True))
-        if answer.finish_reason == "stop":
-            break
-        for call in answer.message.tool_calls or ():
-            assert call.type == "function"
-            result = functions[call.function.name](json.loads(call.function.arguments)["n"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-    expected = 0
-    for turn in range(10):
-        expected = list(functions.values())[turn % 3](expected)
-    assert messages[-1]["content"] == f"Done: {expected}"
-    assert sum(message["role"] == "tool" for message in messages) == 10
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_the_focus_is_never_lost(running: tuple[FakeServer, ScriptedRanks], butt
         browse(visit)
     finally:
         ranks.before_step = lambda: None
-    server.wait_until_idle(30)
+    server.wait_until_idle()
 
 
 def test_the_live_view_shows_what_the_engine_does(
@@ -307,7 +307,7 @@ def test_the_live_view_shows_what_the_engine_does(
         browse(visit)
     finally:
         ranks.before_step = lambda: None
-    server.wait_until_idle(30)
+    server.wait_until_idle()
 
 
 def test_comments_in_a_stream_are_no_part_of_the_answer() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from phasewise.serving.http.answers.openai_objects import Choice, CompletionRend
 from phasewise.serving.http.answers.send_answer import Events, respond
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.servers.rude_clients import until_on_loop
 
 LOAD = EngineLoad(0, 0, 0, 64)
 MODEL = ServedModel(("m",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
@@ -43,12 +44,6 @@ def reply_of(n_choices: int) -> Reply:
     return Reply(requests, [FACTS] * n_choices, n_choices, rendering, False, False, form=form)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0)
-
-
 def test_pieces_of_the_first_run_are_no_part_of_the_second() -> None:
     """One of two choices is lost. A piece of the other is on its way while both are sent anew."""
     sent: list[Message] = []
@@ -64,10 +59,10 @@ def test_pieces_of_the_first_run_are_no_part_of_the_second() -> None:
         client.attach(asyncio.get_running_loop())
         try:
             answering = asyncio.ensure_future(respond(client, reply_of(2), request_of_one_that_stays()))
-            await until(lambda: len(submitted()) == 2)
+            await until_on_loop(lambda: len(submitted()) == 2)
             deliver(client, Answer("c-0-1", "old", (), 1, 0))
             deliver(client, Failure("c-0-0", RankLost("an instance was lost")))
-            await until(lambda: len(submitted()) == 4)
+            await until_on_loop(lambda: len(submitted()) == 4)
             assert Abort("c-0-1") in sent
             deliver(client, Answer("c-0-1", "late", (), 2, 0))
             for name in submitted()[2:]:

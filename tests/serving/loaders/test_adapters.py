@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.load_adapter import (
+from phasewise.serving.loaders.adapter_files import (
     load_adapter,
     load_parts,
     named_path,
@@ -142,10 +142,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "led out": (_led_out, "leads out"),
     "shape": (_with_tensor(f"{_Q}.lora_B.weight", np.zeros((4, 4), np.float32)), "another model's"),
     "rank of B": (_with_tensor(f"{_Q}.lora_B.weight", np.zeros((64, 5), np.float32)), "another model's"),
-    "huge rank": (
-        _with_tensor(f"{_Q}.lora_A.weight", np.zeros((513, SHAPE.hidden), np.float32)),
-        "rank 513",
-    ),
+    "huge rank": (_with_tensor(f"{_Q}.lora_A.weight", np.zeros((513, SHAPE.hidden), np.float32)), "rank 513"),
     "nan": (_with_tensor(f"{_Q}.lora_A.weight", np.full((4, SHAPE.hidden), np.nan, np.float32)), "finite"),
     "embedding": (_with_tensor(f"{_EMBED}.lora_embedding_A", np.zeros((4, 9), np.float32)), "embeddings"),
     "head": (_with_tensor("base_model.model.lm_head.lora_A.weight", np.zeros((4, 64), np.float32)), "lora_A"),

@@ -44,12 +44,7 @@ def test_gemma_3_is_the_same_by_both_releases(
     plain = {**fields_of("gemma3_text", len(names)), "layer_types": names, "sliding_window": window}
     plain["hidden_act"] = "gelu_pytorch_tanh"
     scaling = {"rope_type": "linear", "factor": factor} if factor else {}
-    fourth = {
-        **plain,
-        "rope_theta": whole,
-        "rope_local_base_freq": local,
-        "rope_scaling": scaling or None,
-    }
+    fourth = {**plain, "rope_theta": whole, "rope_local_base_freq": local, "rope_scaling": scaling or None}
     of_kinds = {"full_attention": (whole, scaling), "sliding_attention": (local, {})}
     fifth = {
         **plain,

@@ -52,11 +52,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "biases of norms": ("modernbert", {"norm_bias": True}, "norm_bias"),
     "biases of feed-forward layers": ("modernbert", {"mlp_bias": True}, "mlp_bias"),
     "a gate of relu": ("modernbert", {"hidden_activation": "relu"}, "activation 'relu'"),
-    "a classifier of the longest": (
-        "cross-modernbert",
-        {"classifier_pooling": "max"},
-        "'max'; cls, mean",
-    ),
+    "a classifier of the longest": ("cross-modernbert", {"classifier_pooling": "max"}, "'max'; cls, mean"),
     "a classifier of relu": ("cross-modernbert", {"classifier_activation": "relu"}, "'relu'; gelu can run"),
     "a classifier with biases": ("cross-modernbert", {"classifier_bias": True}, "classifier_bias = True"),
     "a feed-forward layer without a gate": (

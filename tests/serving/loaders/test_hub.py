@@ -38,9 +38,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandI
             "big/tiny-BF16-00002-of-00002.gguf": b"2",
             "README.md": b"hello",
         }
-        hub_server.repositories["org/parts-GGUF"] = {
-            "big/tiny-BF16-00001-of-00002.gguf": b"1",
-        }
+        hub_server.repositories["org/parts-GGUF"] = {"big/tiny-BF16-00001-of-00002.gguf": b"1"}
         yield hub_server
 
 

@@ -180,10 +180,7 @@ BAD_CONFIGS = {
         "2 numbers above 0",
     ),
     "layers of two kinds at once": (
-        {
-            "model_type": "kimi_linear",
-            "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]},
-        },
+        {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]}},
         "in one of them",
     ),
     "another architecture": ({"model_type": "gpt2"}, "'gpt2'"),
@@ -560,10 +557,7 @@ BAD_CONFIGS = {
     "a sparse step": ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step"),
     "clipped": ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv"),
     "a multiplier of nothing": ({"model_type": "granite", "residual_multiplier": 0.0}, "residual_multiplier"),
-    "a multiplier of NaN": (
-        {"model_type": "granite", "embedding_multiplier": float("nan")},
-        NOT_JSON,
-    ),
+    "a multiplier of NaN": ({"model_type": "granite", "embedding_multiplier": float("nan")}, NOT_JSON),
     "a multiplier of infinity": (
         {"model_type": "granite", "embedding_multiplier": float("inf")},
         "embedding_multiplier",
@@ -580,10 +574,7 @@ BAD_CONFIGS = {
     "llama3 without a span": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "RoPE"),
     "linear by zero": ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "RoPE"),
     "theta of zero": ({"rope_theta": 0}, "RoPE"),
-    "theta beyond floats": (
-        {"rope_theta": 10**400},
-        "not valid JSON: a number of 401 digits is too large",
-    ),
+    "theta beyond floats": ({"rope_theta": 10**400}, "not valid JSON: a number of 401 digits is too large"),
     "theta of text": ({"rope_theta": "1e4"}, "float expected"),
     "epsilon NaN": ({"rms_norm_eps": float("nan")}, NOT_JSON),
     "epsilon of infinity": ({"rms_norm_eps": float("inf")}, "epsilon"),

@@ -1,6 +1,5 @@
 """A quantised checkpoint of every format loads as the numbers that were packed; a wrong one is one clear
-line.
-"""
+line."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.errors import ModelError, RequestError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.load_adapter import with_adapters
+from phasewise.serving.loaders.adapter_files import with_adapters
 from phasewise.serving.models.linears import Adapter, LowRank, flat, unflat, update_of
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, Ranks, open_ranks
@@ -35,7 +35,7 @@ from tests.support.models.adapters import (
     write_peft,
 )
 from tests.support.models.family_models import write_family_hf
-from tests.support.models.reference_forward import tiny_config, tiny_model
+from tests.support.models.reference_forward import row_sizes, tiny_config, tiny_model
 from tests.support.models.reference_models import tiny_case_weights, tiny_prompts, write_tiny_case
 from tests.support.models.tiny_models import safetensors_bytes
 from tests.support.servers.fake_engine import run_all, text_of
@@ -65,13 +65,14 @@ def rows_after(ranks: Ranks, prompt: list[int], adapter: int) -> np.ndarray:
 def drawn_adapter(model: PackedModel, seed: int, readers: tuple[str, ...], rank: int) -> Adapter:
     """An adapter of some weights of a tiny model; the ranks of its targets differ."""
     config, rng = model.config, np.random.default_rng(seed)
+    q, kv = row_sizes(config)
     outputs = {
-        "qkv": [(0, config.q_rows), (config.q_rows + config.kv_rows, config.kv_rows)],
+        "qkv": [(0, q), (q + kv, kv)],
         "o": [(0, config.hidden)],
         "gate_up": [(0, config.ffn), (config.ffn, config.ffn)],
         "down": [(0, config.hidden)],
     }
-    inputs = {"qkv": config.hidden, "o": config.q_rows, "gate_up": config.hidden, "down": config.ffn}
+    inputs = {"qkv": config.hidden, "o": q, "gate_up": config.hidden, "down": config.ffn}
 
     def part(n: int, k: int, own: int) -> LowRank:
         a, b = rng.standard_normal((own, k), np.float32), rng.standard_normal((n, own), np.float32)
@@ -256,7 +257,7 @@ def test_outputs_that_begin_within_a_panel_are_put_right() -> None:
     config, split = fused.config, dict(fused.weights)
     for layer in range(config.n_layers):
         rows = unpack(split.pop(f"layers.{layer}.qkv"))
-        ends = np.cumsum([config.q_rows, config.kv_rows])
+        ends = np.cumsum(row_sizes(config))
         for part, own in zip("qkv", np.split(rows, ends), strict=True):
             split[f"layers.{layer}.{part}"] = pack_dense(own, "f32")
     adapter = drawn_adapter(fused, 4, ("qkv",), 3)

@@ -1,6 +1,5 @@
 """A tiny model of every family, from a Hugging Face directory and from GGUF, beside what transformers
-computes of it.
-"""
+computes of it."""
 
 from __future__ import annotations
 
@@ -60,6 +59,12 @@ IN_FORMATS = [
 """Families by the formats that they are read from."""
 
 
+GLM_OF_LING = {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1, "use_qk_norm": True}
+GLM_NAMES = {
+    "word_embeddings": "embed_tokens", "attention.query_layernorm": "self_attn.q_norm",
+    "attention.key_layernorm": "self_attn.k_norm", "attention.dense": "self_attn.o_proj",
+    ".attention.": ".self_attn.", "expert_bias": "e_score_correction_bias",
+}  # fmt: skip
 CHUNK = 64
 LEAST_MARGIN = 0.01
 
@@ -67,8 +72,7 @@ LEAST_MARGIN = 0.01
 @pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_the_best_token_of_every_step_is_best_by_a_margin(name: str) -> None:
     """By transformers' logits: what another order of sums changes cannot change a token. A prompt is longer
-    than windows and chunks.
-    """
+    than windows and chunks."""
     expected = np.load(layout.FIXTURES / "families.npz")
     prompts = families.family_prompts(name)
 
@@ -367,6 +371,28 @@ def test_layers_beyond_the_model_are_not_read(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"layers\.4\.up, for which its config has no use"):
         load_model(str(folder), "f32", cache_dir=tmp_path / "more-cache")
+
+
+def test_a_mixture_of_ling_computes_what_one_of_glm_does(tmp_path: Path) -> None:
+    """Nothing but the names of its tensors and settings is its own."""
+    case, weights = family_cases.ALL_CASES["bailingmoe2"], families.family_weights("bailingmoe2")
+    ours = families.write_family_hf(tmp_path / "ling", "bailingmoe2")
+    theirs = families.write_family_hf(tmp_path / "glm", "glm4moe", {**case.fields, **GLM_OF_LING})
+    for old, new in GLM_NAMES.items():
+        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+    for name in [name for name in weights if "query_key_value" in name]:
+        parts = np.split(weights.pop(name), [128, 192])
+        weights |= {
+            name.replace("query_key_value", f"{part}_proj"): t for part, t in zip("qkv", parts, strict=True)
+        }
+    save_file(weights, theirs / "model.safetensors")
+    logits = []
+    for folder in (ours, theirs):
+        model = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+        with closing(local_ranks(replace(model, config=replace(model.config, context_length=256)))) as ranks:
+            logits.append(greedy(ranks, families.family_prompts("bailingmoe2")[1], 8))
+
+    assert logits[0].tobytes() == logits[1].tobytes()
 
 
 def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:

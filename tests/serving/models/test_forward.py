@@ -107,8 +107,7 @@ def test_float32_logits_equal_numpy_in_float64(name: str) -> None:
 def test_rounded_activations_keys_and_values_cost_little(kind: str, kv_format: str, loss: float) -> None:
     """Against the same weights in float64: bf16 keeps 8 bits of an activation, int8 groups about 7.
 
-    Keys and values are rounded beside float32 weights, so that nothing else is.
-    """
+    Keys and values are rounded beside float32 weights, so that nothing else is."""
     model = make_model("llama", kind)
     ids = random_ids(150, model)
     want = reference_logits(model, ids)
@@ -355,11 +354,7 @@ wild = st.one_of(
 )
 wild_slices = st.lists(
     st.builds(
-        SequenceSlice,
-        st.lists(st.one_of(st.integers(0, 82), wild), max_size=6),
-        wild,
-        wild,
-        st.booleans(),
+        SequenceSlice, st.lists(st.one_of(st.integers(0, 82), wild), max_size=6), wild, wild, st.booleans()
     ),
     max_size=4,
 )

@@ -174,8 +174,7 @@ def test_a_change_of_ranks_at_every_step_changes_nothing(
     sizes: tuple[list[int], list[int]], kind: str, k_parts: int, seed: int, is_weighed: bool
 ) -> None:
     """Any table for any step, chunks of a prompt included; each rank with schedules of its own, and weighed
-    by its threads or as cores of several kinds would be: some have nothing then.
-    """
+    by its threads or as cores of several kinds would be: some have nothing then."""
     model, rng = make_model("separate-parts", kind), np.random.default_rng(seed)
     teams = tuple(map(tuple, sizes))
     schedules = [

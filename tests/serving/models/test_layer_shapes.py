@@ -18,6 +18,7 @@ from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.adapter_files import load_adapter
 from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.families import Family
 from phasewise.serving.loaders.families.gemma3n import GEMMA3N
@@ -25,7 +26,6 @@ from phasewise.serving.loaders.families.gemma4 import GEMMA4
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES
 from phasewise.serving.loaders.formats.gguf_model import field, open_gguf_model
 from phasewise.serving.loaders.formats.hf_config import config_of
-from phasewise.serving.loaders.load_adapter import load_adapter
 from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import HeadShape
@@ -64,7 +64,7 @@ def test_heads_of_layers_are_the_same_by_both_spellings() -> None:
     saved = config_of({**fields, "per_layer_config": own}, {}, add_bos=False)
 
     assert saved == published
-    assert [published.heads_of(layer) for layer in (0, 3)] == [HeadShape(2, 16), HeadShape(1, 32, True)]
+    assert [published.keeping[layer].heads for layer in (0, 3)] == [HeadShape(2, 16), HeadShape(1, 32, True)]
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
@@ -136,8 +136,7 @@ def test_a_token_takes_bytes_in_layers_that_keep_keys_and_values_alone(
 def test_every_format_of_keys_and_values_is_near_exact_ones(name: str, tmp_path: Path) -> None:
     """By the median of five prompts. Scores of Gemma 4 are not divided by the root of the head's size, so
     that rounding of keys counts more: int8 is held to the error of bf16 on the same prompts. In a mixture
-    int8 may choose other experts, whose numbers are others.
-    """
+    int8 may choose other experts, whose numbers are others."""
     model = loaded(name, tmp_path)
     prompts = [np.random.default_rng(seed).integers(3, 250, 90).tolist() for seed in range(5)]
 
@@ -295,14 +294,11 @@ def test_streams_of_another_stack_are_refused(tmp_path: Path) -> None:
 
     assert (stack.shape, streams and streams.laurel_rank) == ((64, 64), 16)
     assert (rows == weights["model.altup_projections.1.weight"]).all()
-    flat = replace(stack, shape=(3 * 64, 64))
+    flat, whole = replace(stack, shape=(3 * 64, 64)), CutFor("", {}, "a tensor")
     for tensor in (flat, replace(stack, shape=(2, 64, 64))):
         with pytest.raises(ModelError, match="3 matrices expected"):
-            list(our_tensors("altup_proj.weight", GEMMA3N.global_names, tensor, CutFor("", {}, "a tensor")))
+            list(our_tensors("altup_proj.weight", GEMMA3N.global_names, tensor, whole, "gemma3n"))
     quantised = replace(stack, type_name="Q8_0", form=BLOCK_TYPES["Q8_0"].form)
+    cut_for = CutFor("layers.0.", {}, "a tensor")
     with pytest.raises(ModelError, match="is Q8_0: plain numbers can run"):
-        list(
-            our_tensors(
-                "altup_router.weight", GEMMA3N.gguf_names, quantised, CutFor("layers.0.", {}, "a tensor")
-            )
-        )
+        list(our_tensors("altup_router.weight", GEMMA3N.gguf_names, quantised, cut_for, "gemma3n"))

@@ -11,21 +11,10 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.config_json import config_from_json, config_to_json
-from phasewise.serving.models.layers import SingleHalves
-from phasewise.serving.models.packed_model import (
-    Experts,
-    LayerKind,
-    ModelConfig,
-)
+from phasewise.serving.models.packed_model import Experts, LayerKind, ModelConfig, SingleHalves
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.parts.part import ProductFactors
-from phasewise.serving.models.rope import (
-    FrequencyFactors,
-    LinearScaling,
-    Llama3Scaling,
-    RopeSpec,
-    Scaling,
-)
+from phasewise.serving.models.parts.site import ProductFactors
+from phasewise.serving.models.rope import FrequencyFactors, LinearScaling, Llama3Scaling, RopeSpec, Scaling
 
 CONFIG = ModelConfig(
     architecture="llama",

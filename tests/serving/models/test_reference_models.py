@@ -1,8 +1,7 @@
 """The whole path from a file to logits, beside what transformers computes from the same weights in float32.
 
 The fixtures hold transformers' tokens and logits (tests/data/make_reference.py makes them), so nothing of it
-is needed here.
-"""
+is needed here."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from phasewise.serving.prefix_store.blocks import (
     check_record,
     read_head,
     read_record,
-    tails,
     through_states,
     to_last_state,
     write_record,
@@ -40,15 +39,6 @@ def record_of(number: int, seed: int = 5) -> tuple[BlockNames, memoryview, bytes
 
 def bytes_of(naming: BlockNames, block: PrefixBlock, held: bytes) -> memoryview:
     return memoryview(bytearray(b"".join(map(bytes, write_record(naming, block, 0.25, held)))))
-
-
-@pytest.mark.parametrize("number", [0, 1, -1])
-def test_a_record_gives_back_its_rows(number: int) -> None:
-    naming, record, rows = record_of(number)
-    block = naming.all_blocks(TOKENS, "s")[number]
-
-    assert len(record) == SHAPE.record_bytes(block.n_tokens) <= SHAPE.most_bytes
-    assert_reads(naming, block, record, rows)
 
 
 def test_a_record_gives_back_a_state_where_its_model_has_one() -> None:
@@ -165,13 +155,3 @@ def test_names_are_equal_where_beginnings_are_and_only_there(
         *BlockNames(KEY, b"j" * 32).all_blocks(tokens, space),
     ]
     assert not {block.name for block in blocks} & {block.name for block in strangers}
-
-
-@examples(100)
-@given(begin=st.integers(0, 3).map(lambda n: n * BLOCK_TOKENS), more=st.integers(0, 300))
-def test_tails_are_whole_panels_and_less_than_a_block(begin: int, more: int) -> None:
-    ends = tails(begin, begin + more)
-
-    assert ends == sorted(ends, reverse=True)
-    assert all(end % 16 == 0 and begin < end < begin + BLOCK_TOKENS and end <= begin + more for end in ends)
-    assert len(ends) == min(more, BLOCK_TOKENS - 1) // 16

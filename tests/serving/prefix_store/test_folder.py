@@ -73,30 +73,6 @@ def test_the_limit_is_kept_and_what_stays_has_its_beginning(tmp_path: Path) -> N
     assert all(block.begin == 0 or block.parent in kept for block in kept.values())
 
 
-def test_two_servers_stay_near_the_limit_and_read_only_whole_records(tmp_path: Path) -> None:
-    limit = 64 * ONE
-    folders = [PrefixFolder.open(tmp_path, limit) for _ in range(2)]
-    for seed in range(60):
-        write(folders[seed % 2], 4 * BLOCK_TOKENS, seed)
-        assert bytes_in(tmp_path) <= limit + limit // 16
-    buffer = memoryview(bytearray(ONE))
-
-    assert {folders[0].read_into(name, buffer) for name, _ in folders[1].kept()} == {ONE}
-
-
-def test_cheap_and_old_blocks_leave_first(tmp_path: Path) -> None:
-    folder = PrefixFolder.open(tmp_path, 6 * ONE)
-    dear, cheap = write(folder, BLOCK_TOKENS, 1, seconds=9.0), write(folder, BLOCK_TOKENS, 2, seconds=0.1)
-    old = write(folder, BLOCK_TOKENS, 3, seconds=9.0)
-    os.utime(tmp_path / f"{old[0].hex()}.kv", (0, 0))
-    for seed in range(4, 9):
-        write(folder, BLOCK_TOKENS, seed, seconds=5.0)
-
-    assert folder.find(dear[0])
-    assert not folder.find(old[0])
-    assert not folder.find(cheap[0])
-
-
 def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path) -> None:
     folder = PrefixFolder.open(tmp_path, 8 * ONE)
     (name,) = write(folder, BLOCK_TOKENS, 1)

@@ -38,7 +38,7 @@ from tests.support.tiers import examples
 
 TWO_NODES = MemoryNodes({0: frozenset({0, 2}), 1: frozenset({1, 3})}, (0, 1))
 """As if: what is asked of a second node lies on the first where there is none."""
-FORMATS = ["Q8_0", "Q4_K", "BF16"]
+FORMATS = ["Q8_0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Q4_K", "BF16"))]
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -136,20 +136,6 @@ def test_too_little_memory_leaves_the_file_mapped(
 
     (record,) = caplog.records
     assert "stay where the system has read them" in record.getMessage()
-
-
-@pytest.mark.usefixtures("two_nodes")
-def test_ranks_that_are_opened_again_find_their_copies(
-    in_file: PackedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = opened(in_file, TWO, TWO)
-    first = token_by_token(ranks, ("decode",))
-    again = _copies(monkeypatch)
-    ranks.reopen()
-
-    assert np.array_equal(token_by_token(ranks, ("decode",)), first)
-    assert again() == 0
-    ranks.close()
 
 
 @pytest.mark.many

@@ -94,36 +94,6 @@ def test_every_row_of_logits(ranks: LocalRanks) -> None:
     assert (got[:150] == got[150:300]).all()
 
 
-def test_a_batch_that_wants_nothing_returns_no_rows(ranks: LocalRanks) -> None:
-    assert ranks.forward(prefill(SequenceSlice(ids_of(5), 0, 0, False))).shape == (0, MODEL.config.vocab_size)
-    assert ranks.forward(prefill(SequenceSlice(ids_of(900), 0, 0, False))).shape[0] == 0
-
-
-def test_copied_slots_hold_the_same_sequence(ranks: LocalRanks) -> None:
-    ids = ids_of(50)
-    ranks.forward(prefill(SequenceSlice(ids, 0, 3, True)))
-    want = ranks.forward(Batch("decode", (SequenceSlice([1], 50, 3, True),))).copy()
-
-    ranks.copy_kv(3, 1000, 50)
-
-    assert (ranks.forward(Batch("decode", (SequenceSlice([1], 50, 1000, True),))) == want).all()
-
-
-def test_each_phase_runs_on_its_own_cores() -> None:
-    if len(CPUS) < 2:
-        pytest.skip("needs two CPUs")
-    home = os.sched_getaffinity(0)
-    ranks = LocalRanks(MODEL, plans(CPUS[:2], CPUS[1:2]), RankOptions(KvSettings(500), 100, 2))
-    ids = ids_of(20)
-    for _ in range(3):
-        ranks.forward(prefill(SequenceSlice(ids, 0, 0, False)))
-        ranks.forward(Batch("decode", (SequenceSlice([1], 20, 0, True),)))
-
-    assert ranks.observed_cpus() == {"prefill": CPUS[:2], "decode": CPUS[1:2]}
-    ranks.close()
-    assert os.sched_getaffinity(0) == home
-
-
 def test_a_slot_costs_what_it_says() -> None:
     """Keys and values of 2 layers, 2 KV heads, 16 dimensions: float32 beside such weights, else int16."""
     assert local().kv_bytes_per_slot == 2 * 2 * (16 + 16) * 4
@@ -144,14 +114,6 @@ def test_touched_ranks_have_their_memory_before_the_first_step() -> None:
     there.close()
 
 
-def test_a_thread_that_touches_runs_where_it_did() -> None:
-    before = os.sched_getaffinity(0)
-    ranks = LocalRanks(MODEL, plans(CPUS[:1], CPUS[:1]), RankOptions(KvSettings(100, touched=True), 10, 1))
-
-    assert os.sched_getaffinity(0) == before
-    ranks.close()
-
-
 def test_memory_that_was_granted_and_is_not_there_is_one_line() -> None:
     class Short:
         def touch(self, team: object) -> None:
@@ -170,11 +132,6 @@ def test_a_plan_of_two_ranks_is_refused() -> None:
 def test_cores_that_are_not_there_are_refused() -> None:
     with pytest.raises(RanksError, match="cannot pin a thread to CPU 8000"):
         LocalRanks(MODEL, plans(prefill=(8000,)), RankOptions(KvSettings(100), 10, 1))
-
-
-def test_more_memory_than_there_is_is_refused() -> None:
-    with pytest.raises((RanksError, ModelError), match=r"KV cache of \d+ slots .* need \d+ MiB"):
-        local(kv_slots=1 << 30)
 
 
 @pytest.mark.parametrize(

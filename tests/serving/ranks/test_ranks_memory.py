@@ -62,11 +62,6 @@ def test_a_policy_holds_for_the_block_and_no_longer() -> None:
     assert kernel.nodes is None
 
 
-def test_no_node_asks_nothing() -> None:
-    with placing((), Kernel(errno.EPERM).set_policy) as answer:
-        assert answer == 0
-
-
 def test_a_denied_policy_is_one_warning_that_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
     answers = {}
     for rank in range(4):
@@ -85,12 +80,6 @@ def test_a_report_tells_bytes_by_node() -> None:
 
     assert Report.from_line(report.to_line()) == report
     assert Report.from_line(Report("no room").to_line()) == Report("no room")
-
-
-def test_granted_policies_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_refusals({0: 0, 1: 0})
-
-    assert not caplog.records
 
 
 def test_a_node_that_is_not_there_is_no_matter_of_permission(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support import ROOT
 from tests.support.models.reference_forward import tiny_config, tiny_model
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
+from tests.support.servers.rude_clients import until
 
 Teams = tuple[int, ...]
 
@@ -82,13 +83,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + BOUND_S
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds()
 
 
 def shared_mappings() -> list[str]:
@@ -210,7 +204,7 @@ def test_one_dead_rank_takes_the_others_along(three_heads: PackedModel) -> None:
     pids = ranks.pids
     os.kill(pids[2], signal.SIGABRT)
 
-    assert eventually(lambda: not any(map(alive, pids.values())))
+    until(lambda: not any(map(alive, pids.values())), "they live on")
     with pytest.raises(RanksError, match=rf"rank 2 \(pid {pids[2]}\) was killed by SIGABRT"):
         token_by_token(ranks, ("decode",), 1)
     ranks.close()
@@ -262,7 +256,7 @@ def test_workers_end_with_the_engine_however_it_ends(ending: str) -> None:
     pids = json.loads(engine.stdout)
 
     assert len(pids) == 1
-    assert eventually(lambda: not any(map(alive, pids)))
+    until(lambda: not any(map(alive, pids)), "they live on")
 
 
 def test_ranks_outlive_the_thread_that_opened_them(three_heads: PackedModel) -> None:
@@ -316,16 +310,6 @@ def test_a_core_that_another_rank_cannot_have_is_named(three_heads: PackedModel)
 def test_more_memory_than_there_is_is_refused(three_heads: PackedModel) -> None:
     with pytest.raises(ServingError, match=r"KV cache of \d+ slots .* need \d+ MiB"):
         open_ranks(three_heads, plans(ONE, TWO), RankOptions(KvSettings(1 << 30), 10, 1, pinned=False))
-
-
-def test_a_phase_without_a_plan_is_named(three_heads: PackedModel) -> None:
-    ranks = open_ranks(
-        three_heads, {"decode": plans(ONE, TWO)["decode"]}, RankOptions(KvSettings(100), 10, 1, pinned=False)
-    )
-
-    with pytest.raises(RanksError, match="no plan for prefill"):
-        ranks.forward(Batch("prefill", (SequenceSlice([1], 0, 0, True),)))
-    ranks.close()
 
 
 # ---- NUMA nodes ------------------------------------------------------------------------------------------

@@ -56,18 +56,6 @@ def test_greedy_takes_the_largest_and_the_first_of_equals(seed: int) -> None:
     assert draw(logits, 1, temperature=0.0) == [int(np.flatnonzero(logits == logits.max())[0])]
 
 
-def test_rows_are_sampled_each_by_its_own_sampler() -> None:
-    logits = np.stack([logits_of(seed) for seed in range(4)])
-    samplers = [Sampler(GREEDY, (), 300) for _ in range(4)]
-
-    plain = [row.token_id for row in sample_rows(logits, samplers)]
-    mixed = sample_rows(
-        logits, [*samplers[:3], Sampler(SamplingParams(temperature=0, top_logprobs=1), (), 300)]
-    )
-
-    assert plain == logits.argmax(axis=1).tolist() == [token.token_id for token in mixed]
-
-
 @examples(60)
 @given(
     seed=SEEDS,
@@ -132,12 +120,6 @@ def test_a_seed_repeats_whoever_else_is_in_the_batch() -> None:
         by_itself = sample_rows(logits[1:2], [alone])[0]
         in_company = sample_rows(logits, [others[0], among, others[1]])[1]
         assert by_itself == in_company
-
-
-def test_without_a_seed_two_requests_differ() -> None:
-    logits = np.zeros(1000, dtype=np.float32)
-
-    assert draw(logits, 20) != draw(logits, 20)
 
 
 def test_a_repetition_penalty_counts_prompt_and_answer() -> None:
@@ -242,18 +224,6 @@ def test_a_token_that_cannot_come_is_never_drawn() -> None:
 STATED = SamplingDefaults(0.6, 20, 0.8, 0.01, 1.05, "model")
 
 
-def test_a_model_that_states_nothing_gets_our_defaults() -> None:
-    assert stated_by_hf({"eos_token_id": 2}) == SamplingDefaults()
-    assert stated_by_gguf({"general.architecture": "llama"}) == SamplingDefaults()
-    defaults = SamplingDefaults()
-    assert (defaults.temperature, defaults.top_p, defaults.min_p, defaults.top_k) == (0.7, 0.95, 0.05, None)
-
-
-def test_what_a_model_leaves_out_beside_what_it_states_is_neutral() -> None:
-    defaults = stated_by_hf({"temperature": 0.6, "top_k": 20})
-    assert defaults == SamplingDefaults(0.6, 20, 1.0, 0.0, 1.0, "model")
-
-
 def test_both_file_formats_say_the_same() -> None:
     values = {"temperature": 0.6, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.05}
     keys = ("temp", "top_k", "top_p", "min_p", "penalty_repeat")
@@ -317,8 +287,3 @@ def test_what_a_request_states_wins_field_by_field() -> None:
         CompletionRequest(model="m", prompt="a", temperature=2.0), served(STATED)
     )
     assert (request.sampling.temperature, request.sampling.top_p) == (2.0, 0.8)
-
-
-def test_an_operators_values_replace_only_what_they_name() -> None:
-    assert STATED.with_overrides(top_p=0.5) == SamplingDefaults(0.6, 20, 0.5, 0.01, 1.05, "model")
-    assert STATED.with_overrides() == STATED

@@ -18,7 +18,6 @@ from phasewise.serving.sandbox.confined import (
     Bounds,
     CancelToken,
     ConfinedProcess,
-    JobRefused,
     Overrun,
     Unserved,
 )
@@ -37,7 +36,6 @@ def job(schema: object) -> bytes:
 
 HARMLESS = job({"type": "object"})
 ENDLESS = job({"allOf": [{"type": "string", "pattern": f".*a.{{{index}}}b.*"} for index in range(30)]})
-REFUSED = job({"not": {}})
 
 
 @pytest.fixture
@@ -149,13 +147,6 @@ def test_a_job_ends_with_the_wait_for_it(started: list[ConfinedProcess]) -> None
     assert int(process.ask(HARMLESS)) >= 0
 
 
-def test_what_the_job_refuses_is_told_in_its_words(started: list[ConfinedProcess]) -> None:
-    process = opened(started, ROOMY)
-
-    with pytest.raises(JobRefused, match="cannot be used"):
-        process.ask(REFUSED)
-
-
 def test_a_process_that_was_killed_is_started_again(started: list[ConfinedProcess]) -> None:
     others = descendants()
     process = opened(started, ROOMY)
@@ -176,23 +167,3 @@ def test_nothing_is_left_of_it(started: list[ConfinedProcess]) -> None:
 
     until(lambda: descendants() == before, "its processes have ended")
     assert len(os.listdir("/proc/self/fd")) < n_descriptors
-
-
-def test_only_one_job_runs_at_a_time(started: list[ConfinedProcess]) -> None:
-    process, cancel = opened(started, ROOMY), CancelToken()
-    told: list[bytes] = []
-
-    def wait() -> None:
-        with pytest.raises(Abandoned):
-            process.ask(ENDLESS, cancel)
-
-    first = threading.Thread(target=wait)
-    first.start()
-    until(process._turn.locked, "the first job does not run")
-    second = threading.Thread(target=lambda: told.append(process.ask(HARMLESS)))
-    second.start()
-    assert not told
-    cancel.end()
-    first.join()
-    second.join()
-    assert int(told[0]) >= 0

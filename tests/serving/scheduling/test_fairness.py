@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.scheduling.admission import FEW_TOKENS, LEAST_TOKENS
+from phasewise.serving.scheduling.admission import LEAST_TOKENS
 from phasewise.serving.scheduling.request import LiveSequence, Request
 from phasewise.serving.scheduling.scheduler import Scheduler
 from tests.support.scheduled import POLICIES, Turns, make
@@ -140,57 +140,6 @@ def test_a_small_client_waits_for_a_part_of_one_step(
     assert not scheduler.has_work
 
 
-@examples(100)
-@given(
-    prompts=st.lists(st.integers(1, 200), min_size=1, max_size=6),
-    chunk=st.integers(1, 200),
-    n_clients=st.integers(1, 6),
-)
-def test_what_lies_before_a_first_chunk_is_one_chunk_of_each_other_client(
-    prompts: list[int], chunk: int, n_clients: int
-) -> None:
-    """However long the prompts of the others are; and a step uses its tokens, or some for each client."""
-    shared = Shared(make(n_slots=100 * CONTEXT, context=CONTEXT, tokens=200, sequences=64))
-    for client in range(n_clients):
-        for n_prompt in prompts:
-            shared.add(str(client), n_prompt, 1)
-    shared.step(chunk)
-    shared.before.clear()
-    name = shared.add("new", 20, 1)
-    while True:
-        pending = sum(sequence.n_pending for sequence in shared.scheduler._running)
-        pending += 0 if shared.is_running(name) else 20
-        before = dict(shared.before)
-        batch = shared.step(chunk)
-        assert batch is not None
-        if batch.phase == "prefill":
-            assert batch.n_tokens >= min(chunk, pending, FEW_TOKENS)
-            assert batch.n_tokens <= chunk
-        if name in batch.request_ids:
-            break
-    assert all(n_tokens <= chunk for n_tokens in before.values()), before
-
-
-def test_forty_long_answers_leave_another_client_its_places() -> None:
-    """The youngest of the 32 that run give way, keep their tokens, and go on once places are free."""
-    shared = Shared(make(n_slots=40 * CONTEXT, context=CONTEXT, tokens=512, sequences=32))
-    long = [shared.add("greedy", 5, 200) for _ in range(40)]
-    for _ in range(50):
-        shared.step()
-    assert shared.held() == {"greedy": 32}
-    n_before = dict(shared.turns.got)
-
-    names = [shared.add("small", 5, 8) for _ in range(20)]
-    shared.step()
-    assert shared.held() == {"greedy": 16, "small": 16}
-    assert [shared.is_running(name) for name in long[:17]] == [True] * 16 + [False]
-    assert shared.turns.got.items() >= n_before.items()
-
-    shared.turns.run()
-    assert shared.turns.ended[:16] == names[:16]
-    assert shared.turns.got == dict.fromkeys(long, 200) | dict.fromkeys(names, 8)
-
-
 def test_a_client_that_comes_back_again_and_again_stops_nobody() -> None:
     """One request after the other, for ever: the oldest answers of the other client go on all the while."""
     shared = Shared(make(n_slots=40 * CONTEXT, context=CONTEXT, tokens=64, sequences=4))
@@ -234,15 +183,3 @@ def test_a_request_that_waits_is_not_held_up_by_one_of_another_client_that_must_
 
     assert shared.is_running(name)
     shared.turns.run()
-
-
-def test_one_client_alone_has_everything() -> None:
-    shared = Shared(make(n_slots=40 * CONTEXT, context=CONTEXT, tokens=2048, sequences=32))
-    for _ in range(40):
-        shared.add("alone", 10, 5)
-
-    batch = shared.step()
-
-    assert batch is not None
-    assert len(batch.slices) == 32
-    assert [piece.token_ids[0] // 1000 for piece in batch.slices] == list(range(32))

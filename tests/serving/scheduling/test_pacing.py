@@ -118,22 +118,6 @@ def test_as_many_rows_as_give_most_tokens_a_second(times: list[float], n_answeri
     assert rates[chosen] * 1.051 >= max(rates.values())
 
 
-def test_the_promise_is_used_and_not_only_kept() -> None:
-    assert 75 <= chunk(seen(100, 20, 1)) <= 80
-
-
-def test_where_nobody_waits_for_a_token_a_step_is_as_long_as_pays() -> None:
-    slow, fast = seen(100, 20, 1), seen(100, 20, 0.01)
-
-    assert chunk(slow, 0) == FIRST_TOKENS - 12  # half a second
-    assert chunk(fast, 0) == 2048
-
-
-def test_before_anything_was_seen_a_step_is_of_the_middle_size() -> None:
-    assert chunk(Pacing(100 * MS, 2048)) == FIRST_TOKENS
-    assert chunk(Pacing(100 * MS, 64), 0) == 64
-
-
 @pytest.mark.parametrize("fixed_ms", [0, 5, 30])
 def test_steps_with_a_fixed_cost_end_at_the_promise(fixed_ms: int) -> None:
     """Time is not proportional to tokens; the chunk still settles where chunk and decode step fill it."""
@@ -146,15 +130,6 @@ def test_steps_with_a_fixed_cost_end_at_the_promise(fixed_ms: int) -> None:
         pacing.observe("prefill", tokens, int(took_ms * MS))
 
     assert 70 <= took_ms <= 85
-
-
-def test_a_machine_that_gets_slower_gets_smaller_chunks() -> None:
-    pacing = seen(100, 20, 1)
-    before = chunk(pacing)
-    for _ in range(8):
-        pacing.observe("prefill", 80, 160 * MS)
-
-    assert chunk(pacing) < 0.6 * before
 
 
 @given(

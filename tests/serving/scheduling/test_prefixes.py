@@ -18,7 +18,7 @@ from phasewise.serving.pools.contract import KV_CHUNK, Placement, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.pools.wrapped import StatefulPool
-from phasewise.serving.prefix_store.kept_beginnings import MOST_KEPT, KeptBeginnings
+from phasewise.serving.prefix_store.kept_beginnings import KeptBeginnings
 from phasewise.serving.scheduling import held_prefixes
 from phasewise.serving.scheduling.held_prefixes import (
     BLOCK_TOKENS,
@@ -53,14 +53,6 @@ def find(index: PrefixIndex, tokens: tuple[int, ...]) -> Match:
     return index.find(tokens, chain(tokens))
 
 
-@given(n_tokens=st.integers(0, 100), n_known=st.integers(0, 6))
-def test_a_chain_can_be_continued(n_tokens: int, n_known: int) -> None:
-    whole = chain(TOKENS[:n_tokens])
-
-    assert len(whole) == n_tokens // RUN_TOKENS
-    assert chain(TOKENS[:n_tokens], whole[:n_known]) == whole
-
-
 @given(n_common=st.integers(0, 200), n_computed=st.integers(0, 200), n_asked=st.integers(1, 220))
 def test_a_match_is_common_computed_and_never_everything(
     n_common: int, n_computed: int, n_asked: int
@@ -76,46 +68,6 @@ def test_a_match_is_common_computed_and_never_everything(
     assert match.n_coming == whole_runs
     assert match.n_ready == min(whole_runs, n_computed // RUN_TOKENS * RUN_TOKENS)
     assert (match.source is not None) == (match.n_ready > 0)
-
-
-def test_what_has_ended_is_there_until_its_slots_are_written() -> None:
-    index = PrefixIndex(1024)
-    started(index, "first")
-    index.retire("first", TOKENS[:150])
-
-    assert find(index, TOKENS) == Match(144, BLOCK, 144)
-    started(index, "other", (7,) * 50, Placement(64, 64))
-    assert find(index, TOKENS) == Match(64, BLOCK, 64)
-    started(index, "third", (8,) * 50, Placement(0, 16))
-    assert find(index, TOKENS).n_ready == 0
-
-
-def test_an_answer_belongs_to_what_can_be_reused() -> None:
-    index = PrefixIndex(1024)
-    started(index, "first", TOKENS[:40])
-    index.retire("first", TOKENS[:100])
-
-    assert find(index, TOKENS).n_ready == 96
-
-
-def test_who_moves_takes_it_along() -> None:
-    index = PrefixIndex(1024)
-    started(index, "first")
-    index.advance("first", 200)
-    index.moved("first", ELSEWHERE)
-    started(index, "other", (7,) * 50, BLOCK)
-
-    assert find(index, TOKENS).source == ELSEWHERE
-    index.check("first", ELSEWHERE, 200)
-
-
-def test_what_is_not_known_to_be_computed_is_dropped() -> None:
-    index = PrefixIndex(1024)
-    started(index, "first")
-    index.advance("first", 200)
-    index.drop("first")
-
-    assert find(index, TOKENS) == Match(0, None, 0)
 
 
 def test_equal_hashes_of_other_tokens_are_not_believed() -> None:
@@ -317,31 +269,6 @@ def test_what_is_told_is_there_and_all_that_would_be_found_is_told(policy: str, 
     assert n_found
 
 
-def test_a_prompt_is_told_when_it_is_whole_and_its_answer_when_it_ends() -> None:
-    reported = Reported(make())
-    request = Request("r", tuple(range(3 * BLOCK_TOKENS)), 2 * BLOCK_TOKENS + 1)
-    reported.scheduler.add(request)
-    reported.hear()
-    assert reported.n_told(answer(request)) == 0
-    while not reported.turns.got:
-        reported.turns.take()
-    reported.hear()
-
-    assert reported.n_told(answer(request)) == 3
-    reported.run()
-    assert reported.n_told(answer(request)) == 5
-
-
-def test_the_first_report_says_that_a_life_begins_and_nothing_is_told_twice() -> None:
-    held = HeldPrefixes(make(), MODEL)
-
-    first = held.report()
-
-    assert first == held_prefixes.HeldReport(1)
-    assert held.report() is None
-    assert not held.has_changed
-
-
 def test_long_changes_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_prefixes, "MOST_KEYS", 2)
     scheduler = make()
@@ -405,15 +332,3 @@ def test_what_is_on_disk_is_told_until_it_is_removed() -> None:
     on_disk[long] = len(long)
     stored.note(long, "")
     assert n_told() == [0, 0, MOST_STORED_BLOCKS]
-
-
-def test_a_longer_beginning_on_disk_stands_for_those_that_it_begins_with() -> None:
-    stored = KeptBeginnings(lambda token_ids, _space: len(token_ids))
-    for n_tokens in (100, 200, 300):
-        stored.note((1,) * n_tokens, "")
-    stored.note((1,) * 100, "other")
-
-    assert [(len(kept.token_ids), kept.space) for kept in stored.now()] == [(300, ""), (100, "other")]
-    for number in range(2 * MOST_KEPT):
-        stored.note((number, 7), "")
-    assert len(stored.now()) == MOST_KEPT

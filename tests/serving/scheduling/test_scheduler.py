@@ -12,8 +12,6 @@ from phasewise.serving.scheduling.request import SchedulerError
 from phasewise.serving.scheduling.scheduler import Scheduler
 from tests.support.scheduled import POLICIES, Turns, make, request, turn
 
-STOP = 7
-
 
 def test_prompts_share_a_batch_up_to_its_tokens_and_a_long_one_is_cut() -> None:
     scheduler = make(tokens=32)
@@ -34,56 +32,6 @@ def test_prompts_share_a_batch_up_to_its_tokens_and_a_long_one_is_cut() -> None:
     assert list(third.slices[0].token_ids) == list(request("b", 30).prompt_token_ids[12:])
 
 
-def test_running_answers_get_a_token_between_two_chunks_of_a_prompt() -> None:
-    scheduler = make(tokens=10)
-    scheduler.add(request("a", 5, 100))
-    turn(scheduler)
-    scheduler.add(request("b", 35, 5))
-
-    phases = [batch.phase for batch, _ in (turn(scheduler) for _ in range(8)) if batch is not None]
-
-    assert phases == ["decode", "prefill"] * 4
-    assert scheduler.counts.phase_switches == 8
-
-
-def test_a_chunk_is_as_large_as_it_is_told_and_no_larger_than_the_limit() -> None:
-    scheduler = make(tokens=32)
-    scheduler.add(request("a", 100))
-
-    sizes = []
-    for chunk_tokens in (7, 1000, 0, None):
-        batch = scheduler.next_batch(chunk_tokens)
-        assert batch is not None
-        sizes.append(batch.n_tokens)
-        scheduler.commit(batch, [1] * batch.n_logits)
-
-    assert sizes == [7, 32, 1, 32]
-
-
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
-    scheduler = make(n_slots=112, context=100)
-    scheduler.add(request("a", 50, 10))
-    scheduler.add(request("big", 50, 10))
-    scheduler.add(request("small", 5, 5))
-
-    turn(scheduler)
-
-    assert scheduler.n_running == 1
-    assert scheduler.n_waiting == 2
-
-
-def test_a_stop_token_ends_a_request_in_its_step_and_frees_it() -> None:
-    scheduler = make()
-    scheduler.add(request("a", 5, 50, stop=STOP))
-
-    _, first = turn(scheduler)
-    _, second = turn(scheduler, STOP)
-
-    assert [out.finish_reason for out in first + second] == [None, "stop"]
-    assert scheduler.pool.stats().slots_used == 0
-    assert scheduler.next_batch() is None
-
-
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
 @pytest.mark.parametrize("end", [Scheduler.abort, lambda scheduler, name: scheduler.finish(name, 0)])
 def test_an_end_frees_at_once_wherever_the_request_is(
@@ -102,19 +50,6 @@ def test_an_end_frees_at_once_wherever_the_request_is(
     batch, _ = turn(scheduler)
     assert batch is not None
     assert batch.request_ids == ("b",)
-
-
-def test_a_request_aborted_during_its_step_is_passed_over() -> None:
-    scheduler = make()
-    for name in "abc":
-        scheduler.add(request(name))
-    batch = scheduler.next_batch()
-    assert batch is not None
-
-    scheduler.abort("b")
-    outs = scheduler.commit(batch, [1, 2, 3])
-
-    assert [(out.request_id, out.token_id) for out in outs] == [("a", 1), ("c", 3)]
 
 
 def test_a_failed_step_loses_its_own_requests_only() -> None:

@@ -306,16 +306,6 @@ def test_copies_lie_within_placements_and_placements_within_the_pool(
         scheduler.check()
 
 
-@pytest.mark.parametrize("n_slots", [N_SLOTS, 1 << 15])
-def test_fake_ranks_hold_the_slots_of_their_pool_and_no_others(n_slots: int) -> None:
-    """So that the laws here see a copy that goes beyond a pool of any size."""
-    ranks = attentive_engine(kv_slots=n_slots).ranks
-    ranks.copy_kv(0, n_slots - 16, 16)
-    for source, target in ((n_slots - 15, 0), (0, n_slots - 15), (-16, 16), (16, -16)):
-        with pytest.raises(AssertionError):
-            ranks.copy_kv(source, target, 16)
-
-
 class HalfDone(AttentiveRanks):
     """Ranks that fail at one copy, when some of its step's copies were made."""
 
@@ -454,53 +444,3 @@ def test_a_conversation_goes_on_where_it_ended() -> None:
     assert [token.token_id for out in outs if isinstance(out, Answer) for token in out.tokens] == alone(
         second
     )
-
-
-def test_reuse_can_be_switched_off() -> None:
-    engine = attentive_engine(kv_slots=4096, prefix_reuse=False)
-    same = [Request(str(index), tuple(range(100)), 3) for index in range(3)]
-
-    run_all(engine, *map(submit, same))
-
-    assert engine.scheduler.counts.prefix_hits == 0
-
-
-def test_what_was_written_over_is_not_believed() -> None:
-    """A request that fits nowhere else takes the slots of one that ended; the next finds nothing there."""
-    engine = attentive_engine(kv_slots=160, context_length=160, kv_policy="paged", max_sequences=1)
-    first, other = Request("1", tuple(range(100)), 5), Request("2", tuple(range(100, 220)), 5)
-    again = Request("3", first.prompt_token_ids, 5)
-
-    for request in (first, other, again):
-        outs = run_all(engine, submit(request))[request.request_id]
-        got = [token.token_id for out in outs if isinstance(out, Answer) for token in out.tokens]
-        assert got == alone(request)
-    assert engine.scheduler.counts.prefix_hits == 0
-
-
-def test_lost_keys_and_values_are_forgotten() -> None:
-    engine = attentive_engine(kv_slots=4096)
-    same = Request("1", tuple(range(100)), 3)
-    run_all(engine, submit(same))
-
-    engine.scheduler.clear()
-    run_all(engine, submit(Request("2", same.prompt_token_ids, 3)))
-
-    assert engine.scheduler.counts.prefix_hits == 0
-
-
-def test_a_sibling_computes_for_itself_once_the_first_has_gone() -> None:
-    scheduler: Scheduler = make(tokens=32)
-    for name in "ab":
-        scheduler.add(Request(name, tuple(range(200)), 3))
-    turns = Turns(scheduler)
-    turns.take()
-    waiting = turns.take()
-    assert waiting is not None
-    assert waiting.request_ids == ("a",)
-
-    scheduler.abort("a")
-    turns.run()
-
-    assert turns.got == {"b": 3}
-    assert scheduler.counts.prefix_tokens_reused == 64

@@ -15,7 +15,6 @@ from phasewise.serving.scheduling.pacing import (
     USUAL,
     Pacing,
     ShadowPacing,
-    ShadowRoom,
     decode_ns,
     rows_within,
 )
@@ -82,43 +81,6 @@ def test_the_steps_of_others_are_those_without_shadows() -> None:
         return seen
 
     assert steps(True) == steps(False)
-
-
-def test_a_request_takes_the_slots_of_shadows_at_once() -> None:
-    scheduler = make("paged", n_slots=256, context=250, sequences=4)
-    turns = Turns(scheduler)
-    scheduler.add(shadow("s0", 100, 20))
-    scheduler.add(shadow("s1", 100, 20))
-    turns.take()
-    assert scheduler.n_in_shadow == 2
-    scheduler.add(request("r", 180, 40))
-
-    batch = turns.take()
-
-    assert batch is not None
-    assert set(batch.request_ids) == {"r"}
-    turns.run()
-    assert sorted(turns.ended) == ["r", "s0", "s1"]
-
-
-def test_shadows_have_no_more_rows_than_are_left() -> None:
-    scheduler = make(n_slots=8064, tokens=512, sequences=4)
-    for name in range(4):
-        scheduler.add(shadow(f"s{name}", 5, 30))
-    scheduler.commit(batch := scheduler.next_batch(), [1] * batch.n_logits)  # type: ignore[union-attr]
-    for name in range(2):
-        scheduler.add(request(f"r{name}", 5, 30))
-    rows = []
-    for left in (0, 1, None):
-        while True:
-            batch = scheduler.next_batch(None, None, ShadowRoom(left, 0))
-            assert batch is not None
-            scheduler.commit(batch, [1] * batch.n_logits)
-            if batch.phase == "decode" and "r1" in batch.request_ids:
-                break
-        rows.append((len(batch.slices), batch.n_in_shadow))
-
-    assert rows == [(2, 0), (3, 1), (4, 2)]
 
 
 @given(

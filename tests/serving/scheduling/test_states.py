@@ -111,22 +111,6 @@ def _run_drawn(rng: random.Random, scheduler: Scheduler, n_places: int) -> None:
         scheduler.check()
 
 
-def _answer(
-    scheduler: Scheduler, memory: Memory, prompt: tuple[int, ...], n_tokens: int
-) -> tuple[tuple[int, ...], int]:
-    """A request alone: its tokens and how many were computed."""
-    name = f"request {len(prompt)}"
-    scheduler.add(Request(name, prompt, n_tokens))
-    tokens_of, n_computed = {name: prompt}, 0
-    while (batch := scheduler.next_batch()) is not None:
-        memory.run(batch, tokens_of)
-        n_computed += batch.n_tokens
-        for out in scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits]):
-            tokens_of[name] += (out.token_id,)
-        scheduler.check()
-    return tokens_of[name], n_computed
-
-
 @pytest.mark.parametrize("policy", ["odma", "paged"])
 @pytest.mark.parametrize("finished", [0, 3])
 def test_conversations_find_what_they_left_while_the_pool_has_room(policy: str, finished: int) -> None:
@@ -151,33 +135,6 @@ def test_conversations_find_what_they_left_while_the_pool_has_room(policy: str, 
             expected = len(new) + answer + (1 if said[talk] else 0)
             assert n_computed == expected, (talk, turn)
             said[talk] = (*prompt, *[7] * answer, STOP)
-
-
-def test_every_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
-    scheduler, memory = scheduler_of(4), Memory(SLOTS, 4)
-    said: tuple[int, ...] = ()
-    for turn in range(8):
-        new = tuple(range(20 + turn))
-        before = len(said)
-        said, n_computed = _answer(scheduler, memory, (*said, *new), 9)
-
-        # The last token of the answer before was sampled and never computed.
-        assert n_computed == len(new) + 9 - 1 + (1 if before else 0)
-
-
-def test_equal_prompts_share_all_but_their_last_token() -> None:
-    scheduler, memory = scheduler_of(8), Memory(SLOTS, 8)
-    prompt = tuple(range(1, 101))
-    tokens_of = {f"{i}": prompt for i in range(3)}
-    for name in tokens_of:
-        scheduler.add(Request(name, prompt, 1))
-    n_computed = 0
-    while (batch := scheduler.next_batch()) is not None:
-        memory.run(batch, tokens_of)
-        n_computed += batch.n_tokens
-        scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits])
-
-    assert n_computed == 100 + 2
 
 
 def test_a_client_does_not_find_the_states_of_another_space() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,23 +109,6 @@ def test_whatever_a_store_has_and_whenever_it_reads(
 def alone(request: Submit) -> list[int]:
     outs = run_all(make_engine(AttentiveRanks(), context_length=470), request)[request.request_id]
     return [token.token_id for out in outs if isinstance(out, Answer) for token in out.tokens]
-
-
-def test_what_was_written_over_is_not_believed() -> None:
-    """And what was not, is: the law above is not kept by believing nothing."""
-    ranks = AttentiveRanks()
-    engine = make_engine(ranks, pool=any_pool("odma", 512, 470), context_length=470)
-    beginnings = engine.scheduler.reads_from(lambda *_: 0)
-    run_all(engine, Submit("a", PREFIXES[0][:200], 4, GREEDY, ignore_eos=True))
-    prompt, ended = beginnings.take_computed()
-
-    assert (prompt.token_ids, ended.token_ids[:200]) == (PREFIXES[0][:200], PREFIXES[0][:200])
-    assert prompt.is_there(0, 192)
-    assert ended.is_there(0, 192)
-    run_all(engine, Submit("b", PREFIXES[1][:400], 4, GREEDY, ignore_eos=True))
-
-    assert not ended.is_there(0, 192)
-    assert not np.array_equal(ranks.kv[slots(ended.placement, 0, 192)], ended.token_ids[:192])
 
 
 @pytest.mark.parametrize("losing", ["clear", "discard"])

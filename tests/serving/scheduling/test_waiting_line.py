@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -118,12 +117,6 @@ def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: s
         assert line.clients == {head.request.client for head in heads}
 
 
-def test_who_does_not_wait_cannot_be_removed() -> None:
-    line = WaitingLine()
-    with pytest.raises(ValueError, match="does not wait"):
-        line.remove(sequence("a", 1))
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @examples(30)
 @given(asked=asked, chunk=st.integers(1, 64), sequences=st.integers(1, 4), data=st.data())
@@ -165,41 +158,6 @@ def batches_of(
         elif not scheduler.has_work and not arriving:
             return batches
     raise AssertionError("10,000 steps do not end it")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@examples(30)
-@given(asked=asked, clients=st.text(CLIENTS, min_size=8, max_size=8), sequences=st.integers(1, 4))
-def test_requests_of_several_clients_all_end_whole(
-    policy: str, asked: list[tuple[object, ...]], clients: str, sequences: int
-) -> None:
-    scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
-    turns = Turns(scheduler)
-    requests = requests_of(asked)  # type: ignore[arg-type]
-    for each_request, client in zip(requests, clients, strict=False):
-        scheduler.add(replace(each_request, client=client))
-
-    turns.run()
-
-    assert turns.got == {each_request.request_id: each_request.max_tokens for each_request in requests}
-
-
-def test_a_backlog_of_one_client_costs_another_one_turn() -> None:
-    scheduler = make(sequences=2)
-    for index in range(40):
-        scheduler.add(replace(request(f"greedy {index}"), client="greedy"))
-    turns = Turns(scheduler)
-    turns.take()
-    scheduler.add(replace(request("other"), client="other"))
-    assert (scheduler.n_clients_waiting, scheduler.n_waiting) == (2, 39)
-
-    turns.run()
-
-    ended = turns.ended.index("other")
-    assert ended <= 4
-    assert Counter(turns.ended)["other"] == 1
-    greedy = [name for name in turns.ended if name != "other"]
-    assert greedy == [f"greedy {index}" for index in range(40)]
 
 
 def test_age_is_counted_from_the_first_admission() -> None:

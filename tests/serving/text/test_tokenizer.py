@@ -22,7 +22,7 @@ from tests.support.models.tiny_vocabs import (
 )
 from tests.support.models.token_blocks import BLOCK, N_LINES, block_hashes
 from tests.support.peers import ask
-from tests.support.tiers import n_examples
+from tests.support.tiers import first_is_smoke, n_examples
 
 FIXTURE = Path(__file__).parents[2] / "data" / "reference" / "tokens.json"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -62,8 +62,8 @@ def _assert_blocks(own_tokenizer: Tokenizer, name: str) -> None:
     )
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("name", TINY_VOCABULARIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", first_is_smoke(TINY_VOCABULARIES))
 def test_ten_thousand_lines_are_cut_as_by_llama_cpp(name: str) -> None:
     """The vocabularies' tokens cross the borders of words, so the pre-tokenizer must be right as well."""
     _assert_blocks(tokenizer(name), name)
@@ -74,8 +74,7 @@ def test_the_default_model_cuts_ten_thousand_lines_as_llama_cpp_does() -> None:
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("add_special", [False, True])
-@pytest.mark.parametrize("name", TINY_VOCABULARIES)
+@pytest.mark.parametrize(("add_special", "name"), [*zip(itertools.cycle((False, True)), TINY_VOCABULARIES)])
 def test_llama_cpp_gives_the_same_ids_now(name: str, add_special: bool, tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.gguf"
     write_vocabulary(path, TINY_VOCABULARIES[name]())

@@ -22,6 +22,9 @@ VOCABULARIES = (
     *("gpt-2", "gpt-neox", "llama-bpe", "llama-spm", "mpt", "nomic-bert-moe", "phi-3", "qwen2", "qwen35"),
     *("refact", "starcoder"),
 )
+_FIRST = {rules: name for name, rules in reversed(PRE_TOKENIZERS.items())}
+_OTHERS = sorted(PRE_TOKENIZERS.keys() - _FIRST.values())
+"""Names of the same rules as another one."""
 WITHOUT_VECTORS = {"aquila", "baichuan", "gpt-neox", "nomic-bert-moe"}
 
 
@@ -67,7 +70,9 @@ def test_every_name_that_llama_cpp_compares_with_is_known() -> None:
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", [*_FIRST.values(), *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)]
+)
 def test_llama_cpp_cuts_alike_by_each_name(name: str, tmp_path: Path) -> None:
     """Beginnings included: a default of the name."""
     if PRE_TOKENIZERS[name].byte_level:

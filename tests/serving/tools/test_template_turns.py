@@ -19,6 +19,7 @@ from tests.support.models.tool_templates import TEMPLATES
 from tests.support.tiers import examples
 
 SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared/data")
+PUBLISHED = sorted((SHARED / "templates").glob("*.jinja"))
 UNREADABLE = {
     # Text where the prompt has opened thoughts, and text in the channel of thoughts.
     ("NVIDIA-Nemotron-Nano-v2.jinja", "text and call"),
@@ -77,18 +78,14 @@ def test_drawn_turns_are_read_back(name: str, turn: Turn) -> None:
     assert is_read_back(of, turn._replace(calls=calls)) is not False
 
 
-@pytest.mark.skipif(not (SHARED / "templates").is_dir(), reason="no reference data: publishers' templates")
-def test_every_turn_of_publishers_templates_is_read_back() -> None:
-    failed, n_written = set(), 0
-    for path in sorted((SHARED / "templates").glob("*.jinja")):
-        of = model(path.read_text())
-        for kind, turn in TURNS.items():
-            result = is_read_back(of, turn)
-            n_written += result is not None
-            if result is False:
-                failed.add((path.name, kind))
-    assert failed <= UNREADABLE
-    assert n_written >= 284
+@pytest.mark.skipif(not PUBLISHED, reason="no reference data: publishers' templates")
+@examples(100)
+@given(path=st.sampled_from(PUBLISHED or [Path()]))
+def test_every_turn_of_publishers_templates_is_read_back(path: Path) -> None:
+    of = model(path.read_text())
+    results = {(path.name, kind): is_read_back(of, turn) for kind, turn in TURNS.items()}
+    assert {turn for turn, result in results.items() if result is False} <= UNREADABLE
+    assert True in results.values()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -23,6 +23,7 @@ CONTROLS = (
 )
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _ARCHITECTURES = {
+    "bailing_moe": "BailingMoeV2ForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -65,7 +66,7 @@ def published_fields(name: str) -> dict[str, Any]:
     if case.model_type == "granitemoehybrid":
         kinds = ["attention" if kind == FULL else kind for kind in case.fields["layer_types"]]
         fields = {"layer_types": kinds, "position_embedding_type": "rope" if name == "granite4" else "nope"}
-    if case.model_type in ("minimax_m2", "deepseek_v3", "glm4_moe_lite"):
+    if case.model_type in ("minimax_m2", "deepseek_v3", "dots1", "glm4_moe_lite"):
         fields = _SIGMOID
     if case.model_type == "kimi_linear":
         fields = {"moe_router_activation_func": "sigmoid"}
@@ -95,7 +96,7 @@ def write_convertible(folder: Path, name: str, architecture: str | None) -> Path
     kind = "GPT2Tokenizer" if name.startswith("phi3") else "PreTrainedTokenizerFast"
     settings = {"tokenizer_class": kind, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    if name in ("gemma", "gemma2", "ernie4.5"):
+    if name in ("gemma", "gemma2", "ernie4.5", "ernie4.5-moe"):
         (folder / "tokenizer.model").write_bytes(_sentence_pieces())
     return folder
 

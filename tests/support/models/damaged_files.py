@@ -205,8 +205,7 @@ class Case:
 def damaged(target: Target, numbers: range, cache: Path, *, run_one_in: int = 4) -> Iterator[Case]:
     """Load the target damaged in as many ways, and run one in `run_one_in` of what loads.
 
-    AssertionError where a problem is not told in one line; what else is raised is no answer at all.
-    """
+    AssertionError where a problem is not told in one line; what else is raised is no answer at all."""
     healthy = target.victim.read_bytes()
     for number in numbers:
         rng = random.Random(f"{target.name} {number}")
@@ -256,8 +255,7 @@ def _outcome(path: Path, weight_format: str, cache: Path, *, runs: bool) -> tupl
 
 def _run(model: PackedModel) -> None:
     """A prompt and two tokens after it, or one input of an encoder, on one thread. Weights that are no
-    numbers give StepFailed.
-    """
+    numbers give StepFailed."""
     if model.embedding is not None:
         _embed(model)
         return

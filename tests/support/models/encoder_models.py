@@ -1,8 +1,7 @@
 """Tiny random embedding models as sentence-transformers would save them: one directory for each kind.
 
-The same bits come out wherever this runs, so that tests can hold them against what sentence-transformers
-made of them (tests/data/make_embeddings.py).
-"""
+The same bits come out wherever this runs, so that tests can hold them against what sentence-transformers made
+of them (tests/data/make_embeddings.py)."""
 
 from __future__ import annotations
 

@@ -358,6 +358,30 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {"head_dim": 32, "rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True}, logit_size=6.0,
         prompt_seeds=(9, 1003),
     ),
+    "dots1": FamilyCase(
+        "dots1", "",
+        {"num_hidden_layers": 4, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4,
+         "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None},
+        prompt_seeds=(1013, 1000),
+    ),
+    "ernie4.5-moe": FamilyCase(
+        "ernie4_5_moe", "",
+        {"num_hidden_layers": 3, "rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True,
+         "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
+         "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
+        logit_size=6.0,
+        prompt_seeds=(1003, 90),
+    ),
+    "lfm2moe": FamilyCase(
+        "lfm2_moe", "",
+        {"num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", "conv"], "conv_L_cache": 3,
+         "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "num_experts": 8,
+         "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
+         "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        logit_size=6.0,
+        prompt_seeds=(1009, 1000),
+    ),
 }  # fmt: skip
 
 
@@ -403,6 +427,14 @@ WITHOUT_REFERENCE: dict[str, FamilyCase] = {
         {"head_dim": 32, "rope_theta": 5e6, **_VISION, "num_experts": 8, "num_experts_per_tok": 2,
          "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
          "mlp_only_layers": []},
+    ),
+    "bailingmoe2": FamilyCase(
+        "bailing_moe", "bailingmoe2",
+        {"num_hidden_layers": 3, "head_dim": 32, "partial_rotary_factor": 0.5, "num_experts": 8,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1,
+         "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1,
+         "topk_group": 1, "score_function": "sigmoid", "use_qk_norm": True, "use_bias": False,
+         "use_qkv_bias": False, "moe_router_enable_expert_bias": True, "num_nextn_predict_layers": 0},
     ),
 }  # fmt: skip
 """Cases that converted files alone have: transformers answers beside them."""

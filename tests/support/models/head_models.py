@@ -1,6 +1,5 @@
 """Heads that draft, beside tiny models of `family_models`: random ones, and some that are right by
-construction.
-"""
+construction."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def write_with_head(folder: Path, name: str, branches: float | None = None) -> d
 
     branches: None: all of the head is random. Else the halves of all layers give so much of what they gave,
     and the head's input is the embedding alone: the next token depends nearly on the last one only, and the
-    head says what the model says.
-    """
+    head says what the model says."""
     n_layers = family_cases.FAMILY_CASES[name].fields["num_hidden_layers"]
     families.write_family_hf(folder, name, {"num_nextn_predict_layers": 1})
     weights = {**families.family_weights(name), **_head_weights(name, n_layers)}

@@ -1,6 +1,5 @@
 """Vectors of the tiny jina v3, in float64, by its authors' definition: W + (alpha / rank) B A of products,
-and W + (alpha / rank) A B of embeddings, for the task that is asked for.
-"""
+and W + (alpha / rank) A B of embeddings, for the task that is asked for."""
 
 from __future__ import annotations
 

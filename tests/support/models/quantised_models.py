@@ -1,7 +1,6 @@
 """Tiny directories in every quantised format that is read, packed by the formats' own rules with numpy alone.
 
-Codes, zero points and scales are drawn first; what a weight is worth is s (q - z) of what was drawn.
-"""
+Codes, zero points and scales are drawn first; what a weight is worth is s (q - z) of what was drawn."""
 
 from __future__ import annotations
 

@@ -39,6 +39,11 @@ def tiny_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**fields)
 
 
+def row_sizes(config: ModelConfig) -> tuple[int, int]:
+    """Numbers of a row's queries, and of its keys."""
+    return config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+
+
 def tiny_model(
     config: ModelConfig, kind: str = "f32", seed: int = 0, bias: bool = False, fused: bool = True
 ) -> PackedModel:
@@ -62,15 +67,15 @@ def tiny_model(
         else:
             weights.update({f"{name}.{part}": matrix(n, k) for part, n in parts.items()})
 
-    c = config
+    c, (q, kv) = config, row_sizes(config)
     weights["embed"] = matrix(c.vocab_size, c.hidden)
     for name in (f"layers.{layer}" for layer in range(c.n_layers)):
-        joined(name, {"q": c.q_rows, "k": c.kv_rows, "v": c.kv_rows}, c.hidden)
+        joined(name, {"q": q, "k": kv, "v": kv}, c.hidden)
         joined(name, {"gate": c.ffn, "up": c.ffn}, c.hidden)
-        weights[f"{name}.o"], weights[f"{name}.down"] = matrix(c.hidden, c.q_rows), matrix(c.hidden, c.ffn)
+        weights[f"{name}.o"], weights[f"{name}.down"] = matrix(c.hidden, q), matrix(c.hidden, c.ffn)
         vectors[f"{name}.attn_norm"], vectors[f"{name}.ffn_norm"] = vector(c.hidden, 1), vector(c.hidden, 1)
         if bias:
-            vectors[f"{name}.qkv_bias"] = vector(c.q_rows + 2 * c.kv_rows, 0)
+            vectors[f"{name}.qkv_bias"] = vector(q + 2 * kv, 0)
         if c.qk_norm:
             vectors[f"{name}.q_norm"], vectors[f"{name}.k_norm"] = (
                 vector(c.head_dim, 1),
@@ -126,7 +131,7 @@ def _attention(model: PackedModel, name: str, h: Array, angles: Array) -> Array:
     rows = h @ _joined(model, name, "qkv", ("q", "k", "v")).T + model.vectors.get(f"{name}.qkv_bias", 0.0)
     q, k, v = (
         part.reshape(tokens, -1, c.head_dim)
-        for part in np.split(rows, list(itertools.accumulate((c.q_rows, c.kv_rows))), axis=1)
+        for part in np.split(rows, list(itertools.accumulate(row_sizes(c))), axis=1)
     )
     if c.qk_norm:
         q, k = (

@@ -1,8 +1,7 @@
 """The models whose tokens and logits are compared with transformers', and how the fixtures are laid out.
 
 The tiny models are not stored: their weights come from PCG64's raw bits, which are the same everywhere. The
-script that makes the fixtures writes the same files and runs transformers on them.
-"""
+script that makes the fixtures writes the same files and runs transformers on them."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def tiny_case_weights(name: str) -> dict[str, np.ndarray]:
 
 def raw_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Uniform values of a size for their place: matrices that keep lengths, norms near 1. The same on every
-    machine.
-    """
+    machine."""
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(int(np.prod(shape)))
     unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
     if len(shape) == 1:

@@ -13,8 +13,7 @@ def shapes_of(table: str, sizes: Mapping[str, Any], stem: str = "") -> Shapes:
     """Tensors of a table whose lines are a name and its axes, each an expression of `sizes`.
 
     `stem` comes before all names. `{q,k}_proj.weight` is two tensors, `experts.{:n}.w1` one for each number
-    below `n`; `norm.*` is a weight and its bias.
-    """
+    below `n`; `norm.*` is a weight and its bias."""
     shapes: Shapes = {}
     for line in table.strip().splitlines():
         names, *axes = line.split()

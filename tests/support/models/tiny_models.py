@@ -1,8 +1,7 @@
 """Tiny random models for tests, as GGUF files and as Hugging Face directories.
 
 The same `TinyShape` and seed give the same model in both formats (before quantisation), so a test may hold
-one loader against the other, or the engine against itself.
-"""
+one loader against the other, or the engine against itself."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def sentence_piece_metadata(**settings: object) -> dict[str, object]:
 
 def merged_pieces_metadata(**settings: object) -> dict[str, object]:
     """A "gemma4" vocabulary: pieces and merges, of which some join line ends. `settings`: tokenizer.ggml
-    keys.
-    """
+    keys."""
     texts = [text.replace(" ", "\u2581").replace("\n", "") for text in _sample()]
     merged = _frequent(texts)
     single = sorted({character for token in merged for character in token} | {"\n"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from phasewise.serving.http.transport.listening import TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
+from tests.support.servers.rude_clients import until
 
 WIDTH = 8
 POISON = 66
@@ -143,8 +143,7 @@ def embedding_server(
         server = HttpServer(Service(app, client, life, connections, lambda _line: None), place)
         web = threading.Thread(target=server.run)
         web.start()
-        while not server.started:
-            time.sleep(0.005)
+        until(lambda: server.started, "it does not start")
         try:
             yield EmbeddingServer(place.url, client, own, model, text, served)
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +29,7 @@ from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Servi
 from phasewise.serving.processes.restarts import Restarts
 from tests.support.servers.fake_engine import ALPHABET, END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
 from tests.support.servers.fake_server import CONTEXT, render_chat
+from tests.support.servers.rude_clients import until
 
 
 def step_of(name: str) -> int:
@@ -169,8 +169,7 @@ def fake_folder(
         web = threading.Thread(target=server.run)
         folder.host.start()
         web.start()
-        while not server.started:
-            time.sleep(0.005)
+        until(lambda: server.started, "it does not start")
         try:
             yield FolderServer(place.url, folder, shelf, client, lines)
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,14 +109,9 @@ class FakeServer:
         self.wait_until_idle()
         return sum(batch.n_tokens for batch in self.ranks.batches[before:] if batch.phase == "prefill")
 
-    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
+    def wait_until_idle(self) -> None:
         """Until the engine holds no request and no slot."""
-        deadline = time.monotonic() + timeout_s
-        while self.engine.has_work or self.client.n_live:
-            assert time.monotonic() < deadline, (
-                f"{self.client.n_live} live, {self.engine.scheduler.request_ids()}"
-            )
-            time.sleep(0.005)
+        until(lambda: not (self.engine.has_work or self.client.n_live), "requests do not end")
         self.engine.scheduler.check()
         assert self.engine.scheduler.pool.stats().slots_used == 0
 
@@ -184,8 +178,7 @@ def fake_server(
         web = threading.Thread(target=server.run)
         thread.start()
         web.start()
-        while not server.started:
-            time.sleep(0.005)
+        until(lambda: server.started, "it does not start")
         running = FakeServer(
             place.url,
             engine,

@@ -23,7 +23,7 @@ from phasewise.serving.engine.open_engine import ModelText, OpenEngine, open_eng
 from phasewise.serving.grammar.guides import Grammar, GuideCompiler, ThoughtMarks
 from phasewise.serving.grammar.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.load_adapter import with_adapters
+from phasewise.serving.loaders.adapter_files import with_adapters
 from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, SamplingParams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -52,6 +53,13 @@ def until(holds: Callable[[], bool], what: str, timeout_s: float = ENOUGH_S) -> 
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
+
+
+async def until_on_loop(holds: Callable[[], object]) -> None:
+    """As `until`, while the event loop goes on."""
+    async with asyncio.timeout(ENOUGH_S):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 def n_descriptors() -> int:

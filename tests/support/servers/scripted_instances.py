@@ -6,7 +6,6 @@ import contextlib
 import queue
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -31,6 +30,7 @@ from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad, Fail
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
+from tests.support.servers.rude_clients import until
 
 PATIENCE_S = 60.0
 FINGERPRINT = Fingerprint("ab" * 32, "cd" * 32, "ef" * 32, "", "native", "f16", "1/portable/00", "1/00")
@@ -162,13 +162,10 @@ class ScriptedServer:
         return self.outs.get(timeout=PATIENCE_S)
 
     def wait_until_state(self, state: str) -> None:
-        self.wait_until(lambda: self.front.state == state)
+        until(lambda: self.front.state == state, f"it does not become {state}")
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < deadline, self.front.state
-            time.sleep(0.005)
+        until(holds, "it does not become so")
 
 
 def who_hears(instances: Sequence[ScriptedInstance]) -> ScriptedInstance:

@@ -34,7 +34,7 @@ _IMPORTED = (
     "phasewise.serving.engine.several_engines",
     "phasewise.serving.loaders.encoders",
     "phasewise.serving.loaders.families",
-    "phasewise.serving.loaders.fetching.resolve",
+    "phasewise.serving.loaders.fetching.registry",
     "phasewise.serving.service",
     "phasewise.tuner.predictor.live",
     "phasewise.workflows.generate.run",

@@ -11,7 +11,6 @@ import io
 import math
 import random
 import statistics
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +18,9 @@ from typing import TypeAlias
 
 from phasewise._files import open_input
 from phasewise._words import meant, percent
-from phasewise.serving.batch import Batch
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
 from phasewise.tuner.config.lengths import RequestLengths, Trace
-from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.trace import load_trace
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.predictor.log import PromptFacts
@@ -266,45 +263,11 @@ def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
     return f"off by {percent(off[len(off) // 2])} at the median, {percent(off[len(off) * 9 // 10])} at p90"
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """Rates of a machine, per second."""
-
-    prompt_tokens: float
-    decode: tuple[tuple[int, float], ...]
-    """(sequences, tokens per second of all sequences together), ascending; at least one pair."""
-    moved_slots: float = math.inf
-
-    def step_s(self, batch: Batch) -> float:
-        """Seconds of one batch, its copies included."""
-        moved_s = sum(copy.n_slots for copy in batch.copies) / self.moved_slots
-        if batch.phase == "prefill":
-            return moved_s + batch.n_tokens / self.prompt_tokens
-        return moved_s + self._decode_s(len(batch.slices))
-
-    def _decode_s(self, n_sequences: int) -> float:
-        """Linear between two known counts; beyond the last one, at its time per sequence."""
-        steps = [(count, count / rate) for count, rate in self.decode]
-        index = bisect_left(steps, (n_sequences, 0.0))
-        if index == len(steps):
-            count, step_s = steps[-1]
-            return step_s * n_sequences / count
-        if index == 0:
-            return steps[0][1]
-        (low, low_s), (high, high_s) = steps[index - 1], steps[index]
-        return low_s + (high_s - low_s) * (n_sequences - low) / (high - low)
-
-
 KV_CHUNK_SLOTS = 16
-PROMPT_TOKENS = 512
-DECODE_SEQUENCES = (1, 8, 32, 128)
-DECODE_CONTEXT = 512
 
 
-def slots_and_speeds(
-    model: str, memory_bytes: int, kv_format: str = "auto", report: Report = silent
-) -> tuple[int, Speeds]:
-    """KV slots beside the weights of `model` in `memory_bytes`, and modelled speeds of this machine.
+def slots_beside(model: str, memory_bytes: int, kv_format: str = "auto", report: Report = silent) -> int:
+    """KV slots beside the weights of `model` in `memory_bytes`.
 
     Raises ModelError and EvaluationError for the model, UsageError where the weights leave no room.
     """
@@ -324,26 +287,6 @@ def slots_and_speeds(
         )
     report(
         f"{shape.name}: {shape.weight_bytes >> 20} MiB of weights leave {n_slots} KV slots of "
-        f"{shape.kv_bytes_per_slot} bytes; speeds are modelled"
+        f"{shape.kv_bytes_per_slot} bytes"
     )
-    return n_slots, modelled_speeds(shape)
-
-
-def modelled_speeds(shape: ModelShape) -> Speeds:
-    """Tokens/s of prefill, and of decode by sequences, by the modelled evaluator."""
-    from phasewise.topology import read_machine
-    from phasewise.tuner.config.modelled import ModelledEvaluator
-    from phasewise.tuner.config.steps import Step
-    from phasewise.tuner.plans import default_plan
-    from phasewise.tuner.topotree import Configuration
-
-    machine = read_machine()
-    evaluator = ModelledEvaluator(machine, shape)
-    with evaluator.open(Configuration(default_plan(machine, "prefill").ranks), "prefill") as timer:
-        prompt_s = timer(Step("prefill", PROMPT_TOKENS, 1, 0)) / 1e9
-    with evaluator.open(Configuration(default_plan(machine, "decode").ranks), "decode") as timer:
-        decode = tuple(
-            (count, count / (timer(Step("decode", 1, count, DECODE_CONTEXT)) / 1e9))
-            for count in DECODE_SEQUENCES
-        )
-    return Speeds(PROMPT_TOKENS / prompt_s, decode)
+    return n_slots

@@ -27,14 +27,13 @@ from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.compared import KV_POLICIES, UNESTIMATED, ComparedSettings
 from phasewise.workflows.bench.kv.inputs import (
     Estimates,
-    Speeds,
     estimates_for,
     how_far_off,
     limit_for,
     limited,
     read_samples,
     requests_of,
-    slots_and_speeds,
+    slots_beside,
     static_shares,
     unseen_by,
 )
@@ -58,7 +57,6 @@ class Replay:
     n_slots: int
     settings: ComparedSettings
     max_sequences: int
-    speeds: Speeds | None = None
 
 
 def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = silent) -> list[KvRow]:
@@ -66,13 +64,12 @@ def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = si
     names = [name.strip() for name in wish.policies.split(",")]
     if not set(names) <= set(KV_POLICIES):
         raise UsageError(f"--policies {wish.policies!r} is not a list of {', '.join(KV_POLICIES)}")
-    speeds = None
     if wish.memory_bytes is not None:
         if wish.model is None:
             raise UsageError("--memory needs --model")
-        n_slots, speeds = slots_and_speeds(wish.model, wish.memory_bytes, wish.kv_format, report)
-        wish = replace(wish, slots=n_slots)
-    replay, story = replay_of(traces, wish, speeds, report)
+        slots = slots_beside(wish.model, wish.memory_bytes, wish.kv_format, report)
+        wish = replace(wish, slots=slots)
+    replay, story = replay_of(traces, wish, report)
     report(story)
     rows = list(replayed(replay, names))
     for row in rows:
@@ -81,9 +78,7 @@ def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = si
     return rows
 
 
-def replay_of(
-    traces: Sequence[str], wish: ReplayWish, speeds: Speeds | None = None, report: Report = silent
-) -> tuple[Replay, str]:
+def replay_of(traces: Sequence[str], wish: ReplayWish, report: Report = silent) -> tuple[Replay, str]:
     """The replay, and a line of text that describes it. TraceError."""
     samples = tuple(sample for text in traces for sample in read_samples(text, wish, report))
     sources = [text.strip() for text in wish.estimate.split(",")]
@@ -102,7 +97,7 @@ def replay_of(
     ]
     story = "; ".join([story_of(trace, limit, wish.seed), *off])
     pool = ComparedSettings(longest_request=longest, answer_tokens=limit)
-    replay = Replay(trace, estimates, limit, wish.slots, pool, wish.max_sequences, speeds)
+    replay = Replay(trace, estimates, limit, wish.slots, pool, wish.max_sequences)
     return replay, story
 
 
@@ -155,12 +150,8 @@ class KvRow(Row):
     output_tokens: int
     tokens_a_step: float = column("tokens/step", ".1f")
     """Tokens of answers per decode step."""
-    tokens_per_s: float | None = column("tokens/s", ".0f", narrow=True)
-    """Tokens of answers per second while requests wait, by the modelled speeds; None without --memory."""
     steps_to_first: float = column("steps to first", ".1f")
     """Mean steps from the beginning to the first token of an answer."""
-    whole_tokens_per_s: float | None = None
-    """Tokens of answers per second over all steps, those of the last answers too."""
 
 
 @dataclass(slots=True)
@@ -179,9 +170,6 @@ class _Sums:
     prefill_steps: int = 0
     prefill_tokens: int = 0
     moved_slots: int = 0
-    waiting_tokens: int = 0
-    waiting_s: float = 0.0
-    whole_s: float = 0.0
     peak_running: int = 0
     failed_why: str = ""
     ended: set[str] = field(default_factory=set)
@@ -240,9 +228,7 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
         prefill_steps=sums.prefill_steps,
         output_tokens=output,
         tokens_a_step=output / max(1, sums.decode_steps),
-        tokens_per_s=sums.waiting_tokens / sums.waiting_s if sums.waiting_s else None,
         steps_to_first=sums.steps_to_first / max(1, sums.n_begun),
-        whole_tokens_per_s=output / sums.whole_s if sums.whole_s else None,
     )
 
 
@@ -279,12 +265,6 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
         sums.prefill_steps += 1
         sums.prefill_tokens += batch.n_tokens
     sums.moved_slots += sum(copy.n_slots for copy in batch.copies)
-    if replay.speeds is not None:
-        step_s = replay.speeds.step_s(batch)
-        sums.whole_s += step_s
-        if scheduler.n_waiting:
-            sums.waiting_tokens += batch.n_logits
-            sums.waiting_s += step_s
     tokens = []
     for request_id, piece in zip(batch.request_ids, batch.slices, strict=True):
         if piece.wants_logits:

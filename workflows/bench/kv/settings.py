@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phasewise._options import option, parse_bytes
+from phasewise._options import changed, option, parse_bytes, refuse_unused
 from phasewise.workflows.options import KvFormat
 
 
@@ -52,3 +52,9 @@ class ReplayWish:
         "any of odma, odma-whole, static, fixed, paged, paged-16 (slots a page)",
         metavar="LIST",
     )
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is None:
+            refuse_unused("without --memory", changed(self, "kv_format"))
+        else:
+            refuse_unused("with --memory", changed(self, "slots"))

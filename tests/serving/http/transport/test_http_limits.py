@@ -341,20 +341,6 @@ def test_node(url: str, n_bytes: int) -> None:
     assert Counter(json.loads(done.stdout)) == {503: 2 * TIMES}
 
 
-def test_over_tls() -> None:
-    context = tls_context(TLS / "cert.pem", TLS / "key.pem")
-    trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
-    place = TcpAddress("127.0.0.1", 0, secure=True)
-    with fake_server(HttpLimits(max_connections=2), address=place, tls=context) as server:
-        url = server.url.replace("127.0.0.1", "localhost")
-        with contextlib.ExitStack() as stack:
-            held = [stack.enter_context(httpx.Client(verify=trusting)) for _ in range(2)]
-            assert [client.get(f"{url}/health").status_code for client in held] == [200, 200]
-            for body in (b"{}", LARGE_BODY):
-                said = httpx.post(f"{url}/v1/completions", content=body, verify=trusting)
-                assert said.status_code == 503
-
-
 def test_those_who_say_nothing_are_few_and_do_not_stay() -> None:
     """They are not served, make room for each other, and are told at their end all the same."""
     with fake_server(HttpLimits(max_connections=4, header_s=600.0)) as server, full(server) as url:
@@ -367,12 +353,3 @@ def test_those_who_say_nothing_are_few_and_do_not_stay() -> None:
         for raw in silent:
             raw.close()
         until(lambda: not server.connections.turned_away, "connections that have ended are kept")
-
-
-def test_a_head_that_never_ends_is_not_kept() -> None:
-    limits = HttpLimits(max_connections=4, max_header_bytes=4096)
-    with fake_server(limits) as server, full(server) as url, connect(url) as raw:
-        with contextlib.suppress(OSError):
-            raw.sendall(b"GET / HTTP/1.1\r\nx: " + b"a" * 8192)
-            raw.shutdown(socket.SHUT_WR)
-        assert read_to_end(raw).startswith(b"HTTP/1.1 503")

@@ -1,34 +1,26 @@
-"""Tables of a run of `tune-config` that has ended, and the same as JSON values."""
+"""A run of `tune-config` that has ended: its tables for people, and the same as JSON values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from phasewise._version import __version__
 from phasewise._words import NO_VERDICT, counted, multiple, number, plural, proven
-from phasewise.cli.commands.tune_kernels.text import budget_words
 from phasewise.cli.present import goes_on, on_one_line
 from phasewise.cli.tables import RowTable
 from phasewise.tuner.config.references import ALL_CORES, FEWER, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
-from phasewise.tuner.plans import ServicePlan, list_cores
-from phasewise.workflows.tune_config.json import (
-    best_found_fields,
-    dry_run_fields,
-    plan_words,
-    totals,
-)
-from phasewise.workflows.tune_config.search import objective_words
+from phasewise.tuner.plans import ServicePlan, bands_fields, list_cores, ranks_fields
+from phasewise.workflows.tune_config.subject import objective_words
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.config.references import Reference
     from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
-    from phasewise.workflows.tune_config.search import Searched
-    from phasewise.workflows.tune_config.settings import TuneConfigSettings
-    from phasewise.workflows.tune_config.subject import Subject
+    from phasewise.workflows.tune_config.subject import Searched
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
 SHORT_NAMES = {
@@ -82,22 +74,6 @@ def covered_words(objective: Objective) -> str:
     return "ms: mean time to the first token for prefill, per output token for decode, one request at a time"
 
 
-def _best_lines(searched: Searched, verdict: PhaseVerdict, machine: Machine) -> Iterator[str]:
-    """The best of the search, as the progress told it, and what became of it."""
-    best = best_found_fields(searched, verdict)
-    if searched.outcome.best is None or best is None:
-        return
-    words = plan_words(searched.outcome.best[0].plan(searched.phase), machine)
-    cost = milliseconds(best["search_ms"])
-    again = None if best["latency_ms"] is None else milliseconds(best["latency_ms"])
-    if best["standing"] == "the plan" and again == cost:
-        return
-    parts = [f"Best of the search: {words}, {cost} there"]
-    parts += [] if again is None else [f"{again} in the last run"]
-    parts += [] if best["standing"] == "the plan" else [best["standing"]]
-    yield fill(f"{', '.join(parts)}.", WIDTH)
-
-
 def _phase_lines(result: Found, searched: Searched) -> Iterator[str | RowTable]:
     verdict, machine = result.verdicts.get(searched.phase), result.subject.machine
     if verdict is None:
@@ -119,7 +95,6 @@ def _phase_lines(result: Found, searched: Searched) -> Iterator[str | RowTable]:
         yield from _rank_lines(verdict.plan)
     else:
         yield f"{searched.phase}: not decided"
-    yield from _best_lines(searched, verdict, machine)
     yield ""
     yield from _against_table(verdict, machine, result.wish.evaluator == "measured")
     yield ""
@@ -260,28 +235,96 @@ def _band_lines(result: Found) -> Iterator[str]:
             yield f"  from {sequences}: {plan_words(own, result.subject.machine)}"
 
 
-def dry_run_text(wish: TuneConfigSettings, subject: Subject) -> str:
-    """The text of what would be searched and timed."""
-    fields = dry_run_fields(wish, subject)
-    lines = [
-        f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}",
-        f"requests: {fields['requests']}",
-    ]
-    n_each = fields["configurations"]
-    phases = " and ".join(wish.phases)
-    lines.append(f"{counted(n_each * len(wish.phases), 'configuration')}: {n_each} each for {phases}")
-    lines.append(f"the machine as a tree: {fields['tree']}")
-    lines.append(fill(covered_words(subject.objective), WIDTH))
-    lines += [
-        f"CPUs {group['pus']} are not in the tree ({group['reason']}): tried beside the best plans"
-        for group in fields["left_out"]
-    ]
-    for phase, steps in fields["steps"].items():
-        lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
-    if wish.bands:
-        listed = " and ".join(map(str, wish.bands))
-        lines.append(f"then decode of {listed} sequences at once, on the same nodes in as many ranks")
-    for reference in fields["references"]:
-        lines.append(f"reference {reference['name']}: {reference['plan'] or reference['reason']}")
-    lines.append(budget_words(wish.budget_s, wish.resume))
-    return "\n".join(lines)
+def totals(results: Found) -> dict[str, int]:
+    """Counts over the phases."""
+    names = ("configurations", "evaluations", "replayed", "pruned", "failed")
+    return {name: sum(getattr(searched.outcome, name) for searched in results.searched) for name in names}
+
+
+def found_fields(results: Found) -> dict[str, Any]:
+    """A run as JSON values; `plans`, the counts and `references` come first because scripts want those."""
+    wish, subject = results.wish, results.subject
+    return {
+        "plans": {phase: _plan_fields(results, verdict) for phase, verdict in results.verdicts.items()},
+        **totals(results),
+        "bands": [{"sequences": band.sequences, **found_fields(band)} for band in results.bands],
+        "references": {
+            phase: [_reference_fields(versus) for versus in verdict.against]
+            for phase, verdict in results.verdicts.items()
+        },
+        "end": results.end,
+        "elapsed_s": results.elapsed_s,
+        "timings": results.laps,
+        "disturbed": results.disturbed,
+        "version": __version__,
+        "model": subject.model_key,
+        "machine": {
+            "core": subject.key.core_sig,
+            "placement": subject.key.placement_sig,
+            "source": subject.machine.source,
+            "allowed_pus": list(subject.machine.allowed_pus),
+        },
+        "settings": {
+            "phases": list(wish.phases),
+            "evaluator": wish.evaluator,
+            "objective": objective_words(subject.objective),
+            "requests": wish.requests,
+            "budget_s": wish.budget_s,
+            "ranks": wish.ranks,
+            "bands": list(wish.bands),
+            "cores": wish.cores,
+        },
+    }
+
+
+def _plan_fields(results: Found, verdict: PhaseVerdict) -> dict[str, Any]:
+    return {
+        "ranks": ranks_fields(verdict.plan.ranks),
+        "latency_ms": verdict.latency_ms,
+        "standing": verdict.standing,
+        "stored": verdict.phase in results.stored,
+        "bands": [] if verdict.phase != "decode" else _bands_of(results),
+    }
+
+
+def _bands_of(results: Found) -> list[dict[str, Any]]:
+    """The cores that decode has from some numbers of sequences on."""
+    plan = results.bands[-1].decode_plan if results.bands else None
+    return [] if plan is None else bands_fields(plan)
+
+
+def _reference_fields(versus: Versus) -> dict[str, Any]:
+    comparison = versus.comparison
+    return {
+        "name": versus.reference.name,
+        "ranks": ranks_fields(versus.reference.plan.ranks) if versus.reference.plan else None,
+        "latency_ms": versus.latency_ms,
+        "same_plan": versus.is_same,
+        "gain": versus.gain,
+        "gain_low": comparison.gain_low if comparison else None,
+        "gain_high": comparison.gain_high if comparison else None,
+        "confidence": comparison.confidence if comparison else None,
+        "pairs": comparison.pairs if comparison else None,
+        "reason": versus.reason,
+    }
+
+
+def plan_words(plan: ServicePlan, machine: Machine) -> str:
+    """The ranks and cores of a plan in words: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11
+    cores`.
+
+    Where a rank has several hardware threads of a core: `1 rank of 96 threads on 48 cores`.
+    """
+    core_of = {pu: number for number, core in enumerate(machine.allowed_cores()) for pu in core}
+    sizes = [len(rank.cores) for rank in plan.ranks]
+    cores = [len({core_of.get(pu, ("PU", pu)) for pu in rank.cores}) for rank in plan.ranks]
+    ranks = counted(len(plan.ranks), "rank")
+    if sizes == cores:
+        return f"{ranks} of {_sizes_words(cores, 'core')}"
+    return f"{ranks} of {_sizes_words(sizes, 'thread')} on {_sizes_words(cores, 'core')}"
+
+
+def _sizes_words(sizes: Sequence[int], noun: str) -> str:
+    distinct = list(dict.fromkeys(sizes))
+    listed = " and ".join(map(str, distinct[:3])) + (" .." if len(distinct) > 3 else "")
+    return f"{listed} {plural(1 if distinct == [1] else 2, noun)}"

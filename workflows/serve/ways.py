@@ -1,0 +1,529 @@
+"""The ways in which a server computes: in this process, on cores of this host, on nodes of a cluster.
+
+`way_of` builds one from the settings. None can be built with an option that it does not follow.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from phasewise._options import changed, refuse_unused
+from phasewise._words import counted
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.first_start import Remote
+from phasewise.workflows.serve.settings import (
+    Answering,
+    Batches,
+    KeysAndValues,
+    Pools,
+    Prefixes,
+    Running,
+    ServeSettings,
+)
+
+if TYPE_CHECKING:
+    from phasewise.cluster.real.ray_cluster import RayInstances
+    from phasewise.cluster.routing import Role
+    from phasewise.serving.drafts.opening import DraftSource
+    from phasewise.serving.engine.engine_host import Deliver, EngineHost, OpenHost, SharedCores
+    from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.serving.model_table import Served
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.serve.instance_process import InstanceSpec
+
+MAX_INSTANCES = 1000
+DEFAULT_KEY = "phasewise"
+"""The key of the node label that a name alone stands for."""
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_LABEL = re.compile(rf"(?:(?:{_NAME}/)?{_NAME}=)?{_NAME}")
+_COUNTED = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})(?:@(.*))?")
+
+_OF_ONE_ENGINE = ("threads", "ranks", "draft", "draft_tokens")
+
+
+def _names(*groups: type) -> tuple[str, ...]:
+    return tuple(each.name for group in groups for each in fields(group))
+
+
+@dataclass(frozen=True)
+class SizedModel:
+    """A model whose engine is not open yet. `drafts`: where drafts of answers come from; None: nowhere."""
+
+    ref: str
+    open_model: OpenModel
+    drafts: DraftSource | None
+    size: EngineSize
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of weights, keys and values, scratch and vocabulary, its draft model's as well."""
+        from phasewise.serving.engine.engine_size import engine_bytes
+
+        draft = None if self.drafts is None else self.drafts.model
+        return engine_bytes(self.open_model.model, self.open_model.plans, self.size, draft)
+
+
+class Hosted(NamedTuple):
+    """A model that a host computes. `lines` tell its plans. `cores`: CPUs of this host that compute it."""
+
+    served: Served
+    host: OpenHost
+    lines: Sequence[str]
+    cores: frozenset[int]
+
+
+class PooledModel(NamedTuple):
+    """HTTP's view of a model whose engines are elsewhere. size: of each instance."""
+
+    model: PackedModel
+    text: ModelText
+    size: EngineSize
+
+
+@dataclass(frozen=True)
+class VectorsAlone:
+    """MODEL makes vectors, and no model generates text."""
+
+    where: ClassVar = "where MODEL makes vectors and generates no text"
+    instead: ClassVar = "leave that out"
+    unused: ClassVar = (
+        *(name for name in _names(Running) if name not in ("threads", "also")),
+        *_names(KeysAndValues, Prefixes, Pools, Remote, Batches),
+        *(name for name in _names(Answering) if name not in ("cors_origin", "served_model_name")),
+        *("max_sequences", "max_waiting", "max_prompt_tokens", "max_sequences_per_key", "allow_special"),
+        *("sparse", "lora", "embed_model", "embed_cores", "length_log", "explain"),
+    )
+
+    @classmethod
+    def of(cls, _pools: Pools, _machine: Machine) -> VectorsAlone:
+        return cls()
+
+
+@dataclass(frozen=True)
+class InThisProcess:
+    """An engine in this process computes prompts and answers of each model."""
+
+    where: ClassVar = "without pools"
+    instead: ClassVar = "name pools, or leave that out"
+    unused: ClassVar = ("spread", "split_above")
+    instances: ClassVar[tuple[PlannedInstance, ...]] = ()
+
+    @classmethod
+    def of(cls, _pools: Pools, _machine: Machine) -> InThisProcess:
+        return cls()
+
+    def cores(self, threads: int | None) -> frozenset[int]:
+        """CPUs of this host that models may compute on. threads: as many of them; None: all."""
+        from phasewise.topology import read_machine
+        from phasewise.tuner.plans import pus_by_preference
+
+        return frozenset(pus_by_preference(read_machine())[:threads])
+
+    @contextmanager
+    def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
+        """The engine of one model."""
+        from phasewise.serving.engine.engine_thread import EngineThread
+        from phasewise.serving.engine.open_engine import open_engine
+        from phasewise.workflows.serve.core_plans import watch_of_server
+
+        model, plans = sized.open_model, sized.open_model.plans
+        with open_engine(
+            model.model,
+            plans,
+            sized.size,
+            text,
+            model.schedules,
+            drafts=sized.drafts,
+            prefixes=settings.prefixes.for_engines(),
+        ) as opened:
+            engine = opened.engine
+            in_one_rank = engine.ranks.moves_in_place
+            engine.cores = watch_of_server(
+                model, sized.ref, settings, most=sized.size.threads, in_one_rank=in_one_rank
+            )
+            cores = frozenset(core for plan in plans.values() for core in plan.all_cores)
+            lines = [plan.describe() for plan in plans.values()]
+            yield Hosted(opened, partial(EngineThread, engine), lines, cores)
+
+
+@dataclass(frozen=True)
+class OnCores:
+    """Instances on named cores of this host, a process each, compute prompts, answers or both."""
+
+    where: ClassVar = "with pools"
+    instead: ClassVar = (
+        "each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools"
+    )
+    unused: ClassVar = ("spread", *_OF_ONE_ENGINE)
+
+    instances: tuple[PlannedInstance, ...]
+    split_above: int
+
+    @classmethod
+    def of(cls, pools: Pools, machine: Machine) -> OnCores:
+        """UsageError for pools that exclude each other or share cores, PlanError for cores that this process
+        may not use.
+        """
+        roles = {role for role, _ in pools.named}
+        _check_roles(roles)
+        if roles == {"mixed"}:
+            nothing = "nothing is divided; leave that out"
+            refuse_unused("where all pools are mixed", changed(pools, "split_above"), nothing)
+        instances = tuple(PlannedInstance(role, _plans_on(machine, cores)) for role, cores in pools.named)
+        _refuse_shared_cores(instances)
+        return cls(instances, pools.split_above)
+
+    def cores(self, _threads: int | None) -> frozenset[int]:
+        """CPUs of this host that models compute on."""
+        return frozenset().union(*(instance.cores for instance in self.instances))
+
+    @contextmanager
+    def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
+        """The instances of one model, which start with its host. UsageError."""
+        from phasewise.cluster.real.front import Front
+        from phasewise.cluster.real.local_instances import LocalInstances
+        from phasewise.cluster.real.supervisor import FrontSettings
+        from phasewise.serving.embedding.devices import free_cores
+        from phasewise.topology import read_machine
+        from phasewise.workflows.serve.embedding import cores_beside
+        from phasewise.workflows.serve.instance_process import MODULE
+
+        model = sized.open_model.model
+        size = _that_hold(sized.size, model, self.instances)
+        size = share_of(size, len(self.instances), settings.running.context_tokens)
+        cores = self.cores(None)
+        n_others = min(cores_beside(settings.embeddings), len(free_cores(read_machine(), cores)))
+        specs = self.specs(_spec(sized, size, settings, other_cores=n_others))
+        roles: list[Role] = [instance.role for instance in self.instances]
+        with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:  # of their sockets
+            front = FrontSettings(
+                endpoint=f"ipc://{folder}/front",
+                listen=lambda index, life: f"ipc://{folder}/kv-{index}-{life}",
+                split_above_tokens=self.split_above,
+            )
+            launcher = LocalInstances(MODULE, [spec.tell for spec in specs])
+            yield Hosted(
+                PooledModel(model, text, size),
+                lambda deliver, on_lost, _cores: Front(roles, launcher, front, deliver, on_lost),
+                [instance.describe() for instance in self.instances],
+                cores,
+            )
+
+    def specs(self, spec: InstanceSpec) -> list[InstanceSpec]:
+        """The spec of each instance: its plans, and the cores of the others."""
+        n_all = spec.other_cores + sum(len(instance.cores) for instance in self.instances)
+        return [
+            replace(spec, plans=tuple(instance.plans.values()), other_cores=n_all - len(instance.cores))
+            for instance in self.instances
+        ]
+
+
+@dataclass(frozen=True)
+class OnNodes:
+    """Instances on nodes of a Ray cluster compute prompts, answers or both, on cores that these choose."""
+
+    where: ClassVar = "with --cluster"
+    instead: ClassVar = "hosts of a cluster choose cores and schedules; leave that out"
+    unused: ClassVar = (*_OF_ONE_ENGINE, *_names(Remote), "explain")
+    instances: ClassVar[tuple[PlannedInstance, ...]] = ()
+
+    pools: tuple[NodePool, ...]
+    asked: Pools
+
+    @classmethod
+    def of(cls, pools: Pools, _machine: Machine) -> OnNodes:
+        """UsageError."""
+        own = tuple(_node_pool(role, where) for role, where in pools.named)
+        _check_roles({pool.role for pool in own})
+        n_instances = sum(pool.instances for pool in own)
+        if n_instances > MAX_INSTANCES:
+            raise UsageError(
+                f"{counted(n_instances, 'instance')} are too many: a server has at most {MAX_INSTANCES}"
+            )
+        return cls(own, pools)
+
+    def cores(self, _threads: int | None) -> frozenset[int]:
+        """None of this host, as far as is known before instances are placed."""
+        return frozenset()
+
+    @contextmanager
+    def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
+        """The instances of one model, which start with its host. UsageError, ClusterError."""
+        from phasewise.cluster.real.front import Front
+        from phasewise.cluster.real.ray_cluster import NODE, NODE_ID, RayInstances, WantedInstance
+        from phasewise.cluster.real.ray_connection import ray_connection
+        from phasewise.cluster.real.ray_desk import DeskThread, ServerNames
+        from phasewise.cluster.real.supervisor import FrontSettings
+        from phasewise.serving.processes.sockets import Keys
+        from phasewise.topology import read_machine
+        from phasewise.tuner.plans import pus_by_preference
+        from phasewise.workflows.serve.instance_process import MODULE
+
+        assert self.asked.cluster is not None
+        model = sized.open_model.model
+        each = [pool for pool in self.pools for _ in range(pool.instances)]
+        instances = [WantedInstance(pool.role, pool.cores, pool.label) for pool in each]
+        with (
+            ray_connection(self.asked.cluster) as node,
+            closing(RayInstances(MODULE, instances, spread=self.asked.spread)) as launcher,
+        ):
+            sizes = sizes_on_nodes(each, launcher, sized.size, model, settings)
+            launcher.tell_with(
+                [
+                    _spec(sized, size, settings, cores=pool.cores, node=NODE_ID).tell
+                    for pool, size in zip(each, sizes, strict=True)
+                ]
+            )
+            front_settings = FrontSettings(
+                endpoint=f"tcp://{node}:*",
+                listen=lambda index, life: f"tcp://{NODE}:*",
+                keys=Keys.new(),
+                split_above_tokens=self.asked.split_above,
+            )
+            desks: list[DeskThread] = []
+
+            def host(deliver: Deliver, on_lost: Callable[[], None], _cores: SharedCores) -> EngineHost:
+                front = Front([pool.role for pool in each], launcher, front_settings, deliver, on_lost)
+                desks.append(DeskThread(ServerNames(launcher.server, model.name, node), front))
+                return front
+
+            here = pus_by_preference(read_machine())[: launcher.n_cores_here]
+            smallest = min(sizes, key=lambda size: size.kv.slots)
+            lines = [pool.describe() for pool in self.pools]
+            try:
+                yield Hosted(PooledModel(model, text, smallest), host, lines, frozenset(here))
+            finally:
+                for desk in desks:
+                    desk.close()
+
+
+WAYS = (InThisProcess, OnCores, OnNodes, VectorsAlone)
+Way = InThisProcess | OnCores | OnNodes
+
+
+def way_of(
+    settings: ServeSettings, machine: Machine, *, generates: bool = True, explains: bool = False
+) -> Way | None:
+    """The way of the models that generate text; None where there are none, and MODEL makes vectors.
+
+    explains: schedules are to be told. NoEffect for an option that it does not follow, UsageError, PlanError.
+    """
+    pools = settings.pools
+    kind = OnNodes if pools.cluster is not None else OnCores if pools.named else InThisProcess
+    groups = (
+        settings.running,
+        settings.kv,
+        settings.prefixes,
+        settings.answering,
+        settings.accepting,
+        settings.weights,
+        pools,
+        settings.embeddings,
+        settings.remote,
+        settings.batches,
+    )
+    given = {name for group in groups for name in changed(group)}
+    given.update(["explain"] if explains else [], changed(settings, "length_log"))
+    chosen = kind if generates else VectorsAlone
+    refuse_unused(chosen.where, [name for name in chosen.unused if name in given], chosen.instead)
+    return kind.of(pools, machine) if generates else None
+
+
+def _spec(sized: SizedModel, size: EngineSize, settings: ServeSettings, **places: Any) -> InstanceSpec:
+    """The spec of an instance of this size."""
+    from phasewise.workflows.serve.instance_process import InstanceSpec
+
+    prefixes = settings.prefixes.for_engines()
+    return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, prefixes=prefixes, **places)
+
+
+# ---- instances on cores of this host ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInstance:
+    """A role, and where both phases of an instance run."""
+
+    role: Role
+    plans: Mapping[Phase, ServicePlan]
+
+    @property
+    def cores(self) -> frozenset[int]:
+        """Those of both phases."""
+        return frozenset().union(*(plan.all_cores for plan in self.plans.values()))
+
+    def describe(self) -> str:
+        """A line for people."""
+        from phasewise.tuner.plans import list_cores
+
+        ranks = " | ".join(list_cores(rank.cores) for rank in self.plans["decode"].ranks)
+        return f"{self.role} pool: cores {ranks}"
+
+    def computes(self, phase: Phase) -> bool:
+        """True for both phases of a mixed instance, for its own of another."""
+        return self.role in ("mixed", "prompt" if phase == "prefill" else "token")
+
+
+def joined_plans(instances: Sequence[PlannedInstance]) -> dict[Phase, ServicePlan]:
+    """For each phase the ranks of all instances that compute it."""
+    plans: dict[Phase, ServicePlan] = {}
+    for instance in instances:
+        for phase, plan in instance.plans.items():
+            if instance.computes(phase):
+                ranks = plans[phase].ranks if phase in plans else ()
+                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks))
+    return plans
+
+
+def _check_roles(roles: set[Role]) -> None:
+    if "mixed" not in roles and roles != {"prompt", "token"}:
+        missing = "token" if roles == {"prompt"} else "prompt"
+        raise UsageError(f"without --mixed-pool both prompts and answers need a pool: add --{missing}-pool")
+
+
+def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
+    from phasewise.tuner.plans import PHASES, ServicePlan, check_fits, parse_cores, rank_on
+
+    if _COUNTED.fullmatch(cores):
+        raise UsageError(f"{cores:.40} is for nodes of a cluster: add --cluster, or name cores like 0-3")
+    ranks = tuple(rank_on(machine, parse_cores(part)) for part in cores.split("+"))
+    plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks, "flag") for phase in PHASES}
+    for plan in plans.values():
+        check_fits(plan, machine)
+    return plans
+
+
+def _refuse_shared_cores(instances: Sequence[PlannedInstance]) -> None:
+    from phasewise.tuner.plans import list_cores
+
+    owners: dict[int, PlannedInstance] = {}
+    for instance in instances:
+        shared = [core for core in instance.plans["decode"].cores if core in owners]
+        if shared:
+            other = owners[shared[0]].role
+            raise UsageError(f"core {list_cores(shared)} is in a {other} and a {instance.role} pool")
+        owners |= dict.fromkeys(instance.plans["decode"].cores, instance)
+
+
+def share_of(size: EngineSize, n_instances: int, asked_context: int | None = None) -> EngineSize:
+    """The size of each of N instances that together hold as many slots as `size`; N: `n_instances`.
+
+    UsageError where the context that was asked for does not fit into one of them.
+    """
+    from phasewise.serving.pools.contract import ALIGNMENT
+
+    kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
+    if asked_context is not None and kv_slots < asked_context:
+        raise UsageError(
+            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context"
+            f" of {asked_context}: "
+            "raise --kv-budget, or lower --context"
+        )
+    return size.with_slots(kv_slots)
+
+
+def _that_hold(size: EngineSize, model: PackedModel, instances: Sequence[PlannedInstance]) -> EngineSize:
+    """With as many slots as all of them hold in the same memory: ranks of an instance that share heads keep
+    copies of these.
+    """
+    from phasewise.serving.models.forward import kv_bytes_per_slot
+    from phasewise.serving.ranks.rank_layout import teams_of
+
+    per_slot = [kv_bytes_per_slot(model, size.kv.format, teams_of(instance.plans)) for instance in instances]
+    of_one = kv_bytes_per_slot(model, size.kv.format)
+    return size.with_slots(size.kv.slots * of_one * len(instances) // sum(per_slot))
+
+
+# ---- instances on nodes of a cluster ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NodePool:
+    """Instances of one role on nodes of a cluster. label: `KEY=VALUE` of their nodes; None: any node."""
+
+    role: Role
+    instances: int
+    cores: int
+    label: str | None = None
+
+    def describe(self) -> str:
+        """A line for people."""
+        of = f"of nodes with {self.label}" if self.label else "of a node of the Ray cluster"
+        times = f"{self.instances} times " if self.instances > 1 else ""
+        return f"{self.role} pool: {times}{counted(self.cores, 'core')} {of}"
+
+
+def _node_pool(role: Role, where: str) -> NodePool:
+    match = _COUNTED.fullmatch(where)
+    if match is None:
+        raise UsageError(
+            f"--{role}-pool {where:.40} has no effect with --cluster: write 2x24, two instances of 24 cores, "
+            f"or 2x24@big, on nodes with the label {DEFAULT_KEY}=big"
+        )
+    label = match[3]
+    if label is not None and not _LABEL.fullmatch(label):
+        raise UsageError(
+            f"--{role}-pool: a label is a name like big, for {DEFAULT_KEY}=big, or KEY=VALUE, of at most 63 "
+            f"letters, digits, -, _ and . each, not {label!r:.40}"
+        )
+    if label is not None and "=" not in label:
+        label = f"{DEFAULT_KEY}={label}"
+    return NodePool(role, int(match[1]), int(match[2]), label)
+
+
+def sizes_on_nodes(
+    pools: Sequence[NodePool],
+    launcher: RayInstances,
+    size: EngineSize,
+    model: PackedModel,
+    settings: ServeSettings,
+) -> list[EngineSize]:
+    """The size of each instance, of one context. Those of a node divide what the server has there."""
+    free, n_on = launcher.free_bytes(), Counter(launcher.nodes)
+    sizes = [
+        _size_on(pool, free[node], n_on[node], size, model, settings)
+        for pool, node in zip(pools, launcher.nodes, strict=True)
+    ]
+    context = min(own.limits.context_length for own in sizes)
+    return [replace(own, limits=replace(own.limits, context_length=context)) for own in sizes]
+
+
+def _size_on(
+    pool: NodePool,
+    free: int | None,
+    n_sharing: int,
+    size: EngineSize,
+    model: PackedModel,
+    settings: ServeSettings,
+) -> EngineSize:
+    """free: bytes of its node. n_sharing: instances of this server there."""
+    from phasewise.cluster.errors import ClusterError
+    from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes
+    from phasewise.serving.errors import ServingError
+
+    of_node = settings.kv.kv_budget_bytes or default_kv_bytes(model, free)
+    try:
+        own = EngineSize.for_many(
+            model,
+            size.limits.max_sequences,
+            settings.running.context_tokens,
+            of_node // n_sharing,
+            size.kv.format,
+            kv_shared=True,
+            free=lambda: free,
+        )
+    except ServingError as error:
+        divided = f"one of {counted(n_sharing, 'instance')} that divide its node's"
+        raise ClusterError(f"a {pool.role} instance, {divided}: {error}") from None
+    return size.with_slots(own.kv.slots)
