@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from phasewise.cluster.errors import first_line
 from phasewise.serving import errors
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
@@ -25,8 +26,6 @@ from phasewise.serving.ranks.kv_share import KvPlace, KvShape
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 
 Part = Literal["whole", "prompt", "answer"]
-MAX_SHOWN = 200
-"""Characters of a part of a message that an error shows."""
 
 
 class WireError(ServingError):
@@ -235,7 +234,7 @@ def read_to_instance(raw: bytes) -> ToInstance:
     try:
         return _to_instance.validate_json(raw)
     except ValidationError as error:
-        raise WireError(f"the front's message cannot be read: {_first_line(error)}") from None
+        raise WireError(f"the front's message cannot be read: {first_line(error)}") from None
 
 
 def read_from_instance(raw: bytes) -> FromInstance:
@@ -243,11 +242,4 @@ def read_from_instance(raw: bytes) -> FromInstance:
     try:
         return _from_instance.validate_json(raw)
     except ValidationError as error:
-        raise WireError(f"the instance's message cannot be read: {_first_line(error)}") from None
-
-
-def _first_line(error: ValidationError) -> str:
-    problems = error.errors(include_url=False, include_input=False)
-    first = problems[0] if problems else {"loc": (), "msg": "it is empty"}
-    place = ".".join(map(str, first["loc"]))
-    return f"{place[:MAX_SHOWN]}: {first['msg'][:MAX_SHOWN]}"
+        raise WireError(f"the instance's message cannot be read: {first_line(error)}") from None

@@ -152,9 +152,9 @@ class _Raiser:
     def _remember(self, name: str, value: ir.Expr, is_const: bool) -> None:
         """Remember the value of a register that gets no other one, if it is made of numbers alone."""
         if is_const or name in self._once:
-            known = ir.Substitute(self._known).expr(value)
-            if not ir.used(known):
-                self._known[name] = known
+            constant = ir.Substitute(self._known).expr(value)
+            if not ir.used(constant):
+                self._known[name] = constant
 
     def _assign(self, target: ir.Expr, value: ir.Expr, line: int) -> ir.Body:
         new = self.expr(value)
