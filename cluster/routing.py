@@ -244,10 +244,6 @@ class Router:
         return tuple(machine.counts for machine in self._machines)
 
     @property
-    def n_requests(self) -> int:
-        return len(self._held)
-
-    @property
     def has_machines(self) -> bool:
         """True if any machine can be given requests."""
         return any(machine.is_here for machine in self._machines)

@@ -48,7 +48,6 @@ from phasewise.cluster.real.supervisor import (
     InstanceMember,
     Launcher,
     Supervisor,
-    instance_states,
     load_together,
 )
 from phasewise.cluster.routing import Assignment, Limits, ReportRefused, Role, Router
@@ -173,7 +172,7 @@ class Front:
 
     def instances(self) -> list[InstanceState]:
         """The state of every instance, for metrics."""
-        return instance_states(self._members, self._router, self._supervisor.places)
+        return self._supervisor.states(self._router)
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """The fingerprint that all instances share; None before the first of them is ready."""

@@ -128,7 +128,7 @@ class _Instance:
         self._receiver = Receiver(self._codec, self._memory)
         self._sender = Sender(
             self._share.shape.n_layers,
-            self._progress,
+            lambda: engine.ranks.progress,
             self._begun,
             self._failed_hand_over,
             len(parts_of(self._share.shape.state_bytes)),
@@ -250,21 +250,12 @@ class _Instance:
         self._thread.send(KvTargetReady(target.request_id))
 
     def _link(self, target: SendKvTo) -> BlockLink:
-        post = self._posts.post(target.endpoint)
+        attempt = target.request_id, target.epoch, target.n_prompt
+        own = *attempt, self._codec, self._memory, self._posts.post(target.endpoint)
         if target.place is None:
-            return StreamLink(
-                target.request_id, target.epoch, target.n_prompt, self._codec, self._memory, post
-            )
-        theirs = self._posts.memory(target.endpoint, target.place, self._share)
+            return StreamLink(*own)
         return SharedLink(
-            target.request_id,
-            target.epoch,
-            target.n_prompt,
-            self._codec,
-            self._memory,
-            theirs,
-            target.placement,
-            post,
+            *own, self._posts.memory(target.endpoint, target.place, self._share), target.placement
         )
 
     # ---- what other instances send -----------------------------------------------------------------------
@@ -333,15 +324,12 @@ class _Instance:
         self._is_lost.set()
         os.eventfd_write(self._wake, 1)
 
-    def _progress(self) -> tuple[int, int]:
-        return self._opened.engine.ranks.progress
-
     def _say(self, control: zmq.Socket[bytes]) -> None:
         while self._outgoing:
             control.send(write(self._outgoing.popleft()))
         if self._is_heartbeat_due:
             if self._held.has_changed:  # more than one report had room for, and nothing is computed
-                self._thread.between_steps(_nothing)
+                self._thread.between_steps(lambda: None)  # it wakes, and tells what it has to tell
             self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
             refused = dict(self._receiver.refused)
             n_handing_over = self._sender.n_jobs + self._receiver.n_awaited
@@ -380,10 +368,6 @@ class _Instance:
             sum(weight.is_sparse for weight in opened.model.weights.values()),
             self._n_without_database,
         )
-
-
-def _nothing() -> None:
-    """Do nothing: a call of this wakes the engine's thread, which tells what it has to tell."""
 
 
 class _Posts:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 from phasewise.cluster.real.front import DrainPlace, Front
@@ -41,19 +40,11 @@ class Desk:
         self._orders.append(order)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerNames:
-    """The names of a server on its cluster. server: its id; model: what it serves."""
-
-    server: str
-    model: str
-    node: str
-
-
 class DeskThread:
-    """Tells a front's facts at its desk and takes orders from there. Close it before the connection."""
+    """Tells a front's facts at its desk and takes orders from there. Close it before the connection. names:
+    the id of the server on its cluster, its model, and its node."""
 
-    def __init__(self, names: ServerNames, front: Front) -> None:
+    def __init__(self, names: dict[str, str], front: Front) -> None:
         self._names = names
         self._front = front
         self._is_closed = threading.Event()
@@ -68,7 +59,7 @@ class DeskThread:
         ray = the_ray()
         desk = (
             ray.remote(Desk)
-            .options(name=f"{_NAME}{self._names.server}", namespace=NAMESPACE, num_cpus=0, max_restarts=-1)
+            .options(name=f"{_NAME}{self._names['server']}", namespace=NAMESPACE, num_cpus=0, max_restarts=-1)
             .remote()
         )
         while not self._is_closed.wait(EXCHANGE_S):
@@ -81,14 +72,7 @@ class DeskThread:
             ray.kill(desk)
 
     def _facts(self) -> dict[str, Any]:
-        names = self._names
-        return {
-            "server": names.server,
-            "model": names.model,
-            "node": names.node,
-            "state": self._front.state,
-            "instances": self._front.members(),
-        }
+        return {**self._names, "state": self._front.state, "instances": self._front.members()}
 
 
 def servers() -> list[dict[str, Any]]:

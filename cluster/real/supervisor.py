@@ -228,10 +228,31 @@ class Supervisor:
         """True if no instance will be ready again by itself."""
         return all(member.is_given_up or member.has_left for member in self.members)
 
-    @property
-    def places(self) -> list[dict[str, object]]:
-        """Facts of where each instance runs or is to run, for people and scripts."""
-        return [self._launcher.place(member.index) for member in self.members]
+    def states(self, router: Router) -> list[InstanceState]:
+        """The state of each instance, in the order of their places. Any thread may ask."""
+        return [
+            InstanceState(
+                f"{member.role}-{member.index}",
+                member.role,
+                pool,
+                member.load,
+                max(0, member.life - 1),
+                counts.prompts,
+                counts.prompt_tokens,
+                counts.tokens_expected,
+                counts.answers,
+                router.n_blocks(member.index) * BLOCK_TOKENS,
+                counts.pool_changes,
+                member.n_handing_over,
+                member.hand_overs,
+                member.hand_over_s,
+                member.hand_over_bytes,
+                member.reports_refused,
+                _info(member, self._launcher.place(member.index)),
+                member.n_without_database,
+            )
+            for member, pool, counts in zip(self.members, router.roles, router.counts, strict=True)
+        ]
 
     def facts(self, pools: Sequence[Role]) -> list[dict[str, object]]:
         """Facts of every place, for people and scripts. pools: the ones that the instances are in now."""
@@ -420,39 +441,6 @@ def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
 
 
 # ---- what is told of all instances ------------------------------------------------------------------------
-
-
-def instance_states(
-    members: Sequence[InstanceMember],
-    router: Router,
-    places: Sequence[Mapping[str, object]],
-) -> list[InstanceState]:
-    """The state of each instance, in the order of their places. Any thread may ask. places: as
-    `Launcher.place` tells them."""
-    told = zip(members, router.roles, router.counts, places, strict=True)
-    return [
-        InstanceState(
-            f"{member.role}-{member.index}",
-            member.role,
-            pool,
-            member.load,
-            max(0, member.life - 1),
-            counts.prompts,
-            counts.prompt_tokens,
-            counts.tokens_expected,
-            counts.answers,
-            router.n_blocks(member.index) * BLOCK_TOKENS,
-            counts.pool_changes,
-            member.n_handing_over,
-            member.hand_overs,
-            member.hand_over_s,
-            member.hand_over_bytes,
-            member.reports_refused,
-            _info(member, place),
-            member.n_without_database,
-        )
-        for member, pool, counts, place in told
-    ]
 
 
 def _info(member: InstanceMember, place: Mapping[str, object]) -> InstanceInfo | None:

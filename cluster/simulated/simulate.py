@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
@@ -57,42 +57,19 @@ class Link:
             self.layerwise_above_tokens,
         )
 
+    def last_byte_s(self, life: Life, n_bytes: int, n_layers: int, free_s: float) -> float:
+        """The instant at which the last byte of a computed prompt's keys and values leaves a link that is
+        free, and allowed to begin, from `free_s` on.
 
-class Prompt(NamedTuple):
-    """A prompt to send: its length, and when it was computed."""
-
-    n_tokens: int
-    n_bytes: int
-    n_layers: int
-    start_s: float
-    end_s: float
-
-
-class Transfer(NamedTuple):
-    """The instants of a transfer: when the link is taken, and when the last byte has arrived."""
-
-    begin_s: float
-    link_free_s: float
-    arrival_s: float
-
-
-def transfer(link: Link, prompt: Prompt, granted_s: float, free_s: float) -> Transfer:
-    """The transfer of a computed prompt whose target had a block from `granted_s`, on a link free at
-    `free_s`.
-
-    Layer by layer: layer i of L is there to be sent when i / L of the prompt's time has passed. The
-    layers leave in order, so the last byte leaves when the link has sent all of them, and not
-    before the last layer has been computed and sent.
-    """
-    whole_s = prompt.n_bytes / link.bytes_per_s
-    if prompt.n_tokens <= link.layerwise_above_tokens:
-        begin_s = max(prompt.end_s, granted_s, free_s)
-        left_s = begin_s + whole_s
-    else:
-        first_layer_s = prompt.start_s + (prompt.end_s - prompt.start_s) / prompt.n_layers
-        begin_s = max(first_layer_s, granted_s, free_s)
-        left_s = max(begin_s + whole_s, prompt.end_s + whole_s / prompt.n_layers)
-    return Transfer(begin_s, left_s, left_s + link.latency_s)
+        Layer by layer: layer i of L is there to be sent when i / L of the prompt's time has passed. The
+        layers leave in order, so the last byte leaves when the link has sent all of them, and not
+        before the last layer has been computed and sent.
+        """
+        whole_s = n_bytes / self.bytes_per_s
+        if life.arrival.prompt_tokens <= self.layerwise_above_tokens:
+            return max(life.prompt_end_s, free_s) + whole_s
+        first_layer_s = life.prompt_start_s + (life.prompt_end_s - life.prompt_start_s) / n_layers
+        return max(max(first_layer_s, free_s) + whole_s, life.prompt_end_s + whole_s / n_layers)
 
 
 # ---- a machine -------------------------------------------------------------------------------------------
@@ -367,17 +344,15 @@ def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
     return ProductionCluster(spec, arrivals).run()
 
 
+@dataclass(slots=True)
 class _Going:
     """A request on its way between two machines."""
 
-    __slots__ = ("granted_s", "is_computed", "is_sending", "life")
-
-    def __init__(self, life: Life) -> None:
-        self.life = life
-        self.granted_s = math.nan
-        self.is_computed = False
-        """True if the prompt's keys and values are all there: a preemption undoes it."""
-        self.is_sending = False
+    life: Life
+    granted_s: float = math.nan
+    is_computed: bool = False
+    """True if the prompt's keys and values are all there: a preemption undoes it."""
+    is_sending: bool = False
 
 
 class ProductionCluster:
@@ -501,17 +476,12 @@ class ProductionCluster:
         going.is_sending = True
         kind = self._kinds[life.prompt_machine]
         link = kind.link.to(self._kinds[life.token_machine].link)
-        n_tokens = life.arrival.prompt_tokens  # all of them (decision 0131)
-        prompt = Prompt(
-            n_tokens,
-            n_tokens * kind.kv_bytes_per_token,
-            kind.n_layers,
-            life.prompt_start_s,
-            life.prompt_end_s,
-        )
-        sent = transfer(link, prompt, going.granted_s, self._link_free_s[life.prompt_machine])
-        self._link_free_s[life.prompt_machine] = sent.link_free_s
-        self._timeline.at(max(sent.arrival_s, self._timeline.now_s), lambda: self._arrive(request_id))
+        n_bytes = life.arrival.prompt_tokens * kind.kv_bytes_per_token  # of all positions (decision 0131)
+        free_s = max(going.granted_s, self._link_free_s[life.prompt_machine])
+        left_s = link.last_byte_s(life, n_bytes, kind.n_layers, free_s)
+        self._link_free_s[life.prompt_machine] = left_s
+        arrival_s = max(left_s + link.latency_s, self._timeline.now_s)
+        self._timeline.at(arrival_s, lambda: self._arrive(request_id))
 
     def _arrive(self, request_id: str) -> None:
         life = self._going.pop(request_id).life

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
@@ -197,7 +197,7 @@ def parse_pools(text: str, catalogue: MachineCatalogue) -> tuple[Pool, ...]:
             raise ClusterError(
                 f"pools are a TOML file or written like prompt=27*h100,token=3*h100, not {text!r:.60}"
             )
-        pools.append(Pool(cast(Role, role), catalogue[machine.strip()], int(count)))
+        pools.append(Pool(role, catalogue[machine.strip()], int(count)))
     return tuple(pools)
 
 

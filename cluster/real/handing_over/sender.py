@@ -56,23 +56,55 @@ Post = Callable[[list[bytes]], bool]
 
 
 @dataclass(slots=True)
-class _Address:
-    """The request that is handed over, and the number of the attempt."""
+class StreamLink:
+    """Link that sends keys, values, states and the end in frames, of one attempt to hand a request over."""
 
     request_id: str
     epoch: int
     n_prompt: int
+    codec: Codec
+    memory: KvMemory
+    post: Post
+    n_frames: int = field(default=0, init=False)
+    end: FrameKind = field(default=FrameKind.END, init=False)
+
+    def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
+        runs = runs_of(begin, end)
+        data = bytearray(self.memory.wire_bytes(ALIGNMENT) // ALIGNMENT * sum(slots for _, slots in runs))
+        view, offset = memoryview(data), 0
+        for first, n_slots in runs:
+            n_bytes = self.memory.wire_bytes(n_slots)
+            self.memory.read(layer, source.slot(first), n_slots, view[offset : offset + n_bytes])
+            offset += n_bytes
+        return self._post(FrameKind.LAYER, layer, begin, end, data)
+
+    def put_state(self, part: int, source: Placement) -> bool:
+        if source.state is None:
+            raise LinkBroken("a block has no place for a state")
+        begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
+        data = bytearray(n_bytes)
+        self.memory.read_state(source.state, begin, data)
+        return self._post(FrameKind.STATE, part, 0, self.n_prompt, data)
+
+    def finish(self, logits: npt.NDArray[np.float32]) -> bool:
+        """Send the logits as little-endian float32, without a copy where they are that already."""
+        return self._post(self.end, 0, 0, self.n_prompt, logits.astype("<f4", copy=False).data.cast("B"))
+
+    def _post(self, kind: FrameKind, layer: int, begin: int, end: int, data: bytearray | memoryview) -> bool:
+        frame = Frame(kind, self.request_id, self.epoch, self.n_frames, layer, begin, end)
+        header = self.codec.header(frame, len(data))
+        is_sent = self.post([header, self.request_id.encode(), data])  # type: ignore[list-item]
+        self.n_frames += is_sent
+        return is_sent
 
 
 @dataclass(slots=True)
-class SharedLink(_Address):
+class SharedLink(StreamLink):
     """Link that writes into the other instance's memory; a frame tells only the end."""
 
-    codec: Codec
-    memory: KvMemory
     theirs: KvMemory
     target: Placement
-    post: Post
+    end: FrameKind = field(default=FrameKind.END_SHARED, init=False)
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
         runs = runs_of(begin, end)
@@ -94,58 +126,6 @@ class SharedLink(_Address):
         except ValueError as error:
             raise LinkBroken(f"the state does not fit the other side's memory: {error}") from error
         return True
-
-    def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        end = Frame(FrameKind.END_SHARED, self.request_id, self.epoch, 0, 0, 0, self.n_prompt)
-        return _post(self.post, self.codec, end, _wire(logits))
-
-
-@dataclass(slots=True)
-class StreamLink(_Address):
-    """Link that sends keys, values, states and the end in frames."""
-
-    codec: Codec
-    memory: KvMemory
-    post: Post
-    n_frames: int = field(default=0)
-
-    def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
-        runs = runs_of(begin, end)
-        data = bytearray(self.memory.wire_bytes(ALIGNMENT) // ALIGNMENT * sum(slots for _, slots in runs))
-        view, offset = memoryview(data), 0
-        for first, n_slots in runs:
-            n_bytes = self.memory.wire_bytes(n_slots)
-            self.memory.read(layer, source.slot(first), n_slots, view[offset : offset + n_bytes])
-            offset += n_bytes
-        frame = Frame(FrameKind.LAYER, self.request_id, self.epoch, self.n_frames, layer, begin, end)
-        return self._posted(frame, data)
-
-    def put_state(self, part: int, source: Placement) -> bool:
-        if source.state is None:
-            raise LinkBroken("a block has no place for a state")
-        begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
-        data = bytearray(n_bytes)
-        self.memory.read_state(source.state, begin, data)
-        frame = Frame(FrameKind.STATE, self.request_id, self.epoch, self.n_frames, part, 0, self.n_prompt)
-        return self._posted(frame, data)
-
-    def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        end = Frame(FrameKind.END, self.request_id, self.epoch, self.n_frames, 0, 0, self.n_prompt)
-        return self._posted(end, _wire(logits))
-
-    def _posted(self, frame: Frame, data: bytearray | memoryview) -> bool:
-        is_sent = _post(self.post, self.codec, frame, data)
-        self.n_frames += is_sent
-        return is_sent
-
-
-def _wire(logits: npt.NDArray[np.float32]) -> memoryview:
-    """The logits as the bytes of little-endian float32, without a copy where they are that already."""
-    return logits.astype("<f4", copy=False).data.cast("B")
-
-
-def _post(post: Post, codec: Codec, frame: Frame, data: bytearray | memoryview) -> bool:
-    return post([codec.header(frame, len(data)), frame.request_id.encode(), data])  # type: ignore[list-item]
 
 
 # ---- the sender -----------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
             messages.put([bytes(part) for part in parts])
             return True
 
-        own = request.request_id, 1, len(PROMPT), codec, given.memory
-        link = SharedLink(*own, taken.memory, placed.placement, post) if shared else StreamLink(*own, post)
+        own = request.request_id, 1, len(PROMPT), codec, given.memory, post
+        link = SharedLink(*own, taken.memory, placed.placement) if shared else StreamLink(*own)
         engine.compute(request)
         sender.send_to(request.request_id, link)
         engine.step()  # it has a block
