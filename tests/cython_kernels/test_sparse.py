@@ -154,20 +154,6 @@ def test_products_have_the_bits_of_the_dense_weight(
             assert np.array_equal(bits(got), bits(wanted)), path
 
 
-@pytest.mark.parametrize(("name", "native"), WAYS)
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_rows_have_the_same_bits_however_many_there_are(name: str, native: bool, fmt: str) -> None:
-    """By default: in one tile that expands, in several, or by way of expanded panels."""
-    rng = np.random.default_rng(8)
-    stored = sparse.to_sparse(pruned(fmt, 5 * PANEL + 3, 1088, 0.5, rng))
-    x = rng.standard_normal((34, 1088), dtype=np.float32)
-
-    with isa.using(name), expanding(native):
-        alone = np.concatenate([_native.gemm(row[None], stored) for row in x])
-        for m in (*range(2, 19), 33, 34):
-            assert np.array_equal(_native.gemm(x[:m], stored), alone[:m]), m
-
-
 def bits(y: np.ndarray) -> np.ndarray:
     """The bits of float32 numbers, every NaN the same."""
     return np.where(np.isnan(y), np.float32(np.nan), y).view(np.uint32)

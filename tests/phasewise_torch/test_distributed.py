@@ -22,7 +22,6 @@ import phasewise.torch.distributed as process_group  # noqa: E402
 from tests.support.kernels import rank_processes  # noqa: E402
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16)
-ROUNDING = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-8}
 PIECE = process_group.SLOT_BYTES - process_group.EXCHANGE_LINE
 SIZES = (1, 3, 1021, 4099, PIECE // 4 - 1, PIECE // 4 + 1, 1 << 20)
 """Elements: one, primes, around a piece of float32, 1 MiB."""
@@ -76,31 +75,6 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(n_ranks: int, tmp_path: Pa
                 tensor = messages[rank].clone()
                 dist.all_reduce(tensor)
                 assert torch.equal(tensor, sum_in_rank_order(messages))
-
-    run(tmp_path, n_ranks, work)
-
-
-@pytest.mark.parametrize("n_ranks", [2, 3, 8])
-def test_sums_of_100_drawn_tensors_are_those_of_float64_within_the_bound(
-    n_ranks: int, tmp_path: Path
-) -> None:
-    """n - 1 additions round (Higham 2002, ch. 4), and a bf16 once more."""
-
-    def work(rank: int) -> None:
-        drawn = torch.Generator().manual_seed(1)
-        for turn in range(100):
-            count = int(torch.randint(1, 20_000, (), generator=drawn))
-            dtype = TYPES[turn % len(TYPES)]
-            messages = [message(turn, other, count, dtype) for other in range(n_ranks)]
-            tensor = messages[rank].clone()
-            dist.all_reduce(tensor, async_op=True).wait()
-            exact = torch.stack([m.double() for m in messages]).sum(0)
-            sizes = torch.stack([m.double().abs() for m in messages]).sum(0)
-            unit = ROUNDING[torch.float32 if dtype == torch.bfloat16 else dtype]
-            bound = ((n_ranks - 1) * unit * 1.01 + (unit * 4 if dtype == torch.float64 else 0)) * sizes
-            if dtype == torch.bfloat16:
-                bound = bound + ROUNDING[dtype] * (exact.abs() + bound)
-            assert bool(((tensor.double() - exact).abs() <= bound).all())
 
     run(tmp_path, n_ranks, work)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import threading
 from typing import Any
 
@@ -109,18 +108,6 @@ def test_as_many_threads_work_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [1, 3]
 
 
-def test_no_thread_is_started() -> None:
-    """Once torch's own are there, no other comes. One of an earlier test may end meanwhile."""
-    layer = PackedLinear.from_linear(linear(256, 64, 0.5, torch.bfloat16))
-    torch.randn(512, 512) @ torch.randn(512, 512)
-    before = set(os.listdir("/proc/self/task"))
-
-    for rows in (1, 2, 64):
-        layer(torch.randn(rows, 64))
-
-    assert set(os.listdir("/proc/self/task")) <= before
-
-
 def test_a_layer_moved_to_another_type_keeps_its_sums_in_float32() -> None:
     """`model.to(dtype)` changes a bias with all other buffers; the packed weight stays."""
     layer = PackedLinear.from_linear(linear(40, 64, 0.5, torch.bfloat16))
@@ -128,21 +115,6 @@ def test_a_layer_moved_to_another_type_keeps_its_sums_in_float32() -> None:
     expected = layer(x)
 
     assert torch.equal(copy.deepcopy(layer).to(torch.bfloat16)(x), expected)
-
-
-def test_storages_and_threads_give_the_same_bits() -> None:
-    layer = linear(200, 320, 0.5, torch.bfloat16)
-    dense, stored = (PackedLinear.from_linear(layer, storage) for storage in ("dense", "sparse"))
-    x = torch.randn(9, 320)
-    before = torch.get_num_threads()
-    outputs = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            outputs += [dense(x), stored(x)]
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(outputs[0], output) for output in outputs)
 
 
 def test_a_state_dict_comes_back() -> None:

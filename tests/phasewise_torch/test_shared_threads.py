@@ -103,15 +103,6 @@ def test_no_thread_is_started() -> None:
     assert threading.active_count() >= 1
 
 
-def test_the_cpus_of_the_threads_are_seen() -> None:
-    import os
-
-    seen = team(2).observed_cpus()
-
-    assert len(seen) == 2
-    assert set(seen) <= {-1, *os.sched_getaffinity(0)}
-
-
 def test_bad_input_is_named() -> None:
     number = shared_threads.hold(weights()["bf16"])
     multiply = torch.ops.phasewise.packed_linear

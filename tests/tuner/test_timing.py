@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
@@ -25,19 +24,14 @@ from phasewise.tuner.conditions import (
     between,
     children_s,
     is_disturbed,
-    mean_conditions,
-    parse_mhz,
-    parse_ticks,
 )
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth, read_in_pieces
 from phasewise.tuner.native import RETRIES, CoreLoops, Yardstick, steadily
 from phasewise.tuner.timing import (
     Samples,
-    Turn,
     compare,
     duel,
     estimate_ns,
-    loop_means,
     plan_turn,
     race,
 )
@@ -45,14 +39,6 @@ from tests.support.tiers import examples
 
 NS = st.integers(1, 10**12)
 MANY_NS = st.lists(NS, min_size=1, max_size=60)
-
-
-@given(samples=MANY_NS, rng=st.randoms(use_true_random=False))
-def test_the_estimate_lies_among_the_samples_in_any_order(samples: list[int], rng: Random) -> None:
-    shuffled = rng.sample(samples, len(samples))
-
-    assert min(samples) <= estimate_ns(samples) <= max(samples)
-    assert estimate_ns(shuffled) == estimate_ns(samples)
 
 
 @given(samples=MANY_NS, burst=NS)
@@ -72,10 +58,6 @@ def test_a_turn_is_long_against_the_clock_and_never_longer_than_it_must_be(call_
     assert turn.calls_a_loop * call_ns >= timing.MIN_SAMPLE_NS
     assert turn.calls == 1 or turn.calls * call_ns <= timing.TURN_NS
     assert 1 <= turn.loops <= timing.MAX_TURN_SAMPLES
-
-
-def test_a_sample_is_the_mean_of_its_loop() -> None:
-    assert loop_means(np.array([1, 3, 10, 20, 0, 1]), Turn(3, 2)) == (2, 15, 1)
 
 
 class Machine:
@@ -143,13 +125,6 @@ def test_equals_are_rarely_taken_for_faster() -> None:
     assert sum(believed() for _ in range(2000)) <= 20
 
 
-STAT = """cpu  50 10 30 800 20 0 10 80 0 0
-cpu0 10 5 10 400 10 0 5 60 10 5
-cpu1 40 5 20 400 10 0 5 20 0 0
-cpu10 1 1 1 1 1 1 1 1 0 0
-
-ctxt 7
-"""
 CPUINFO = """processor\t: 0
 model name\t: A
 cpu MHz\t\t: 2300.000
@@ -161,18 +136,6 @@ cpu MHz\t\t: 2500.000
 """
 
 
-def test_ticks_are_summed_over_the_cpus_asked_for() -> None:
-    assert parse_ticks(STAT, [0]) == CpuTicks(total=500, idle=410, steal=60)
-    assert parse_ticks(STAT, [0, 1]) == CpuTicks(total=1000, idle=820, steal=80)
-    assert parse_ticks("", [0]) == CpuTicks(0, 0, 0)
-
-
-def test_the_frequency_is_the_mean_of_the_cpus_asked_for() -> None:
-    assert parse_mhz(CPUINFO, [0, 1]) == 2400
-    assert parse_mhz(CPUINFO, [1, 7]) == 2500
-    assert parse_mhz("processor\t: 0\nBogoMIPS\t: 50\n", [0]) is None
-
-
 def test_own_time_is_neither_steal_nor_somebody_elses() -> None:
     before = Look(CpuTicks(1000, 500, 0), 5.0, None)
     after = Look(CpuTicks(1200, 540, 20), 6.0, 2400.0)
@@ -181,11 +144,6 @@ def test_own_time_is_neither_steal_nor_somebody_elses() -> None:
     assert conditions == Conditions(steal=0.1, others=0.2, mhz=2400.0)
     assert is_disturbed(conditions.fields())
     assert conditions.fields() == {"steal": 0.1, "others": 0.2, "mhz": 2400.0}
-
-
-def test_means_are_over_the_laps_that_know() -> None:
-    assert mean_conditions([{"steal": 0.1}, {"steal": 0.3, "mhz": 2000.0}]) == {"steal": 0.2, "mhz": 2000.0}
-    assert mean_conditions([]) == {}
 
 
 def test_a_busy_neighbour_is_seen(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.space import Arithmetic
-from phasewise.tuner.task_division import Task
-from phasewise.tuner.tuning_run import INTERLEAVED, Duel, Tools, TuningOutcome, TuningProgress, tune
+from phasewise.tuner.tuning_run import INTERLEAVED, Duel, Tools, TuningOutcome, tune
 from tests.support.machines import synthetic_machine
 from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
 from tests.support.machines.synthetic_machine import (
@@ -157,18 +156,6 @@ def test_two_processes_share_one_database_and_the_work(shared_database: str) -> 
         assert outcome["end"] == "complete"
         assert [tuple(row) for row in outcome["in_use"]] == in_use(expected)
     assert sum(outcome["timed"] for outcome in outcomes) < 2 * len(alone.timed)
-
-
-def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
-    whole, expected = undisturbed()
-    machine = SyntheticMachine()
-    first = run_on(machine, database, budget_s=whole.now_s / 2)
-
-    assert first.end == "budget"
-    assert 0 < len(machine.timed) < len(whole.timed)
-    assert machine.now_s <= 0.75 * whole.now_s
-    assert run_on(SyntheticMachine(), database, budget_s=0).timed == 0
-    assert in_use(run_on(SyntheticMachine(), database)) == in_use(expected)
 
 
 def test_a_weight_has_a_share_of_the_budget_as_large_as_its_work(database: str) -> None:
@@ -312,22 +299,6 @@ def test_another_arithmetic_that_only_seemed_faster_is_not_taken(database: str) 
     outcome = run_on(machine, database, tasks)
 
     assert {gain.schedule.compute_path for gain in outcome.gains} == {PLAIN.compute_path}
-
-
-def test_progress_counts_up_and_the_time_left_goes_to_nothing(database: str) -> None:
-    machine, seen = SyntheticMachine(), list[TuningProgress]()
-    tasks: list[Task] = [task_of(), task_of(512), task_of(1024)]
-    with open_store(database) as store:
-        ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, seen.append, clock=machine.clock)
-        tune(tasks, tools, budget_s=1e6)
-
-    assert [progress.timed for progress in seen] == sorted({progress.timed for progress in seen})
-    assert {progress.task_number for progress in seen} == {1, 2, 3}
-    assert seen[0].left_s is None
-    half = next(progress for progress in seen if progress.elapsed_s > machine.now_s / 2)
-    assert half.left_s is not None
-    assert 0.2 < half.left_s / (machine.now_s - half.elapsed_s) < 5
 
 
 def test_rows_of_another_build_or_machine_are_not_used(database: str) -> None:

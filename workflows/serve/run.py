@@ -69,6 +69,8 @@ def serve_models(
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
     weights = replace(settings.weights, sequences=settings.accepting.max_sequences)
     settings = replace(settings, weights=weights)  # stored for as many as may decode together
+    limits = http_limits(settings.listening, settings.accepting, report)  # before a model is looked at
+    tls = tls_of(settings.listening, report)
     embed_ref = _embed_ref(model, settings, report)
     refs = [ref for ref in (model, *(settings.running.also or ())) if ref is not None and ref != embed_ref]
     generates = bool(refs or settings.coming.models)
@@ -77,8 +79,6 @@ def serve_models(
         named = changed(settings.answering, "served_model_name")
         refuse_unused("without MODEL", [*named, *(["explain"] if explain and not refs else [])])
     names, embed_names = _called(refs, embed_ref, model, settings, report)
-    limits = http_limits(settings.listening, settings.accepting, report)
-    tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
         if settings.remote.remote is not None:
             settings.remote.trust()

@@ -18,6 +18,7 @@ from tests.support.engine_sizes import engine_size
 from tests.support.models.tiny_models import tiny_gguf
 from tests.support.scheduled import POLICIES, any_pool
 from tests.support.servers.fake_engine import run_all
+from tests.support.tiers import first_is_smoke
 
 start = pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
@@ -163,7 +164,8 @@ def test_the_bands_of_a_plan_change_nothing(
 
 
 @pytest.mark.parametrize("model", ["f32"], indirect=True)
-@pytest.mark.parametrize("policy", ["paged", "restless"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", first_is_smoke(["restless", "paged"]))
 def test_nor_do_they_where_ranks_are_processes(
     model: PackedModel, alike_alone: dict[str, list[int]], policy: str
 ) -> None:

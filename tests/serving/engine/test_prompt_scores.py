@@ -184,6 +184,7 @@ def test_scoring_is_generation_in_every_format(
         assert is_generation(requests, answers, scored(opened, texts_of(requests, answers)))
 
 
+@pytest.mark.slow
 def test_scores_are_the_same_from_pools(
     path: Path, requests: list[Submit], answers: dict[str, list[SampledToken]], alone: Scores
 ) -> None:

@@ -247,7 +247,7 @@ def test_the_same_grammar_is_counted_the_same_each_time(
     prover: ConfinedProcess, grammars: list[Grammar]
 ) -> None:
     """One that is freed leaves its memory to the next: resident memory does not grow then."""
-    counts = [counted(prover, grammars[0]) for _ in range(8)]
+    counts = [counted(prover, grammars[0]) for _ in range(4)]
 
     assert min(counts) > 64 * 1024
     assert max(counts) <= 1.1 * min(counts)

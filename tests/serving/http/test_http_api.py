@@ -93,21 +93,6 @@ def test_a_chat_without_a_limit_ends_by_itself(server: FakeServer, api: openai.O
     assert (got.choices[0].message.content, got.choices[0].finish_reason) == ("abcdef", "stop")
 
 
-@pytest.mark.parametrize("stop", ["def", ["zzz", "de"]])
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings(api: openai.OpenAI, stop: str | list[str], stream: bool) -> None:
-    got = api.completions.create(
-        model="fake", prompt="a", max_tokens=20, temperature=0, stop=stop, stream=stream
-    )
-
-    if isinstance(got, openai.Stream):
-        pieces = [chunk.choices[0] for chunk in got]
-        text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
-    else:
-        text, reason = got.choices[0].text, got.choices[0].finish_reason
-    assert (text, reason) == ("bc", "stop")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_a_chat(api: openai.OpenAI, stream: bool) -> None:
     got = api.chat.completions.create(

@@ -160,6 +160,7 @@ def test_a_chat_s_custom_tool_answers_in_its_form(running: Running, ranks: Scrip
 NAMES = ("mcp/files read", "a b", "a/b", "ns:do", "日本", "x" * 200)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", NAMES)
 def test_names_that_no_template_holds_come_back_as_they_were(
     running: Running, ranks: ScriptedRanks, name: str

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from phasewise.serving.http.http_settings import HttpLimits
 from tests.support.models.tool_templates import HERMES
 from tests.support.servers.scripted_engine import Scripted, ScriptedRanks, scripted_server
 
-EVENTS: Any = TypeAdapter(RawMessageStreamEvent)
+if TYPE_CHECKING:
+    import anthropic
+
 TOOLS: Any = [{"name": "add", "description": "sums", "input_schema": {"type": "object"}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
 HELLO: Any = [{"role": "user", "content": "hi"}]
+
+
+@cache
+def validator(name: str) -> Any:
+    """Of one of the client's types. The client is loaded where it is used: that takes a second."""
+    from anthropic import types
+
+    return TypeAdapter(getattr(types, name))
 
 
 def asked(running: Scripted, **fields: Any) -> httpx.Response:
@@ -40,11 +49,13 @@ def events_of(response: httpx.Response) -> list[Any]:
         n_open += (event["type"] == "content_block_start") - (event["type"] == "content_block_stop")
         assert n_open in (0, 1)
     assert n_open == 0
-    return [EVENTS.validate_python(raw_event) for raw_event in raw_events]
+    return [validator("RawMessageStreamEvent").validate_python(raw_event) for raw_event in raw_events]
 
 
 @pytest.fixture(scope="module")
 def client(running: Scripted) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=running[0].url, api_key="any", max_retries=0, timeout=60) as opened:
         yield opened
 
@@ -73,7 +84,7 @@ def test_a_text_whole_and_streamed(client: anthropic.Anthropic, ranks: ScriptedR
 
 def test_thoughts_text_and_calls_are_blocks(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
-    whole = Message.model_validate(asked(running, tools=TOOLS).json())
+    whole = validator("Message").validate_python(asked(running, tools=TOOLS).json())
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole.stop_reason == "tool_use"
     assert [block.input for block in whole.content if block.type == "tool_use"] == [{"n": 1}, {"n": 1}]
@@ -129,7 +140,7 @@ def test_an_agent_s_turns_reach_the_model(client: anthropic.Anthropic, ranks: Sc
 def test_a_call_can_be_required(running: Scripted, ranks: ScriptedRanks, choice: Any) -> None:
     ranks.script = lambda _prompt: "no"
     wanted = {**choice, "disable_parallel_tool_use": True}
-    said = Message.model_validate(asked(running, tools=TOOLS, tool_choice=wanted).json())
+    said = validator("Message").validate_python(asked(running, tools=TOOLS, tool_choice=wanted).json())
     assert [block.type for block in said.content] == ["tool_use"]
 
 
@@ -137,7 +148,7 @@ def test_why_an_answer_ended(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: "one two three"
 
     def ending(**fields: Any) -> tuple[str, str | None, str]:
-        said = Message.model_validate(asked(running, **fields).json())
+        said = validator("Message").validate_python(asked(running, **fields).json())
         streamed = events_of(asked(running, stream=True, **fields))[-2].delta
         assert (streamed.stop_reason, streamed.stop_sequence) == (said.stop_reason, said.stop_sequence)
         text = "".join(block.text for block in said.content if block.type == "text")
@@ -204,6 +215,8 @@ def test_what_cannot_be_is_refused_in_the_client_s_shape(
 
 
 def test_the_key_comes_in_either_header() -> None:
+    import anthropic
+
     limits = HttpLimits(api_keys=("secret",))
     with scripted_server(HERMES, "<|im_start|>assistant\n", limits=limits) as (server, ranks):
         ranks.script = lambda _prompt: "a"

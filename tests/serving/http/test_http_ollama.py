@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -108,14 +107,6 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(client: ollama.Client, ranks: Scrip
     assert n_template > len("The capital?")
     assert client.generate(model="fake").done_reason == "load"
     assert client.chat(model="fake").done_reason == "load"
-
-
-def test_a_schema_is_kept(client: ollama.Client, ranks: ScriptedRanks) -> None:
-    ranks.script = lambda _prompt: "no"
-    schema: Any = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    said = client.chat(model="fake", messages=HELLO, format=schema, options=GREEDY).message.content
-    assert json.loads(said or "") == {"a": 1}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import httpx
 import openai
 import pytest
 
-from phasewise.serving.http.monitoring.live import MachineFacts
-from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext
+from phasewise.serving.http.routes.app import ServedEmbeddings
 from phasewise.serving.http.transport.listening import CannotListen, TcpAddress
 from tests.support.models.encoder_models import write_encoder
 from tests.support.servers.fake_embedding import embedding_server
@@ -328,15 +327,6 @@ def test_a_wrong_path_has_one_sentence_that_helps(server: FakeServer, path: str,
         answer = httpx.request(method, f"{server.url}{path}")
         assert answer.status_code == 404
         assert says in message_of(answer)
-
-
-def test_beside_a_page_a_post_to_the_root_has_the_same_sentence() -> None:
-    """Clients of text-generation-inference send their prompts there."""
-    with fake_server(surroundings=ServerContext(page=MachineFacts())) as server:
-        assert httpx.get(server.url).status_code == 200
-        answer = httpx.post(server.url, json={"inputs": "a", "parameters": {"max_new_tokens": 3}})
-        assert answer.status_code == 404
-        assert "POST /v1/chat/completions" in message_of(answer)
 
 
 @pytest.mark.parametrize(

@@ -288,21 +288,6 @@ def test_one_fingerprint_and_seeded_request_give_the_same_bytes(receipting: Fake
     assert alone["choices"] == again["choices"]
 
 
-def test_models_and_responses_have_the_fingerprint(receipting: FakeServer) -> None:
-    (card,) = show(receipting, "/v1/models").json()["data"]
-    assert card["system_fingerprint"] == FINGERPRINT.short
-    assert card["arithmetic"] == FINGERPRINT.arithmetic
-    assert card["arithmetic_paths"] == FINGERPRINT.paths
-    assert show(receipting, "/v1/models/alias").json() == card
-    headers = {"Authorization": "Bearer one"}
-    asked = {"model": "fake", "input": "xyz", "max_output_tokens": 3}
-    answer = httpx.post(f"{receipting.url}/v1/responses", json=asked, headers=headers).json()
-    assert answer["system_fingerprint"] == FINGERPRINT.short
-    refused = httpx.post(f"{receipting.url}/v1/responses", json=asked | {"receipt": True}, headers=headers)
-    assert refused.status_code == 400
-    assert "receipt" in refused.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_choice_has_its_receipt(receipting: FakeServer, path: str, stream: bool) -> None:

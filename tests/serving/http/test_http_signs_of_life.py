@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import ollama
 import openai
@@ -160,6 +159,8 @@ CHAT = [{"role": "user", "content": "abc"}]
 
 
 def test_messages_have_pings_and_the_official_client_goes_on() -> None:
+    import anthropic
+
     asked = {"model": "fake", "max_tokens": 5, "messages": CHAT}
     with held() as (server, gate):
         with httpx.stream("POST", f"{server.url}/v1/messages", json={**asked, "stream": True}) as answer:

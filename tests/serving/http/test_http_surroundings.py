@@ -100,15 +100,6 @@ def test_a_request_is_one_line_without_what_was_said(server: FakeServer, stream:
     assert not any("secret" in text or "abcd" in text for text in LINES)
 
 
-def test_refusals_and_unknown_paths_have_their_lines(server: FakeServer) -> None:
-    httpx.post(f"{server.url}/v1/completions", json={"model": "other", "prompt": "x"})
-    httpx.get(f"{server.url}/%0a%1b[2Jx")
-    assert [(line["path"], line["status"]) for line in lines(server, 2)] == [
-        ("/v1/completions", 404),
-        ("other", 404),
-    ]
-
-
 @pytest.mark.parametrize(
     ("level", "n"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0), ("off", 0)]
 )

@@ -157,17 +157,18 @@ def test_a_held_call_cut_short_before_its_arguments_is_nothing(
 
 
 UNHELD: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"type": "array", "uniqueItems": True, "contains": {}}, "tools.odd.contains,tools.odd.uniqueItems"),
     ({"type": "string", "pattern": r"^\d{3}\b"}, "tools.odd.pattern"),
     ({"type": "string", "pattern": "["}, "tools.odd.pattern"),
     ({"type": "string", "format": "a colour"}, "tools.odd.format"),
     ({"type": "integer", "multipleOf": 3, "not": {"const": 3}}, "tools.odd.not"),
-    ({"type": "array", "uniqueItems": True, "contains": {}}, "tools.odd.contains,tools.odd.uniqueItems"),
-    ({"type": "string", "pattern": r"^\S+$", "maxLength": 65536}, ""),
     ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 3}, "tools.odd.parameters"),
+    ({"type": "string", "pattern": r"^\S+$", "maxLength": 65536}, ""),
     ({"type": "string", "pattern": "^a+$"}, ""),
 )
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("schema", "named_fields"), UNHELD)
 def test_a_schema_that_cannot_be_held_disables_no_other_and_is_named(
     running: Scripted, ranks: ScriptedRanks, schema: dict[str, Any], named_fields: str

@@ -244,6 +244,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)", "os._exit(3)"])
 def test_workers_end_with_the_engine_however_it_ends(ending: str) -> None:
     engine = subprocess.run(

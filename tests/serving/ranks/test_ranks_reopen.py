@@ -80,7 +80,8 @@ def tokens(ranks: ProcessRanks) -> np.ndarray:
     return token_by_token(ranks, ("decode", "prefill"), 6)
 
 
-@pytest.mark.parametrize("model_name", ["in_memory", "in_file"])
+@pytest.mark.many
+@pytest.mark.parametrize("model_name", ["in_file", "in_memory"])
 def test_ranks_opened_again_compute_the_same(model_name: str, request: pytest.FixtureRequest) -> None:
     """Twice, for what the first opening kept must survive the second."""
     ranks = open_two(request.getfixturevalue(model_name))

@@ -77,6 +77,7 @@ def test_only_tokens_that_the_filters_keep_are_drawn(
     assert set(drawn) <= kept
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("spread", [0.05, 1.0, 8.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.95])
 def test_the_nucleus_is_found_in_a_large_vocabulary(spread: float, top_p: float) -> None:

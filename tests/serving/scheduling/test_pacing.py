@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phasewise.serving.engine.messages import Answer, Progress, Submit
-from phasewise.serving.scheduling.pacing import FIRST_TOKENS, PROMPT_SHARE, Pacing
+from phasewise.serving.scheduling.pacing import PROMPT_SHARE, Pacing
 from tests.support.servers.fake_engine import AttentiveRanks, make_engine
 from tests.support.tiers import n_examples
 
@@ -149,19 +149,6 @@ def test_answers_slow_a_prompt_down_and_never_below_their_share(
     if not pacing.is_kept:
         assert beside == pytest.approx(alone / PROMPT_SHARE)
     assert Pacing(1, 16).prompt_token_ns(n_answering) == 0
-
-
-def test_the_best_pace_is_of_large_steps_whatever_runs_beside() -> None:
-    """Small rests of prompts that were taken over, and answers, do not make a machine look slow."""
-    pacing = Pacing(100 * MS, 4096)
-    pacing.observe("prefill", 16, 50 * MS)
-    assert pacing.best_token_ns == 0
-    pacing.observe("prefill", FIRST_TOKENS, FIRST_TOKENS * MS // 10)
-    for _ in range(100):
-        pacing.observe("prefill", 16, 50 * MS)
-        pacing.observe("decode", 8, 80 * MS)
-
-    assert pacing.best_token_ns == MS / 10
 
 
 @pytest.mark.parametrize("seed", range(n_examples(40)))

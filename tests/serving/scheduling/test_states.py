@@ -230,7 +230,7 @@ def test_a_long_chain_of_calls_computes_its_new_tokens_alone(
     for question in range(3):
         for number, talk in enumerate(talks):
             talk.ask("user", rng.choice([12, 200, 5_000]))
-            for call in range(20 if question == 1 else 3):
+            for call in range(n_examples(20) if question == 1 else 3):
                 prompt, _ = talk.prompt()
                 shared = max((_n_shared(prompt, old) for old in seen[number]), default=0)
                 name, sizes = f"{number} {question} {call}", (rng.randint(1, 300), rng.randint(1, 80))

@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.request import LiveSequence, Request
 from phasewise.serving.scheduling.waiting_line import WaitingLine
-from tests.serving.scheduling.test_scheduler_laws import CONTEXT, N_SLOTS, asked, requests_of
-from tests.support.scheduled import POLICIES, Turns, make, request
+from tests.support.scheduled import Turns, make, request
 from tests.support.tiers import examples
 
 CLIENTS = "abcd"
 steps = st.lists(st.sampled_from([*CLIENTS, "take", "preempt", "remove"]), max_size=60)
-
-
-class FirstCome(WaitingLine):
-    """The reference for one client: a list in order of arrival, preempted requests at their old places."""
-
-    def __init__(self) -> None:
-        self._arrivals: dict[LiveSequence, int] = {}
-        self._list: list[LiveSequence] = []
-
-    def __len__(self) -> int:
-        return len(self._list)
-
-    def __iter__(self) -> Iterator[LiveSequence]:
-        return iter(self._list)
-
-    @property
-    def clients(self) -> set[str]:
-        return {queued.request.client for queued in self._list}
-
-    @property
-    def heads(self) -> Iterator[LiveSequence]:
-        return iter(self._list[:1])
-
-    def is_behind_older(self, sequence: LiveSequence) -> bool:
-        return any(queued.admission is not None and queued.age < sequence.age for queued in self._list)
-
-    def join(self, sequence: LiveSequence) -> None:
-        self._arrivals[sequence] = len(self._arrivals)
-        self._list.append(sequence)
-
-    def rejoin(self, sequence: LiveSequence) -> None:
-        insort(self._list, sequence, key=self._arrivals.__getitem__)
-
-    def take(self, sequence: LiveSequence) -> None:
-        self._list.remove(sequence)
-
-    def remove(self, sequence: LiveSequence) -> None:
-        self._list.remove(sequence)
 
 
 def sequence(client: str, name: int) -> LiveSequence:
@@ -115,49 +72,6 @@ def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: s
         assert [head.request.client for head in heads] == list(dict.fromkeys(owners))
         assert set(heads) <= set(line)
         assert line.clients == {head.request.client for head in heads}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@examples(30)
-@given(asked=asked, chunk=st.integers(1, 64), sequences=st.integers(1, 4), data=st.data())
-def test_one_client_alone_is_first_come_first_served(
-    policy: str, asked: list[tuple[object, ...]], chunk: int, sequences: int, data: st.DataObject
-) -> None:
-    """Batch for batch, with preemptions and aborts, what a list in order of arrival gives."""
-    requests = requests_of(asked)  # type: ignore[arg-type]
-    at_once = data.draw(st.integers(0, len(requests)), label="at once")
-    aborts = data.draw(st.dictionaries(st.integers(0, 60), st.integers(0, 7), max_size=3), label="aborts")
-    assert batches_of(policy, requests, chunk, sequences, at_once, aborts, WaitingLine()) == batches_of(
-        policy, requests, chunk, sequences, at_once, aborts, FirstCome()
-    )
-
-
-def batches_of(
-    policy: str,
-    requests: list[Request],
-    chunk: int,
-    sequences: int,
-    at_once: int,
-    aborts: dict[int, int],
-    line: WaitingLine,
-) -> list[Batch]:
-    scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
-    scheduler._waiting = scheduler._admitter._waiting = line
-    turns, batches, arriving = Turns(scheduler), [], list(requests)
-    while arriving and at_once:
-        scheduler.add(arriving.pop(0))
-        at_once -= 1
-    for step in range(10_000):
-        if arriving and (step % 3 == 0 or not scheduler.has_work):
-            scheduler.add(arriving.pop(0))
-        if step in aborts:
-            scheduler.abort(str(aborts[step]))
-        batch = turns.take(chunk)
-        if batch is not None:
-            batches.append(batch)
-        elif not scheduler.has_work and not arriving:
-            return batches
-    raise AssertionError("10,000 steps do not end it")
 
 
 def test_age_is_counted_from_the_first_admission() -> None:

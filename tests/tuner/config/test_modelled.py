@@ -129,17 +129,6 @@ def test_eight_ranks_are_the_best_tensor_parallel_degree_of_two_epycs() -> None:
 # Laws of the model.
 
 
-def test_a_rank_over_two_nodes_reads_slower_than_a_rank_on_each() -> None:
-    machine = xeon()
-    sharing = ReadSharing(machine, default_rates(machine))
-    cores = machine.allowed_pus
-    on_each = on(machine, *numa_sets(machine)).ranks
-
-    across = sharing.rank_bytes_per_s((RankCores(cores, None),))
-
-    assert sum(across) < sum(sharing.rank_bytes_per_s(on_each))
-
-
 def test_a_rank_whose_memory_lies_in_another_package_reads_slowest() -> None:
     machine = kunpeng()
     sharing = ReadSharing(machine, default_rates(machine))
@@ -313,16 +302,6 @@ def test_more_ranks_than_query_heads_are_refused() -> None:
     with (
         pytest.raises(EvaluationError, match="2 ranks cannot divide the 1 query head"),
         evaluator.open(on(machine, (0,), (1,)), "decode"),
-    ):
-        pass
-
-
-def test_cores_that_the_machine_lacks_are_refused() -> None:
-    evaluator = ModelledEvaluator(xeon(), llama_2_7b())
-
-    with (
-        pytest.raises(EvaluationError, match="has no PU 40"),
-        evaluator.open(OnCores((RankCores((39, 40)),)), "decode"),
     ):
         pass
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from phasewise.tuner.plans import RankCores, ServicePlan
 from phasewise.tuner.topotree import (
     Configuration,
-    Level,
     OperatorLimits,
     TopoTree,
     TopoTreeError,
@@ -40,20 +39,6 @@ def trees(draw: st.DrawFn) -> tuple[tuple[int, ...], TopoTree]:
         if tree.kept[depth - 1] > 1:
             tree = tree.remove(draw(st.integers(1, tree.kept[depth - 1] - 1)), depth)
     return shape, tree
-
-
-def test_the_papers_figure_5() -> None:
-    """Four Kunpeng 920: groups of four neighbouring cores, one core of each resting: 144 of 192 cores."""
-    tree = parse("fundamental | group(4,1,3) | remove(1,4)", kunpeng())
-
-    assert tree.levels == (
-        Level("package", 4, 4),
-        Level("numa", 2, 2),
-        Level("group", 6, 6),
-        Level("core", 4, 3),
-    )
-    assert tree.n_pus == 144
-    assert tree.pus == tuple(pu for pu in range(192) if pu % 4 != 3)
 
 
 @settings(deadline=None)

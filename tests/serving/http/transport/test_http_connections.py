@@ -326,15 +326,6 @@ class SteppedLoop:
         self.now_s = ends_s
 
 
-def test_connections_are_counted(server: FakeServer) -> None:
-    held = [connect(server.url) for _ in range(3)]
-    until(lambda: len(server.connections.open) == 3, "they were not accepted")
-
-    assert metric(server, "phasewise_connections") == 3
-    for raw in held:
-        raw.close()
-
-
 class Application(Starlette):
     """Answers by path, with what ASGI has and nothing else."""
 

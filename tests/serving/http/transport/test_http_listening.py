@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import socket
 import ssl
@@ -179,12 +178,6 @@ def test_room_for_connections_is_what_the_hard_limit_leaves() -> None:
         assert room > min(hard, 1 << 20) - 2000
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_the_url_of_a_port() -> None:
-    with TcpAddress("127.0.0.1", 0) as plain, TcpAddress("127.0.0.1", 0, secure=True) as secure:
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", plain.url)
-        assert re.fullmatch(r"https://127\.0\.0\.1:\d+", secure.url)
 
 
 @pytest.mark.parametrize(
