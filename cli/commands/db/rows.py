@@ -349,7 +349,9 @@ class OtherDiff(Row):
     kernel_abi: str
     machine: str = column("on")
     here: str | None = column("here", of_row=lambda row: _verdict(row.here))
-    there: str | None = column("there", of_row=lambda row: _verdict(row.there))
+    there: str | None = column(
+        "there", of_row=lambda row: _verdict(row.there).replace("a plan", "another" if row.here else "a plan")
+    )
 
 
 def _verdict(words: str | None) -> str:
