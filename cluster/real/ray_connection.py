@@ -47,10 +47,10 @@ def ray_connection(address: str) -> Iterator[str]:
                 )
     except (ConnectionError, ValueError, RuntimeError) as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        asks = "compare RAY_AUTH_TOKEN with the cluster's" if _sends_token() else "set RAY_AUTH_MODE=token"
+        remedies = {True: "compare RAY_AUTH_TOKEN with the cluster's", False: "set RAY_AUTH_MODE=token"}
         stack.close()
         raise ClusterError(
-            f"the Ray cluster {address!r} cannot be reached: {line}; if it asks for a token, {asks}"
+            f"the Ray cluster {address!r} cannot be reached: {line}; if it asks for a token, {remedies[_sends_token()]}"
         ) from error
     try:
         node = str(ray.util.get_node_ip_address())
