@@ -313,7 +313,7 @@ class Router:
         """Choose a machine; where one kind is missing for now, the others do both phases."""
         if len(here) == len(self._machines) or _can_divide({machine.home for machine in here}):
             return _in_pools(ask, here, self._limits, self._queues_for(ask, here))
-        least = min(here, key=_pending_tokens)
+        least = min(here, key=lambda machine: machine.pending_tokens)
         return Assignment(least.index, least.index)
 
     def prompt_done(self, request_id: str) -> None:
@@ -436,10 +436,6 @@ def _first_fit(
             if fits(least):
                 return least
     return None
-
-
-def _pending_tokens(machine: _Machine) -> int:
-    return machine.pending_tokens
 
 
 def _most_blocks(kv_slots: int) -> int:

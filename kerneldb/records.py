@@ -190,16 +190,12 @@ class Comparison(CheckedRecord):
     @property
     def proves_faster(self) -> bool:
         """The candidate is faster than the incumbent, beyond doubt of the comparison's confidence."""
-        return self.gain_low > 1.0 and self._is_proven
+        return self.gain_low > 1.0 and is_proven(self.gain, self.gain_low, self.gain_high)
 
     @property
     def proves_slower(self) -> bool:
         """The candidate is slower than the incumbent, beyond doubt of the comparison's confidence."""
-        return self.gain_high < 1.0 and self._is_proven
-
-    @property
-    def _is_proven(self) -> bool:
-        return is_proven(self.gain, self.gain_low, self.gain_high)
+        return self.gain_high < 1.0 and is_proven(self.gain, self.gain_low, self.gain_high)
 
 
 @dataclass(frozen=True, slots=True)

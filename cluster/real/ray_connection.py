@@ -49,9 +49,8 @@ def ray_connection(address: str) -> Iterator[str]:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         remedies = {True: "compare RAY_AUTH_TOKEN with the cluster's", False: "set RAY_AUTH_MODE=token"}
         stack.close()
-        raise ClusterError(
-            f"the Ray cluster {address!r} cannot be reached: {line}; if it asks for a token, {remedies[_sends_token()]}"
-        ) from error
+        hint = f"if it asks for a token, {remedies[_sends_token()]}"
+        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}; {hint}") from error
     try:
         node = str(ray.util.get_node_ip_address())
         _check_token(node)
