@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from phasewise._words import counted
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import check_numbers
-from phasewise.serving.embedding.lane import Input, Lane, LaneState, SentBatch, Start, Worker
+from phasewise.serving.embedding.lane import Input, InputTurns, Lane, SentBatch, Start, Worker
 from phasewise.serving.embedding.pace import KEPT
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
 from phasewise.serving.embedding.queues import UNLIMITED, Depth, QueueManager
-from phasewise.serving.embedding.turns import InputTurns
 from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
 
@@ -104,9 +103,12 @@ class EmbeddingClient:
         """The time within which answers are promised; inf: none is."""
         return max(lane.slo_s for lane in self._lanes)
 
-    def lanes(self) -> list[LaneState]:
+    def lanes(self) -> list[Lane]:
+        """Those of all devices, as deep as they may be now."""
         now_s = self._now_s()
-        return [LaneState.of(lane, now_s) for lane in self._lanes]
+        for lane in self._lanes:
+            lane.heed(now_s, now_s + lane.slo_s * (1 - KEPT))
+        return self._lanes
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin on this loop."""
@@ -383,7 +385,7 @@ class EmbeddingClient:
 
     def _move_waiting(self, index: int) -> None:
         """Move the inputs that wait for a device that is down to others with room; the rest waits for it."""
-        lane, staying = self._lanes[index], InputTurns[Input]()
+        lane, staying = self._lanes[index], InputTurns()
         while lane.waiting:
             pending = lane.waiting.take()
             place = self._manager.move(index, pending.size)

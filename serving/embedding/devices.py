@@ -10,36 +10,16 @@ import ctypes
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from phasewise._words import counted, plural
 from phasewise.serving.embedding.queues import CPU_RANK
 from phasewise.topology import Kind, Machine
 
-DeviceKind = Literal["cuda", "exec", "cpu"]
-RANKS: dict[DeviceKind, int] = {"cuda": 0, "exec": 0, "cpu": CPU_RANK}
 EXEC = "exec:"
 Command: TypeAlias = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Device:
-    """`index` counts devices of one kind."""
-
-    kind: DeviceKind
-    index: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}:{self.index}"
-
-    @property
-    def rank(self) -> int:
-        """Devices of a lower rank are filled first."""
-        return RANKS[self.kind]
 
 
 def cuda_devices() -> int:
@@ -54,13 +34,13 @@ def cuda_devices() -> int:
     return max(0, count.value)
 
 
-def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_devices) -> list[Device]:
-    """GPUs whose device files are here, as many as the driver answers for.
+def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_devices) -> list[str]:
+    """The names of GPUs whose device files are here, as many as the driver answers for.
 
     A container may have a device file without the driver, or hide devices from the driver.
     """
     nodes = [path for path in root.glob("dev/nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
-    return [Device("cuda", index) for index in range(min(len(nodes), count_cuda()) if nodes else 0)]
+    return [f"cuda:{index}" for index in range(min(len(nodes), count_cuda()) if nodes else 0)]
 
 
 def command_of(text: str) -> Command:
@@ -79,9 +59,8 @@ def command_of(text: str) -> Command:
 
 
 def rank_of(device: str) -> int:
-    """The rank of a device by its name; that of a CPU for a kind that is not known."""
-    kind = device.partition(":")[0]
-    return next((rank for ranked_kind, rank in RANKS.items() if ranked_kind == kind), RANKS["cpu"])
+    """The rank of a device by its name: those of a lower one are filled first."""
+    return 0 if device.startswith(("cuda:", EXEC)) else CPU_RANK
 
 
 def instance_cores(

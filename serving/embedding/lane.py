@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -18,8 +19,8 @@ from phasewise.serving.embedding.pace import KEPT, DevicePace, LearntDepth
 from phasewise.serving.embedding.plan import DEFAULT_SLO_S
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
 from phasewise.serving.embedding.queues import UNLIMITED, Depth, DeviceQueue
-from phasewise.serving.embedding.turns import InputTurns
 from phasewise.serving.processes.restarts import Restarts
+from phasewise.serving.scheduling.waiting_line import ClientTurns
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,38 @@ class Input:
         return not self.answer.done()
 
 
+class InputTurns:
+    """Inputs that wait for one device. Those that wait again come first; behind them clients take turns."""
+
+    def __init__(self) -> None:
+        self._again: deque[Input] = deque()
+        self._turns: ClientTurns[Input] = ClientTurns()
+
+    def __bool__(self) -> bool:
+        return bool(self._again or self._turns)
+
+    def __iter__(self) -> Iterator[Input]:
+        yield from self._again
+        yield from self._turns
+
+    @property
+    def head(self) -> Input:
+        """The input that `take` gives next. IndexError: nothing waits."""
+        return self._again[0] if self._again else self._turns.head()
+
+    def join(self, pending: Input) -> None:
+        """Behind all others of its client."""
+        self._turns.join(pending.owner, pending)
+
+    def rejoin(self, pending: Input) -> None:
+        """Before everything."""
+        self._again.appendleft(pending)
+
+    def take(self) -> Input:
+        """Remove the head; its client's turn is over. IndexError: nothing waits."""
+        return self._again.popleft() if self._again else self._turns.take()
+
+
 class SentBatch(NamedTuple):
     """A batch that the worker has."""
 
@@ -117,7 +150,7 @@ class Lane:
     """Errors of what was forecast when inputs came."""
     sent: Lateness
     """Errors of what was forecast when they were sent."""
-    waiting: InputTurns[Input] = field(default_factory=InputTurns)
+    waiting: InputTurns = field(default_factory=InputTurns)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: Restarts = field(default_factory=Restarts)
     running: dict[asyncio.Task[None], SentBatch] = field(default_factory=dict)
@@ -315,26 +348,3 @@ class Lane:
 def _promised_s(points: Sequence[tuple[int, float]]) -> float:
     """The shortest time that a device may promise, by two batches of it."""
     return LEAST_INPUTS * line_through(*points).seconds(LONG_INPUT_TOKENS)
-
-
-@dataclass(frozen=True)
-class LaneState:
-    """The state of one device for /metrics."""
-
-    name: str
-    is_up: bool
-    inputs: int
-    tokens: int
-    depth: Depth
-    """The most that it may hold now."""
-    n_batches: int
-    n_inputs: int
-    n_restarts: int
-
-    @classmethod
-    def of(cls, lane: Lane, now_s: float) -> LaneState:
-        lane.heed(now_s, now_s + lane.slo_s * (1 - KEPT))
-        queue = lane.queue
-        depth = queue.depth.scaled(queue.share)
-        counts = (lane.n_batches, lane.n_inputs, lane.n_restarts)
-        return cls(queue.name, queue.is_up, queue.inputs, queue.tokens, depth, *counts)

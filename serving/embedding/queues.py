@@ -68,6 +68,11 @@ class DeviceQueue:
         return fits and self.tokens + tokens <= self.depth.tokens * self.share
 
     @property
+    def usable(self) -> Depth:
+        """The most that it may hold now."""
+        return self.depth.scaled(self.share)
+
+    @property
     def load(self) -> float:
         """The share of its depth that is taken."""
         return max(self.inputs / self.depth.inputs, self.tokens / self.depth.tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from phasewise._words import counted
 from phasewise.cython_kernels.division import Teams
@@ -145,13 +144,6 @@ class EngineSize:
         kv = KvSettings(kv_slots, kv_format, shared=kv_shared, rings=rings, states=states)
         return cls(limits, kv)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> EngineSize:
-        """The size that `dataclasses.asdict` wrote."""
-        limits, kv = SchedulerLimits(**fields["limits"]), dict(fields["kv"])
-        rings = None if kv["rings"] is None else Rings(**kv["rings"])
-        return cls(**{**fields, "limits": limits, "kv": KvSettings(**{**kv, "rings": rings})})
-
     def with_slots(self, kv_slots: int) -> EngineSize:
         """With so many slots, and a context that they hold."""
         context = min(self.limits.context_length, kv_slots)
@@ -186,11 +178,9 @@ def _mib_up(n_bytes: int) -> str:
 def _rings_of(
     model: PackedModel, longest_request: int, max_sequences: int, most_slots: int | None = None
 ) -> Rings | None:
-    """Rings for a model with windows, behind `longest_request` slots; None where they would save nothing.
-
-    A ring holds the largest window and what one step writes. There are as many as sequences, but no more
-    slots than `most_slots`, which those layers would have without rings.
-    """
+    """Rings for a model with windows, behind `longest_request` slots; None where they would save nothing. A
+    ring holds the largest window and what one step writes. There are as many as sequences, but no more slots
+    than `most_slots`, which those layers would have without rings."""
     config = model.config
     if config.state is not None:  # what is copied of a prefix is as long as a kept state says
         return None
@@ -245,11 +235,9 @@ def program_bytes(model: PackedModel, capacity: Capacity) -> int:
 def engine_bytes(
     model: PackedModel, plans: Mapping[Phase, ServicePlan], size: EngineSize, draft: PackedModel | None
 ) -> int:
-    """Weights, programs and vocabulary of a model and, where there is one, of its draft model.
-
-    Each further rank has scratch of its own, counted as that of a rank that computes all columns, and ranks
-    keep copies of the heads that they share.
-    """
+    """Weights, programs and vocabulary of a model and, where there is one, of its draft model. Each further
+    rank has scratch of its own, counted as that of a rank that computes all columns, and ranks keep copies of
+    the heads that they share."""
     feeds, limits = draft is not None and bool(draft.config.drafts), size.limits
     options = RankOptions(
         size.kv, limits.max_batch_tokens, limits.max_sequences, feeds=feeds, threads=size.threads

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import json
+import pickle
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from phasewise.cluster.real.instance import Orders
-from phasewise.serving.embedding.devices import Device
 from phasewise.serving.engine.engine_host import OWN_CORES
 from phasewise.serving.engine.open_engine import ModelText, OpenEngine
 from phasewise.serving.model_table import Predictor
@@ -95,12 +94,11 @@ class Boundary:
         set_("phasewise.serving.http.transport.listening.TcpAddress", self._tcp)
         set_("phasewise.serving.http.transport.listening.UnixAddress", self._unix)
         set_("phasewise.serving.http.transport.listening.tls_context", lambda *files: files)
-        set_("phasewise.serving.embedding.devices.accelerators", lambda: [Device("cuda", 0)])
+        set_("phasewise.serving.embedding.devices.accelerators", lambda: ["cuda:0"])
         set_("phasewise.serving.embedding.open_embedding.open_embedding", self._embedding)
         set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
         set_("phasewise.workflows.opening.first_start.pull_what_fits", self._pull)
-        set_("phasewise.workflows.receipt_keys.signing_key", lambda path: path)
         set_("phasewise.workflows.serve.opened_models.open_predictor", self._predictor)
         set_("phasewise.cli.explain_text.uses_text", self._explained)
         set_("phasewise.cluster.real.local_instances.LocalInstances", self._instances)
@@ -201,7 +199,7 @@ class Boundary:
 
     def _instances(self, _module: str, tells: Any) -> str:
         for tell in tells:
-            self.keep("instance", json.loads(tell(Orders("", "", "")))["spec"])
+            self.keep("instance", pickle.loads(tell(Orders("", "", "")).partition(b"\n")[2])[0])
         return "local"
 
     def _front(self, roles: Any, launcher: Any, settings: Any, *_rest: Any) -> None:
@@ -217,7 +215,7 @@ class Boundary:
 
         def tell_with(tells: Any) -> None:
             for tell in tells:
-                self.keep("instance", json.loads(tell(Orders("", "", "")))["spec"])
+                self.keep("instance", pickle.loads(tell(Orders("", "", "")).partition(b"\n")[2])[0])
 
         nodes = [f"node {number}" for number, _ in enumerate(wanted)]
         return _Opened(

@@ -217,7 +217,7 @@ async def _overload(
         for number in worker.seen:
             computed[number] = computed.get(number, 0) + 1
     assert client.n_live == 0
-    assert all(lane.inputs == lane.tokens == 0 for lane in client.lanes())
+    assert all(lane.queue.inputs == lane.queue.tokens == 0 for lane in client.lanes())
     busy = sum(worker.busy_s for worker in workers) / (seconds * len(workers))
     return Overload(latencies_s, refused_s, len(asked), computed, busy)
 

@@ -32,5 +32,5 @@ def accelerators_here(*, with_gpus: bool, devices: Sequence[str] | None) -> Acce
         commands = {f"exec:{index}": command_of(text) for index, text in enumerate(devices or ())}
     except ValueError as error:
         raise UsageError(f"--embed-device {error}") from error
-    gpus = [device.name for device in accelerators()] if with_gpus else []
+    gpus = accelerators() if with_gpus else []
     return Accelerators((*gpus, *commands), commands)

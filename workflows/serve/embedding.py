@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted
 from phasewise.workflows.embed.accelerators import Accelerators
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.report import Report
-from phasewise.workflows.serve.settings import Embeddings
+from phasewise.workflows.serve.settings import Embeddings, ServeSettings
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -122,36 +121,6 @@ def _instances(
     )
 
 
-def open_for(
-    model: PackedModel,
-    ref: str,
-    plan: EmbeddingPlan,
-    report: Report,
-    accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
-    *,
-    is_canonical: bool = False,
-    other_cores: int = 0,
-) -> OpenEmbedding:
-    """Workers of the plan, ready. Those of accelerators that cannot start are left out, as `report` is told.
-
-    is_canonical: they compute with the same bits on every CPU. other_cores: those of a language model beside
-    them.
-    """
-    from phasewise.serving.embedding.open_embedding import open_embedding
-
-    report(plan.describe() + (", with the same bits on every CPU" if is_canonical else ""))
-    return open_embedding(
-        model,
-        ref,
-        model.format,
-        plan,
-        is_canonical=is_canonical,
-        commands=accelerators.commands,
-        report=report,
-        other_cores=other_cores,
-    )
-
-
 def makes_vectors(ref: str, weight_format: str, report: Report) -> bool:
     """True where the model is made for embedding, False where it generates text. ModelError."""
     from phasewise.serving.loaders import is_made_for_embedding
@@ -159,49 +128,42 @@ def makes_vectors(ref: str, weight_format: str, report: Report) -> bool:
     return is_made_for_embedding(ref, weight_format, report=report)
 
 
-def load_embedding_model(ref: str, weights: Weights, report: Report) -> PackedModel:
-    """A model that is made for embedding, in memory. ModelError."""
-    from phasewise.serving.loaders import load_model
-
-    return load_model(ref, weights.weight_format, report=report, checksum=weights.checksum)
-
-
-def open_alone(
-    ref: str, weights: Weights, settings: Embeddings, threads: int | None, db: str | None, report: Report
+def open_embeddings(
+    ref: str, settings: ServeSettings, taken: Collection[int] | None, report: Report
 ) -> OpenEmbedding:
-    """Embeddings with the machine for themselves. RanksError, UsageError."""
+    """A model that embeds, its workers ready. An accelerator that cannot start is left out, as `report` says.
+
+    taken: PUs of language models beside it; None: the machine is its own. RanksError, UsageError, ModelError.
+    """
+    from phasewise.serving.embedding.open_embedding import open_embedding
+    from phasewise.serving.loaders import load_model
     from phasewise.topology import read_machine
 
-    opened = _open(ref, weights, settings, EmbeddingRoom(read_machine(), threads=threads), db, report)
-    what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
-    model = opened.model
-    report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
-    return opened
-
-
-def _open(
-    ref: str,
-    weights: Weights,
-    on: Embeddings,
-    room: EmbeddingRoom,
-    db: str | None,
-    report: Report,
-    other_cores: int = 0,
-) -> OpenEmbedding:
+    weights, on, machine = settings.weights, settings.embeddings, read_machine()
     if weights.is_canonical:  # accelerators round in their own ways
         on = replace(on, embed_accelerators=False)
-    model = load_embedding_model(ref, weights, report)
+    if taken is None:
+        room = EmbeddingRoom(machine, threads=settings.running.threads)
+    else:
+        room = _room_beside(on, machine, taken, report)
+    model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum)
     accelerators = on.accelerators()
-    plan = plan_for(model, room, on, accelerators, report, db)
-    return open_for(
+    plan = plan_for(model, room, on, accelerators, report, settings.db)
+    report(plan.describe() + (", with the same bits on every CPU" if weights.is_canonical else ""))
+    opened = open_embedding(
         model,
         ref,
+        model.format,
         plan,
-        report,
-        accelerators,
         is_canonical=weights.is_canonical,
-        other_cores=other_cores,
+        commands=accelerators.commands,
+        report=report,
+        other_cores=len(taken or ()),
     )
+    if taken is None:
+        what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
+        report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
+    return opened
 
 
 def threads_beside(settings: Embeddings, threads: int | None) -> int:
@@ -242,30 +204,25 @@ def _default_share(n_cores: int) -> int:
     return max(1, n_cores // 4)
 
 
-def open_beside(
-    ref: str, settings: Embeddings, weights: Weights, taken: Collection[int], db: str | None, report: Report
-) -> OpenEmbedding:
-    """Embeddings beside language models, which compute on the PUs `taken`.
+def _room_beside(
+    settings: Embeddings, machine: Machine, taken: Collection[int], report: Report
+) -> EmbeddingRoom:
+    """`embed_cores` of the cores that are not taken, the highest ones, else a quarter of all, at least one.
 
-    They have `embed_cores` of the other cores, the highest ones, else a quarter of all, at least one, and the
-    stored plan's devices and depths, as far as these cores go. Where no other core is left and no number is
-    given they share the highest one, behind the language models. UsageError where there are too few, or the
-    model is no embedding model.
+    Where none is left and no number is given embeddings share the highest one, behind the language models.
+    UsageError where there are too few.
     """
     from phasewise.serving.embedding.devices import highest_cores
-    from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_thread_count
 
-    machine = read_machine()
     free = highest_cores(machine, taken)
     own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
     if not free and settings.embed_cores is None:
         report("embeddings share a core with the language model, which goes first: no other is left")
-        return _open(ref, weights, settings, EmbeddingRoom(machine, threads=own), db, report, len(taken))
+        return EmbeddingRoom(machine, threads=own)
     if own > len(free):
         raise UsageError(
             f"{counted(own, 'core')} for embeddings: {len(free)} are there that the "
             "language model does not use; choose fewer for it, or for embed_cores"
         )
-    room = EmbeddingRoom(machine, {*taken, *set(free).difference(highest_cores(machine, taken, own))})
-    return _open(ref, weights, settings, room, db, report, len(taken))
+    return EmbeddingRoom(machine, {*taken, *set(free).difference(highest_cores(machine, taken, own))})

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import signal
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from phasewise.serving.processes.behind_others import behind_others, end_with_parent, keep_to
 from phasewise.serving.processes.headroom import use_one_heap
@@ -59,53 +60,15 @@ class InstanceSpec:
     other_cores: int = 0
 
     def tell(self, orders: Orders) -> bytes:
-        """The line that `main` reads."""
-        spec_fields: dict[str, Any] = {
-            "model": self.model,
-            "weights": asdict(self.weights),
-            "size": asdict(self.size),
-            "plans": None if self.plans is None else [plan.to_json() for plan in self.plans],
-            "db": self.db,
-            "pinned": self.pinned,
-            "cores": self.cores,
-            "node": self.node,
-            "prefixes": None if self.prefixes is None else asdict(self.prefixes),
-            "other_cores": self.other_cores,
-        }
-        return json.dumps({"spec": spec_fields, "orders": asdict(orders)}).encode()
+        """The bytes that `main` reads: its own cores, as far as they are known, and the rest behind them."""
+        cores = _own_cores(self.plans or (), self.pinned)
+        return json.dumps(sorted(cores)).encode() + b"\n" + pickle.dumps((self, orders))
 
 
-def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
-    from phasewise.cluster.real.instance import Orders
-    from phasewise.serving.engine.engine_size import EngineSize
-    from phasewise.serving.prefix_store.opening import PrefixSettings
-    from phasewise.serving.processes.sockets import Keys
-    from phasewise.tuner.plans import ServicePlan
-    from phasewise.workflows.opening.open_model import Weights
-
-    told = json.loads(text)
-    spec_fields, orders = told["spec"], told["orders"]
-    plans, prefixes = spec_fields.pop("plans"), spec_fields.pop("prefixes")
-    spec = InstanceSpec(
-        **{
-            **spec_fields,
-            "weights": Weights(**spec_fields["weights"]),
-            "size": EngineSize.from_json(spec_fields["size"]),
-        },
-        prefixes=None if prefixes is None else PrefixSettings(**prefixes),
-        plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
-    )
-    keys = orders.pop("keys")
-    return spec, Orders(**orders, keys=None if keys is None else Keys(**keys))
-
-
-def _cores_told(text: bytes) -> frozenset[int]:
-    """Its own cores, before anything that takes long is imported; none: they are not known yet."""
-    from phasewise.tuner.plans import ServicePlan
-
-    spec_fields = json.loads(text)["spec"]
-    plans = [ServicePlan.from_json(plan, "flag") for plan in spec_fields["plans"] or ()]
-    return _own_cores(plans, spec_fields["pinned"])
+def _read(told: bytes) -> tuple[InstanceSpec, Orders]:
+    """The words of the process that started this one."""
+    spec, orders = pickle.loads(told)
+    return spec, orders
 
 
 def _own_cores(plans: Iterable[ServicePlan], pinned: bool) -> frozenset[int]:
@@ -123,8 +86,9 @@ def main() -> int:
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as file:
         text = file.read()
     use_one_heap()
-    with behind_others(_cores_told(text)) as run:
-        spec, orders = run(_read, text)
+    cores, _, told = text.partition(b"\n")
+    with behind_others(frozenset(json.loads(cores))) as run:  # before anything that takes long is imported
+        spec, orders = run(_read, told)
     logging.basicConfig(level=logging.WARNING, format=f"{orders.name}: %(message)s")
     from phasewise.cluster.real.instance import run_instance, say_cannot_start
     from phasewise.kerneldb.start_reads import n_without_database

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,14 +23,13 @@ from phasewise.workflows.serve.address import (
 )
 from phasewise.workflows.serve.opened_models import OpenedModel, Opener
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
-from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, joined_plans, way_of
+from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, way_of
 
 if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.monitoring.access_log import Level, Logging
-    from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.transport.listening import TlsContext
-    from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow
+    from phasewise.serving.model_table import AnswerPolicy
     from phasewise.serving.service import ServiceSettings
     from phasewise.workflows.opening.drafts import DraftRule
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
@@ -60,10 +59,12 @@ def serve_models(
     from phasewise.serving.processes.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
-    from phasewise.serving.model_table import ModelTable
+    from phasewise.serving.model_table import EmbeddingRow, ModelTable
+    from phasewise.serving.processes.core_claims import claimed_on_host
     from phasewise.serving.service import run_service
     from phasewise.topology import read_machine
     from phasewise.workflows.opening.drafts import check_draft
+    from phasewise.workflows.serve.embedding import open_embeddings
     from phasewise.workflows.serve.model_folder import model_folder
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
@@ -99,7 +100,12 @@ def serve_models(
             _tell_prefixes(settings.prefixes, report)
         embedding = None
         if embed_ref is not None:
-            embedding = _embedding_row(embed_ref, embed_names, settings, way, taken, stack, report)
+            beside = None if way is None else taken
+            embeds = stack.enter_context(open_embeddings(embed_ref, settings, beside, report))
+            embedding = EmbeddingRow(embeds, embed_names)
+            if isinstance(way, OnNodes):
+                own_cores = (core for instance in embeds.plan.instances for core in instance.cores)
+                stack.enter_context(claimed_on_host(own_cores))
         table = ModelTable([each.row for each in opened], folder, embedding)
         warn_of_strangers(settings.listening, limits, report)
         run_service(table, service, address, report)
@@ -162,7 +168,7 @@ def _called(
 def _told(
     opened: Sequence[OpenedModel], opener: Opener, service: ServiceSettings, explain: Explain | None
 ) -> ServiceSettings:
-    """Tell of the models that stay; what the server's page and metrics say of them."""
+    """Tell of the models that stay; what the server's metrics say of them."""
     from phasewise.workflows.opening.open_model import hint_at_tuning
 
     report = opener.report
@@ -170,34 +176,9 @@ def _told(
     if explain is not None:
         for served in opened:
             _explain(served, opener, explain)
-    page = None if service.page is None else _machine_facts(opened[0], opener)
-    service = replace(service, page=page, products=_products(opened, opener))
+    service = replace(service, products=_products(opened, opener))
     _tell(opened, service, report)
     return service
-
-
-def _embedding_row(
-    ref: str,
-    names: tuple[str, ...],
-    settings: ServeSettings,
-    way: Way | None,
-    taken: Collection[int],
-    stack: ExitStack,
-    report: Report,
-) -> EmbeddingRow:
-    """The model that embeds. taken: PUs of the models that generate text; way: theirs."""
-    from phasewise.serving.model_table import EmbeddingRow
-    from phasewise.serving.processes.core_claims import claimed_on_host
-    from phasewise.workflows.serve.embedding import open_alone, open_beside
-
-    weights, on = settings.weights, settings.embeddings
-    if way is None:
-        alone = open_alone(ref, weights, on, settings.running.threads, settings.db, report)
-        return EmbeddingRow(stack.enter_context(alone), names)
-    beside = stack.enter_context(open_beside(ref, on, weights, taken, settings.db, report))
-    if isinstance(way, OnNodes):
-        stack.enter_context(claimed_on_host(core for own in beside.plan.instances for core in own.cores))
-    return EmbeddingRow(beside, names)
 
 
 def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way) -> ServeSettings:
@@ -259,7 +240,6 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
 def _service_settings(
     settings: ServeSettings, limits: HttpLimits, tls: TlsContext | None, report: Report
 ) -> ServiceSettings:
-    from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.requests.lengths import LengthLog
     from phasewise.serving.service import ServiceSettings
 
@@ -270,7 +250,7 @@ def _service_settings(
         length_log=None if settings.length_log is None else LengthLog(settings.length_log, report),
         cors_origins=tuple(settings.answering.cors_origin or ()),
         logging=_logging(settings),
-        page=None if settings.answering.no_page else MachineFacts(),
+        page=not settings.answering.no_page,
         read_keys=reader_of_keys(settings.accepting, report),
         batch_dir=batches.batch_dir or user_folder("state") / "batches",
         batch_bytes=batches.batch_bytes,
@@ -278,17 +258,10 @@ def _service_settings(
 
 
 def _answers(settings: ServeSettings) -> AnswerPolicy:
-    """ReceiptError where --receipt-key names no key."""
     from phasewise.serving.model_table import AnswerPolicy
 
-    answering, sign_receipt = settings.answering, None
-    if answering.receipts and answering.receipt_key is not None:
-        from phasewise.workflows.receipt_keys import signing_key
-
-        sign_receipt = signing_key(answering.receipt_key)
-    return AnswerPolicy(
-        settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts, sign_receipt
-    )
+    answering = settings.answering
+    return AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
 
 
 def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Mapping[str, int]]:
@@ -313,22 +286,6 @@ def _logging(settings: ServeSettings) -> Logging:
 
     logged = settings.logged
     return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
-
-
-def _machine_facts(first: OpenedModel, opener: Opener) -> MachineFacts:
-    """Facts of this host; nothing where the model computes on others."""
-    from phasewise.serving.http.monitoring.live import MachineFacts
-    from phasewise.topology import read_machine
-    from phasewise.workflows.topo.plan_json import picture_of_plans, schedule_rows
-
-    if isinstance(opener.way, OnNodes):
-        return MachineFacts()
-    plans = joined_plans(opener.way.instances) or first.sized.open_model.plans
-    uses: list[ScheduleUse] = []
-    for instance, opened in opener.opened_as(first):
-        computed = (use for use in first.uses(opened) if instance is None or instance.computes(use.phase))
-        uses += [use for use in computed if instance is None or use not in uses]
-    return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
 
 
 def _level(name: str) -> Level:

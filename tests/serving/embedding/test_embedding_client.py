@@ -39,7 +39,9 @@ def run(
         finally:
             await until_on_loop(lambda: not client.n_live and not client.n_answers)
             if client.state == "running":
-                await until_on_loop(lambda: not any(lane.inputs or lane.tokens for lane in client.lanes()))
+                await until_on_loop(
+                    lambda: not any(lane.queue.inputs or lane.queue.tokens for lane in client.lanes())
+                )
 
     return running(main())
 

@@ -24,7 +24,7 @@ from phasewise.serving.embedding.depth import LatencyLine
 from phasewise.serving.embedding.devices import command_of
 from phasewise.serving.embedding.encoder.embedder import Embedder, Floats
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.lane import LaneState
+from phasewise.serving.embedding.lane import Lane
 from phasewise.serving.embedding.open_embedding import OpenEmbedding, open_embedding
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import Depth
@@ -87,8 +87,8 @@ async def once(client: EmbeddingClient, number: int) -> np.ndarray:
     return vector
 
 
-def lane(client: EmbeddingClient, name: str) -> LaneState:
-    return next(each for each in client.lanes() if each.name == name)
+def lane(client: EmbeddingClient, name: str) -> Lane:
+    return next(each for each in client.lanes() if each.queue.name == name)
 
 
 def pid_of(client: EmbeddingClient, index: int = 0) -> int:
@@ -136,7 +136,7 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
         if how == "killed":
             os.kill(pid_of(client), signal.SIGKILL)
         await until_on_loop(
-            lambda: lane(client, "exec:0").n_restarts == 1 or not lane(client, "exec:0").is_up
+            lambda: lane(client, "exec:0").n_restarts == 1 or not lane(client, "exec:0").queue.is_up
         )
         (tmp_path / "hang").unlink()
         for number, vector in enumerate(await asyncio.gather(*asked), 100):
@@ -197,7 +197,7 @@ def test_a_worker_that_is_none_is_left_out_in_one_line(directory: Path, program:
     instances = [Instance("exec:0", CORE), Instance("cpu:0", CORE)]
     embedding = opened(directory, instances, {"exec:0": (sys.executable, "-c", program)}, report=said.append)
     with embedding:
-        assert [each.name for each in embedding.client.lanes()] == ["cpu:0"]
+        assert [each.queue.name for each in embedding.client.lanes()] == ["cpu:0"]
     (line,) = said
     assert reason in line
     assert "the others embed without it" in line

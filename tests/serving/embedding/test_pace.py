@@ -18,7 +18,7 @@ from phasewise.serving.embedding.depth import (
     probe_sizes,
     stress,
 )
-from phasewise.serving.embedding.lane import Lane, LaneState
+from phasewise.serving.embedding.lane import Lane
 from phasewise.serving.embedding.lateness import FIRST_SHARE
 from phasewise.serving.embedding.pace import KEPT, LAST_BATCHES, LEAST_TOKENS, RECENT_BATCHES, DevicePace
 from phasewise.serving.embedding.queues import Depth, DeviceQueue
@@ -65,14 +65,16 @@ def test_what_is_held_is_computed_within_the_promise(
 def test_a_plan_s_depth_may_be_used_from_the_start(slo_s: float, depth: int, batch_share: float) -> None:
     lane = lane_of(slo_s, Depth(depth, 75 * depth), batch_share * slo_s, rank=0)
 
-    assert LaneState.of(lane, 3.0).depth == Depth(depth, 75 * depth)
+    lane.heed(3.0, 3.0 + lane.slo_s * (1 - KEPT))
+    assert lane.queue.usable == Depth(depth, 75 * depth)
 
 
 def test_without_a_promise_all_of_the_depth_may_be_used() -> None:
     lane = lane_of(math.inf, Depth(10, 1000))
     lane.pace.computed(1000, 1e6)
 
-    assert LaneState.of(lane, 3.0).depth == Depth(10, 1000)
+    lane.heed(3.0, math.inf)
+    assert lane.queue.usable == Depth(10, 1000)
 
 
 def test_a_request_that_came_late_has_less_room() -> None:

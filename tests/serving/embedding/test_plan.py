@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.embedding.devices import accelerators, free_cores, highest_cores, instance_cores
+from phasewise.serving.embedding.devices import (
+    accelerators,
+    free_cores,
+    highest_cores,
+    instance_cores,
+    rank_of,
+)
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, placed_json, stored_places, stored_plan
 from phasewise.serving.embedding.queues import Depth
 from phasewise.serving.errors import ServingError
@@ -26,10 +32,8 @@ def test_devices_are_those_whose_files_are_here(tmp_path: Path) -> None:
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "dev" / name).touch()
 
-    devices = accelerators(tmp_path, lambda: 1)
-
-    assert [device.name for device in devices] == ["cuda:0"]
-    assert [device.rank for device in devices] == [0]
+    assert accelerators(tmp_path, lambda: 1) == ["cuda:0"]
+    assert [rank_of(device) for device in ("cuda:0", "exec:1", "cpu:0", "npu:0")] == [0, 0, 1, 1]
     assert accelerators(tmp_path / "nothing", lambda: 4) == []
 
 

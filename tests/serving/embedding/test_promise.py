@@ -177,7 +177,7 @@ def test_one_stall_is_forgotten_by_a_device_with_little_to_do() -> None:
         async def ask() -> int:
             await client.embed([Tokens([1] * LENGTH)])
             await asyncio.sleep(0.5)
-            return client.lanes()[0].depth.tokens
+            return client.lanes()[0].queue.usable.tokens
 
         before = [await ask() for _ in range(30)][-1]
         worker.noise = Noise(0.0, stall_chance=1.0, stall_s=0.8)
@@ -230,7 +230,7 @@ def test_of_sixty_at_once_forty_eight_are_in_flight_and_in_time_and_twelve_are_r
         refused = [each for each in asked if each.done()]
         assert len(refused) == 12
         assert all(isinstance(each.exception(), QueueFull) for each in refused)
-        assert [lane.inputs for lane in client.lanes()] == [40, 8]
+        assert [lane.queue.inputs for lane in client.lanes()] == [40, 8]
         await asyncio.gather(*(each for each in asked if each not in refused))
         assert loop.time() <= SLO_S
 
@@ -259,7 +259,7 @@ def test_depths_follow_a_device_that_becomes_ten_times_as_slow_and_quick_again()
         for number in range(45 * 80):
             await asyncio.sleep(1 / 80)
             asked.append(asyncio.ensure_future(ask(number)))
-            held.append(client.lanes()[0].depth.tokens)
+            held.append(client.lanes()[0].queue.usable.tokens)
         await asyncio.gather(*asked)
         quick, slow, quick_again = held[14 * 80], held[25 * 80 : 30 * 80], held[40 * 80 :]
         assert max(slow) <= 0.3 * quick
@@ -279,21 +279,21 @@ def test_a_device_that_slows_down_tenfold_holds_less_before_its_batch_has_ended(
         client.attach(asyncio.get_running_loop())
         await asyncio.sleep(0)
         await asyncio.gather(client.embed(long), client.embed(long))
-        before = client.lanes()[0].depth
+        before = client.lanes()[0].queue.usable
         worker.s_per_token *= 10
         slow = [asyncio.ensure_future(client.embed(long)) for _ in range(2)]
         await asyncio.sleep(1.0)
         slow.append(asyncio.ensure_future(client.embed([Tokens([1])])))
         await asyncio.sleep(0.001)
-        during = client.lanes()[0].depth
+        during = client.lanes()[0].queue.usable
         assert not slow[0].done()
         await asyncio.gather(*slow, return_exceptions=True)
-        after = client.lanes()[0].depth
+        after = client.lanes()[0].queue.usable
         assert after.tokens < during.tokens < before.tokens
         worker.s_per_token /= 10
         for _ in range(20):
             await asyncio.gather(client.embed(long), return_exceptions=True)
-        assert client.lanes()[0].depth.tokens > after.tokens
+        assert client.lanes()[0].queue.usable.tokens > after.tokens
 
     run_simulated(main())
 
@@ -307,10 +307,10 @@ def test_an_accelerator_without_a_depth_learns_one_and_the_cpu_gets_the_rest() -
         client.attach(asyncio.get_running_loop())
         await asyncio.sleep(0)
         accelerator, cpu = client.lanes()
-        assert accelerator.depth == FIRST_DEPTH
+        assert accelerator.queue.usable == FIRST_DEPTH
         long = [Tokens([7] * 60) for _ in range(16)]
         await client.embed(long)
-        assert client.lanes()[0].depth.inputs == 35
+        assert client.lanes()[0].queue.usable.inputs == 35
         await asyncio.gather(*(client.embed(long) for _ in range(8)))
         accelerator, cpu = client.lanes()
         assert cpu.n_inputs > 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.serving.embedding.lane import InputTurns
 from phasewise.serving.embedding.queues import UNLIMITED, Depth, DeviceQueue, QueueManager
-from phasewise.serving.embedding.turns import InputTurns
 from tests.support.tiers import examples
 
 
@@ -179,7 +180,7 @@ class Item:
 @examples(80)
 @given(st.lists(st.sampled_from("abc"), max_size=40))
 def test_an_input_waits_for_its_own_and_one_turn_of_each_other(owners: list[str]) -> None:
-    turns: InputTurns[Item] = InputTurns()
+    turns: Any = InputTurns()
     items = [Item(owner, number) for number, owner in enumerate(owners)]
     for client_input in items:
         turns.join(client_input)
@@ -201,7 +202,7 @@ def test_an_input_waits_for_its_own_and_one_turn_of_each_other(owners: list[str]
 
 
 def test_what_waits_again_comes_first_in_its_order() -> None:
-    turns: InputTurns[Item] = InputTurns()
+    turns: Any = InputTurns()
     turns.join(Item("a", 0))
     for number in (2, 1):
         turns.rejoin(Item("b", number))

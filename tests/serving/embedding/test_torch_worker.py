@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from phasewise.serving.embedding import torch_worker
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.open_embedding import start_worker
+from phasewise.serving.embedding.open_embedding import open_embedding, start_worker
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.protocol import (
     ProtocolError,
@@ -38,7 +38,6 @@ from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
-from phasewise.workflows.serve.embedding import open_for
 from tests.support.models.encoder_models import HIDDEN, write_encoder
 from tests.support.tiers import examples
 
@@ -166,8 +165,8 @@ def test_a_host_without_the_accelerators_library_embeds_on_the_cpu_and_says_so(t
 
     with pytest.raises(RanksError, match="cuda:0"):
         start_worker(WorkerSpec("cuda:0", str(folder), "f32", CORE))
-    with open_for(model, str(folder), plan, said.append) as opened:
-        assert [lane.name for lane in opened.client.lanes()] == ["cpu:0"]
+    with open_embedding(model, str(folder), "f32", plan, report=said.append) as opened:
+        assert [lane.queue.name for lane in opened.client.lanes()] == ["cpu:0"]
 
     assert any("the others embed without it" in line for line in said)
 

@@ -224,7 +224,7 @@ def test_a_gpu_embeds_beside_the_cpu(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert", "bert")
     model = load_model(str(folder), "f32", tmp_path / "cache")
     gpu, *_ = accelerators()
-    plan = EmbeddingPlan((Instance(gpu.name, CORE), Instance("cpu:0", CORE)))
+    plan = EmbeddingPlan((Instance(gpu, CORE), Instance("cpu:0", CORE)))
     opened = open_embedding(model, str(folder), "f32", plan, tmp_path / "cache")
     tokens = opened.text.tokens(TEXTS)
 

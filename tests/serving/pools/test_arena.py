@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.pools.arena import Arena, Block, aligned
+from phasewise.serving.pools.arena import Arena, Block, Shelves, aligned
+from phasewise.serving.pools.contiguous import Shift, enlarged, opened
 from phasewise.serving.pools.contract import ALIGNMENT, PoolError
-from phasewise.serving.pools.shelves import Shelves
-from phasewise.serving.pools.squeeze import Shift, enlarged, opened
 
 
 @given(actions=st.lists(st.tuples(st.sampled_from(["take", "give", "extend", "move"]), st.integers(1, 200))))

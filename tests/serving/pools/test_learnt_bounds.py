@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.pools.bounds import FEWEST, LengthWindow, PoolBounds, learnt
-from phasewise.serving.pools.buckets import LearntSizes
+from phasewise.serving.pools.buckets import FEWEST, LearntSizes, LengthWindow, PoolBounds, learnt
 from phasewise.serving.pools.contiguous import ContiguousPool, peak
 from phasewise.serving.pools.contract import ALIGNMENT, Demand, Estimate, PoolSettings
 from phasewise.workflows.bench.kv.compared import FixedSizes, StaticSizes, WholeBuckets
