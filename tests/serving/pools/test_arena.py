@@ -103,17 +103,6 @@ def test_an_idle_bucket_starves_nobody() -> None:
     assert shelves.take(3, 20 * ALIGNMENT) == Block(0, arena.n_slots)
 
 
-def test_a_free_list_hands_out_what_has_waited_longest() -> None:
-    shelves = Shelves(Arena(32))
-    blocks = [shelves.take(0, 16), shelves.take(0, 16)]
-    for block in reversed(blocks):
-        assert block is not None
-        shelves.keep(0, block)
-
-    assert [shelves.take(0, 16), shelves.take(0, 16)] == blocks[::-1]
-    assert not list(shelves.blocks())
-
-
 def test_slots_that_nobody_had_go_before_a_free_list() -> None:
     shelves = Shelves(Arena(64))
     first = shelves.take(0, 16)
