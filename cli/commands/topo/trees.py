@@ -1,4 +1,4 @@
-"""`phasewise topo --trees` and `--tree`: the TopoTrees that tune-config searches, as JSON and in 80 columns."""
+"""`phasewise topo --trees` and `--tree`: the TopoTrees that tune-config searches, as JSON and drawn."""
 
 from __future__ import annotations
 
