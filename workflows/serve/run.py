@@ -265,12 +265,13 @@ def _answers(settings: ServeSettings) -> AnswerPolicy:
     from phasewise.serving.model_table import AnswerPolicy
 
     answering, sign_receipt = settings.answering, None
-    if answering.receipts and answering.receipt_key is not None:
+    if answering.receipt_key is not None:
         from phasewise.workflows.receipt_keys import signing_key
 
         sign_receipt = signing_key(answering.receipt_key)
+    gives_receipts = answering.receipts or sign_receipt is not None
     return AnswerPolicy(
-        settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts, sign_receipt
+        settings.accepting.max_prompt_tokens, answering.tool_format, gives_receipts, sign_receipt
     )
 
 

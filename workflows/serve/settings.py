@@ -220,8 +220,8 @@ class Residency:
 
     models: Path | None = option(
         None,
-        "in place of MODEL: serve the GGUF files and Hugging Face directories of this folder, each "
-        "loaded when a request names it",
+        "serve the GGUF files and Hugging Face directories of this folder, each loaded when a request "
+        "names it",
         envvar="PHASEWISE_MODELS",
         metavar="DIR",
     )
@@ -384,7 +384,7 @@ class Answering:
     )
     receipt_key: Path | None = option(
         None,
-        "file with an Ed25519 key, PEM or OpenSSH, that signs receipts (phasewise[sign])",
+        "with receipts, each signed by this Ed25519 key, PEM or OpenSSH (phasewise[sign])",
         metavar="FILE",
         envvar="PHASEWISE_RECEIPT_KEY",
     )
