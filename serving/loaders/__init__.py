@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from phasewise._words import reason_of
@@ -92,22 +92,12 @@ def head_place(architecture: str, name: str, source: Path | str) -> Located | No
     return Located(name, path) if has_heads else None
 
 
-@contextmanager
-def open_head_source(located: Located | None) -> Iterator[ModelSource | None]:
+def open_head_source(located: Located | None) -> AbstractContextManager[ModelSource | None]:
     """The head in the files at `head_place`; None where there is none."""
-    if located is None:
-        yield None
-        return
     from phasewise.serving.loaders.formats.heads import open_head
-    from phasewise.serving.loaders.layout import check_tensors
 
-    source = open_head(located.path, located.name)
-    if source is None:
-        yield None
-        return
-    with source:
-        check_tensors(source)
-        yield source
+    source = None if located is None else open_head(located.path, located.name)
+    return nullcontext() if source is None else _checked(source)
 
 
 def is_made_for_embedding(
@@ -142,9 +132,12 @@ def _facts_of(
 
 def open_source(located: Located) -> ModelSource:
     """The model in its own file format, checked against its config. Close it, or use it in `with`."""
+    return _checked(_open(located))
+
+
+def _checked(source: ModelSource) -> ModelSource:
     from phasewise.serving.loaders.layout import check_tensors
 
-    source = _open(located)
     try:
         check_tensors(source)
     except BaseException:

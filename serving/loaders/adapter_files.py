@@ -183,8 +183,7 @@ def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
         raise ModelError(f"{path} has no {WEIGHTS}: save the adapter as safetensors")
     family = family_named(config.architecture)
     assert family is not None  # an encoder takes no adapters
-    file, entries = open_all(directory, [WEIGHTS])[0]
-    stack.callback(file.close)
+    ((file, entries),) = open_all(directory, [WEIGHTS], stack)
     by_module: dict[str, dict[str, SourceTensor]] = {}
     for theirs, entry in entries.items():
         match = _PAIR.fullmatch(theirs.removeprefix(_PREFIX))

@@ -18,7 +18,15 @@ from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching import hub
 from phasewise.serving.loaders.fetching.hub import MOST_WHOLE_BYTES
-from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, TEMPORARY, is_here, known_path
+from phasewise.serving.loaders.fetching.registry import (
+    KNOWN,
+    KNOWN_ON_HUB,
+    TEMPORARY,
+    HubModel,
+    KnownModel,
+    is_here,
+    known_path,
+)
 from phasewise.serving.loaders.layout import has_bias, plan_weights
 from phasewise.serving.loaders.packed_file import STALE_S, kept_numbers, read_head
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
@@ -292,18 +300,9 @@ def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:
         if not can_be_sparse(plan.form):
             continue
         density, dense = kept_numbers(plan) / (plan.n * plan.k), plan.nbytes
-        weight_densities.append(
-            WeightDensity(
-                name=plan.name,
-                n=plan.n,
-                k=plan.k,
-                form=plan.form.kind,
-                density=density,
-                dense_bytes=dense,
-                sparse_bytes=round(dense * bytes_share(plan.form, plan.n, plan.k, density)),
-                break_even=break_even(plan.form, plan.n, plan.k),
-            )
-        )
+        sparse_bytes = round(dense * bytes_share(plan.form, plan.n, plan.k, density))
+        own = plan.form.kind, density, dense, sparse_bytes, break_even(plan.form, plan.n, plan.k)
+        weight_densities.append(WeightDensity(plan.name, plan.n, plan.k, *own))
     return weight_densities
 
 
@@ -314,24 +313,20 @@ def to_json(inspection: Inspection) -> dict[str, Any]:
 
 def known_models(root: Path) -> list[dict[str, Any]]:
     """The registry; `path` is None for a model that is not here. `file_bytes` of the hub's are rounded."""
-    models: list[dict[str, Any]] = []
-    for model in KNOWN.values():
-        path = known_path(model, root) if is_here(model, root) else None
-        fields = {key: getattr(model, key) for key in ("name", "about", "licence", "file_bytes")}
-        models.append({**fields, "path": None if path is None else str(path), "is_rounded": False})
-    for remote in KNOWN_ON_HUB.values():
-        lies_at = hub.here(remote.ref, root)
-        models.append(
-            {
-                "name": remote.name,
-                "about": remote.about,
-                "licence": remote.licence,
-                "file_bytes": remote.about_bytes,
-                "path": None if lies_at is None else str(lies_at),
-                "is_rounded": True,
-            }
-        )
-    return models
+    models: list[tuple[KnownModel | HubModel, Path | None, int]] = [
+        (model, known_path(model, root) if is_here(model, root) else None, model.file_bytes)
+        for model in KNOWN.values()
+    ]
+    models += [(model, hub.here(model.ref, root), model.about_bytes) for model in KNOWN_ON_HUB.values()]
+    return [
+        {
+            **{key: getattr(model, key) for key in ("name", "about", "licence")},
+            "file_bytes": n_bytes,
+            "path": None if path is None else str(path),
+            "is_rounded": isinstance(model, HubModel),
+        }
+        for model, path, n_bytes in models
+    ]
 
 
 def stored(root: Path) -> list[dict[str, Any]]:

@@ -172,11 +172,11 @@ class ModelConfig:
     norm_eps: float
     rope: RopeSpec
     tied_embeddings: bool
-    qk_norm: bool
-    sliding_window: int | None
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    add_bos: bool
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    add_bos: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
     """One for each layer; none: all layers have `rope` and `sliding_window`."""
     ffn_form: FeedForwardForm = SILU_GATE
@@ -235,8 +235,6 @@ class ModelConfig:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= largest:
                 raise ModelError(f"{name} is {value!r:.80}: a whole number from 1 to {largest} expected")
-        if self.n_heads % self.n_kv_heads:
-            raise ModelError(f"{self.n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r:.80}: a number between 0 and 1 expected")
         if len(self.layer_kinds) not in (0, self.n_layers):
@@ -251,12 +249,8 @@ class ModelConfig:
                 f"{counted(len(self.kinds), 'kind')} of attention in one model; at most {MOST_KINDS} can run"
             )
         self._check_scales()
-        if self.query_growth is not None:
-            self.query_growth.check(self.context_length)
         if self.state is not None:
             self.state.check(self.n_layers)
-        if self.latent is not None:
-            self.latent.check(self.n_kv_heads, self.head_dim)
         self._check_layers()
         self._check_own_layers()
         self._check_tokens()
@@ -291,19 +285,12 @@ class ModelConfig:
         if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
             raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
         if kind.heads is not None:
-            kind.heads.check(self.n_heads, self.n_kv_heads, self.head_dim)
+            kind.heads.check(self.n_kv_heads, self.head_dim)
         if kind.rope is not None:
             kind.rope.check(kind.heads.head_dim if kind.heads else self.head_dim)
 
     def _check_scales(self) -> None:
-        for name in (
-            "embed_scale",
-            "residual_scale",
-            "logit_scale",
-            "attention_scale",
-            "attention_cap",
-            "logit_cap",
-        ):
+        for name in ("embed_scale", "residual_scale", "logit_scale", "logit_cap"):
             value = getattr(self, name)
             if value is not None and not 1e-6 <= value <= 1e6:
                 raise ModelError(
@@ -440,14 +427,13 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
         return tuple(mixers)
     own, encoder = config.kind_of(number), config.encoder
     heads = own.heads or HeadShape(config.n_kv_heads, config.head_dim)
-    kept = config.hidden, config.n_heads, heads, config.kinds.index(own), own.window
-    scores = config.attention_scale, config.attention_cap
+    scores, kind = (config.attention_scale, config.attention_cap), config.kinds.index(own)
+    kept = config.hidden, config.n_heads, heads, kind, own.window, *scores
     if config.latent is not None:
-        return (*mixers, LatentMixer(*kept, config.latent, *scores))
+        return (*mixers, LatentMixer(*kept, config.latent))
     attention = Attention(
         *kept,
         config.kept_by(number) != number,
-        *scores,
         config.qk_norm,
         config.whole_qk_norm,
         config.value_norms,

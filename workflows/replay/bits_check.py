@@ -171,11 +171,6 @@ def known_model(kinds: Sequence[str]) -> PackedModel:
         norm_eps=2.0**-17,
         rope=RopeSpec(10000.0, _HEAD, None),
         tied_embeddings=True,
-        qk_norm=False,
-        sliding_window=None,
-        bos_token_id=None,
-        eos_token_ids=(),
-        add_bos=False,
     )
     ones = np.ones(_WIDTH, dtype=np.float32)
     weights, vectors = {"embed": _weight("f32", _VOCAB, rng)}, {"final_norm": ones}

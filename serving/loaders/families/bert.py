@@ -21,15 +21,9 @@ from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec
 
 HF_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "swiglu": "silu",
-    "relu": "relu",
-}
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "swiglu": "silu", "relu": "relu",
+}  # fmt: skip
 FIRST_POSITION_OF_ROBERTA = 2
 _NOMIC_THETA = 1000.0
 
@@ -46,7 +40,7 @@ class EncoderFamily:
     hf_layer: str
     """The pattern of a layer's tensor names; the first group is the layer's number, the second the rest."""
     hf_names: Names
-    hf_global_names: Mapping[str, str]
+    hf_global_names: Names
     first_position: int = 0
     """In safetensors: rows of the position embeddings before a text's first."""
     has_gate: bool = False
@@ -72,67 +66,32 @@ class EncoderFamily:
 
 _LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
 
-_BERT_LAYER_NAMES: Names = {
-    f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
-    for theirs, ours in {
-        "attention.self.query": "q",
-        "attention.self.key": "k",
-        "attention.self.value": "v",
-        "attention.output.dense": "o",
-        "intermediate.dense": "up",
-        "output.dense": "down",
-    }.items()
-    for part in ("weight", "bias")
-} | {
-    f"{theirs}.LayerNorm.{part}": ours + ("_bias" if part in ("bias", "beta") else "")
-    for theirs, ours in {"attention.output": "attn_norm", "output": "ffn_norm"}.items()
-    for part in ("weight", "bias", "gamma", "beta")  # the latter in files of 2018
-}
+
+def biased(names: Mapping[str, str]) -> dict[str, str]:
+    """Weights and biases of layers; those of norms have other names in files of 2018."""
+    ends = {"weight": "", "bias": "_bias", "gamma": "", "beta": "_bias"}
+    return {f"{theirs}.{part}": ours + end for theirs, ours in names.items() for part, end in ends.items()}
+
+
+_BERT_LAYER_NAMES: Names = biased({
+    "attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v",
+    "attention.output.dense": "o", "intermediate.dense": "up", "output.dense": "down",
+    "attention.output.LayerNorm": "attn_norm", "output.LayerNorm": "ffn_norm",
+})  # fmt: skip
 EMBEDDING_NAMES = {
-    "embeddings.word_embeddings.weight": "embed",
-    "embeddings.position_embeddings.weight": "positions",
-    "embeddings.token_type_embeddings.weight": "segments",
-    "embeddings.LayerNorm.weight": "embed_norm",
-    "embeddings.LayerNorm.bias": "embed_norm_bias",
-    "embeddings.LayerNorm.gamma": "embed_norm",
-    "embeddings.LayerNorm.beta": "embed_norm_bias",
-}
-_BERT_HEAD = {
-    "pooler.dense.weight": "score_dense",
-    "pooler.dense.bias": "score_dense_bias",
-    "classifier.weight": "score_out",
-    "classifier.bias": "score_out_bias",
-}
-_ROBERTA_HEAD = {
-    "classifier.dense.weight": "score_dense",
-    "classifier.dense.bias": "score_dense_bias",
-    "classifier.out_proj.weight": "score_out",
-    "classifier.out_proj.bias": "score_out_bias",
-}
+    "embeddings.word_embeddings.weight": "embed", "embeddings.position_embeddings.weight": "positions",
+    "embeddings.token_type_embeddings.weight": "segments", **biased({"embeddings.LayerNorm": "embed_norm"}),
+}  # fmt: skip
+BERT_HEAD = biased({"pooler.dense": "score_dense", "classifier": "score_out"})
+_ROBERTA_HEAD = biased({"classifier.dense": "score_dense", "classifier.out_proj": "score_out"})
 _NOMIC_NAMES: Names = {
     "attn.Wqkv.weight": TensorCut(("q", "k", "v")),
-    "self_attn.q_proj.weight": "q",
-    "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "attn.out_proj.weight": "o",
-    "self_attn.o_proj.weight": "o",
-    "mlp.fc11.weight": "up",
-    "mlp.up_proj.weight": "up",
-    "mlp.fc12.weight": "gate",
-    "mlp.gate_proj.weight": "gate",
-    "mlp.fc2.weight": "down",
-    "mlp.down_proj.weight": "down",
-    **{
-        f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
-        for theirs, ours in {
-            "norm1": "attn_norm",
-            "post_attention_layernorm": "attn_norm",
-            "norm2": "ffn_norm",
-            "post_mlp_layernorm": "ffn_norm",
-        }.items()
-        for part in ("weight", "bias")
-    },
-}
+    **{f"self_attn.{part}_proj.weight": part for part in ("q", "k", "v", "o")}, "attn.out_proj.weight": "o",
+    "mlp.fc11.weight": "up", "mlp.up_proj.weight": "up", "mlp.fc12.weight": "gate",
+    "mlp.gate_proj.weight": "gate", "mlp.fc2.weight": "down", "mlp.down_proj.weight": "down",
+    **biased({"norm1": "attn_norm", "post_attention_layernorm": "attn_norm", "norm2": "ffn_norm",
+              "post_mlp_layernorm": "ffn_norm"}),
+}  # fmt: skip
 
 IGNORED = re.compile(  # heads of other tasks, and what the config implies
     r"(cls|lm_head|pooler|qa_outputs|classifier|head|decoder)\..+|.*position_ids|.*rotary_emb\..+"
@@ -140,34 +99,16 @@ IGNORED = re.compile(  # heads of other tasks, and what the config implies
 PREFIXES = ("bert.", "roberta.", "nomic_bert.", "new.", "gte.", "model.")
 
 GGUF_NAMES: Names = {
-    f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
-    for theirs, ours in {
-        "attn_q": "q",
-        "attn_k": "k",
-        "attn_v": "v",
-        "attn_output": "o",
-        "attn_output_norm": "attn_norm",
-        "ffn_up": "up",
-        "ffn_gate": "gate",
-        "ffn_down": "down",
-        "layer_output_norm": "ffn_norm",
-    }.items()
-    for part in ("weight", "bias")
-} | {
-    "attn_qkv.weight": TensorCut(("q", "k", "v")),
-    "attn_qkv.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
-}
+    **biased({
+        "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o", "attn_output_norm": "attn_norm",
+        "ffn_up": "up", "ffn_gate": "gate", "ffn_down": "down", "layer_output_norm": "ffn_norm",
+    }),
+    "attn_qkv.weight": TensorCut(("q", "k", "v")), "attn_qkv.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
+}  # fmt: skip
 GGUF_GLOBAL_NAMES = {
-    "token_embd.weight": "embed",
-    "position_embd.weight": "positions",
-    "token_types.weight": "segments",
-    "token_embd_norm.weight": "embed_norm",
-    "token_embd_norm.bias": "embed_norm_bias",
-    "cls.weight": "score_dense",
-    "cls.bias": "score_dense_bias",
-    "cls.output.weight": "score_out",
-    "cls.output.bias": "score_out_bias",
-}
+    "token_embd.weight": "embed", "position_embd.weight": "positions", "token_types.weight": "segments",
+    **biased({"token_embd_norm": "embed_norm", "cls": "score_dense", "cls.output": "score_out"}),
+}  # fmt: skip
 
 
 def stated_theta(fields: Mapping[str, Any], default: float) -> float:
@@ -192,7 +133,7 @@ def _nomic_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(config, rope=RopeSpec(theta, config.head_dim))
 
 
-BERT = EncoderFamily("bert", ("bert",), "bert", _LAYER, _BERT_LAYER_NAMES, {**EMBEDDING_NAMES, **_BERT_HEAD})
+BERT = EncoderFamily("bert", ("bert",), "bert", _LAYER, _BERT_LAYER_NAMES, {**EMBEDDING_NAMES, **BERT_HEAD})
 ROBERTA = EncoderFamily(
     "roberta",
     ("roberta", "xlm-roberta", "camembert"),
@@ -209,7 +150,7 @@ NOMIC_BERT = EncoderFamily(
     "nomic-bert",
     _LAYER,
     _NOMIC_NAMES,
-    {**EMBEDDING_NAMES, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
+    {**EMBEDDING_NAMES, **biased({"emb_ln": "embed_norm"})},
     has_gate=True,
     positions=False,
     biases=False,
@@ -261,11 +202,6 @@ def encoder_config(
         norm_eps=get("layer_norm_eps", float, 1e-12),
         rope=rope,
         tied_embeddings=True,
-        qk_norm=False,
-        sliding_window=None,
-        bos_token_id=None,
-        eos_token_ids=(),
-        add_bos=False,
         layer_kinds=kinds,
         ffn_form=FeedForwardForm(activation, family.has_gate),
         encoder=Encoder(

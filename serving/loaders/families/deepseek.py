@@ -25,38 +25,57 @@ from phasewise.serving.models.rope import YarnScaling
 
 GATING = {1: SOFTMAX, 2: LOGISTIC}
 """GGUF's numbers of what scores are of logits."""
+LOGISTIC_GATING = 2
 
 
-def routed_hf(get: Get, config: ModelConfig, scores: str = LOGISTIC) -> ModelConfig:
+def routed_hf(
+    get: Get,
+    config: ModelConfig,
+    scores: str = LOGISTIC,
+    *,
+    dense: tuple[int, ...] | None = None,
+    shared: int | None = None,
+) -> ModelConfig:
     """The config with the mixture of config.json. scores: "logistic" has a bias of choices, and groups by
-    their two best; "softmax" neither."""
-    dense = hf_dense_layers(get, config)
+    their two best; "softmax" neither. dense, shared: layers without experts, and the width of the shared one,
+    in place of what the common keys say."""
     normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
+    width, of_all = _widths(get("moe_intermediate_size", int), get("n_shared_experts", int, 0))
     return routed(
         get,
         config,
         keys=("n_routed_experts", "num_experts_per_tok"),
-        widths=_widths(get("moe_intermediate_size", int), get("n_shared_experts", int, 0)),
+        widths=(width, of_all if shared is None else shared),
         scores=(scores, normalised, positive(get, "routed_scaling_factor", 1.0)),
         groups=(get("n_group", int, 1), get("topk_group", int, 1)),
-        dense=dense,
+        dense=hf_dense_layers(get, config) if dense is None else dense,
     )
 
 
-def routed_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    """The config with the mixture of GGUF metadata; without any, as it is."""
+def routed_gguf(
+    get: Get,
+    config: ModelConfig,
+    *,
+    gating: int = 1,
+    normalised: bool | None = None,
+    shared: int | None = None,
+) -> ModelConfig:
+    """The config with the mixture of GGUF metadata; without any, as it is. gating: what a file means that has
+    no number of it. normalised, shared: in place of what it says."""
     if not get("expert_count", int, 0):
         return config
-    gating = get("expert_gating_func", int, 1) or 1
+    gating = get("expert_gating_func", int, 0) or gating
     if gating not in GATING:
         raise ModelError(f"the GGUF metadata gives expert_gating_func = {gating!r:.60}: 1 or 2 can run")
     scale = get("expert_weights_scale", float, 1.0) or 1.0  # 0 is that of files that have none
+    width, of_all = _widths(get("expert_feed_forward_length", int), get("expert_shared_count", int, 0))
+    norm = get("expert_weights_norm", bool, False) if normalised is None else normalised
     return routed(
         get,
         config,
         keys=("expert_count", "expert_used_count"),
-        widths=_widths(get("expert_feed_forward_length", int), get("expert_shared_count", int, 0)),
-        scores=(GATING[gating], get("expert_weights_norm", bool, False), scale),
+        widths=(width, of_all if shared is None else shared),
+        scores=(GATING[gating], norm, scale),
         groups=(get("expert_group_count", int, 1) or 1, get("expert_group_used_count", int, 1) or 1),
         dense=_first(get("leading_dense_block_count", int, 0), config.n_layers),
     )
@@ -231,16 +250,12 @@ HF_LATENT: Names = {
     "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
 }
 GGUF_LATENT: Names = {
-    "attn_q.weight": TurnedTail("q", by_head=True),
-    "attn_q_a.weight": "q_a",
-    "attn_q_a_norm.weight": "q_a_norm",
-    "attn_q_b.weight": TurnedTail("q_b", by_head=True),
-    "attn_kv_a_mqa.weight": TurnedTail("kv_a", by_head=False),
-    "attn_kv_a_norm.weight": "kv_a_norm",
-    "attn_kv_b.weight": HeadParts("k_b", "v_b"),
-    "attn_k_b.weight": HeadStack("k_b"),
+    "attn_q.weight": TurnedTail("q", by_head=True), "attn_q_a.weight": "q_a",
+    "attn_q_a_norm.weight": "q_a_norm", "attn_q_b.weight": TurnedTail("q_b", by_head=True),
+    "attn_kv_a_mqa.weight": TurnedTail("kv_a", by_head=False), "attn_kv_a_norm.weight": "kv_a_norm",
+    "attn_kv_b.weight": HeadParts("k_b", "v_b"), "attn_k_b.weight": HeadStack("k_b"),
     "attn_v_b.weight": HeadStack("v_b"),
-}
+}  # fmt: skip
 
 DEEPSEEK2 = Family(
     "deepseek2",
@@ -261,22 +276,15 @@ DEEPSEEK3 = Family(
     from_hf=_v3,
     hf_names=HF_LATENT,
     hf_defaults={
-        "max_position_embeddings": 4096,
-        "q_lora_rank": 1536,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "moe_intermediate_size": 2048,
+        "max_position_embeddings": 4096, "q_lora_rank": 1536, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+        "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048,
         "qk_rope_head_dim": 64,
     },
     more_layers=True,
     hf_head=LAYER_HEAD,
     latent=True,
-)
+)  # fmt: skip
 GLM4_MOE_LITE = Family(
     "glm4moelite",
     hf=("glm4_moe_lite",),
@@ -284,20 +292,12 @@ GLM4_MOE_LITE = Family(
     from_hf=_v3,
     hf_names=HF_LATENT,
     hf_defaults={
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 202752,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.8,
-        "moe_intermediate_size": 1536,
-        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+        "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8, "moe_intermediate_size": 1536, "qk_rope_head_dim": 64,
         "first_k_dense_replace": 1,
     },
     more_layers=True,
     hf_head=LAYER_HEAD,
     latent=True,
-)
+)  # fmt: skip

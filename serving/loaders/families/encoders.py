@@ -22,10 +22,12 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
 from phasewise.serving.loaders.families.bert import (
     BERT,
+    BERT_HEAD,
     EMBEDDING_NAMES,
     NOMIC_BERT,
     ROBERTA,
     EncoderFamily,
+    biased,
     stated_theta,
 )
 from phasewise.serving.loaders.families.family import FULL, SLIDING, Get, layer_types
@@ -60,11 +62,8 @@ JINA_BERT = EncoderFamily(
     BERT.hf_layer,
     {
         **{theirs: ours for theirs, ours in BERT.hf_names.items() if theirs.startswith("attention.")},
-        "mlp.gated_layers.weight": TensorCut(("gate", "up")),
-        "mlp.wo.weight": "down",
-        "mlp.wo.bias": "down_bias",
-        "mlp.layernorm.weight": "ffn_norm",
-        "mlp.layernorm.bias": "ffn_norm_bias",
+        "mlp.gated_layers.weight": TensorCut(("gate", "up")), "mlp.wo.weight": "down",
+        "mlp.wo.bias": "down_bias", "mlp.layernorm.weight": "ffn_norm", "mlp.layernorm.bias": "ffn_norm_bias",
     },
     BERT.hf_global_names,
     has_gate=True,
@@ -74,7 +73,7 @@ JINA_BERT = EncoderFamily(
     from_hf=_v2_from_hf,
     from_gguf=_with_distances,
     gguf_names={"ffn_up.weight": TensorCut(("gate", "up"))},
-)
+)  # fmt: skip
 
 
 def _v3_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -121,14 +120,9 @@ def _parametrised(theirs: str, ours: str | TensorCut, task: str) -> Names:
     }
 
 
-_GLOBAL_NAMES = {
-    name: ours
-    for theirs, own, task in (
-        ("embeddings.word_embeddings", "embed", "embed"),
-        ("embeddings.token_type_embeddings", "segments", "segments"),
-    )
-    for name, ours in _parametrised(theirs, own, task).items()
-    if isinstance(ours, str)
+_GLOBAL_NAMES: Names = {
+    **_parametrised("embeddings.word_embeddings", "embed", "embed"),
+    **_parametrised("embeddings.token_type_embeddings", "segments", "segments"),
 }
 
 JINA_V3 = EncoderFamily(
@@ -139,25 +133,19 @@ JINA_V3 = EncoderFamily(
     {
         **_parametrised("mixer.Wqkv", TensorCut(("q", "k", "v")), "qkv"),
         "mixer.Wqkv.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
-        **_parametrised("mixer.out_proj", "o", "o"),
-        "mixer.out_proj.bias": "o_bias",
-        **_parametrised("mlp.fc1", "up", "up"),
-        "mlp.fc1.bias": "up_bias",
-        **_parametrised("mlp.fc2", "down", "down"),
-        "mlp.fc2.bias": "down_bias",
-        "norm1.weight": "attn_norm",
-        "norm1.bias": "attn_norm_bias",
-        "norm2.weight": "ffn_norm",
-        "norm2.bias": "ffn_norm_bias",
+        **_parametrised("mixer.out_proj", "o", "o"), "mixer.out_proj.bias": "o_bias",
+        **_parametrised("mlp.fc1", "up", "up"), "mlp.fc1.bias": "up_bias",
+        **_parametrised("mlp.fc2", "down", "down"), "mlp.fc2.bias": "down_bias", "norm1.weight": "attn_norm",
+        "norm1.bias": "attn_norm_bias", "norm2.weight": "ffn_norm", "norm2.bias": "ffn_norm_bias",
     },
-    {**_GLOBAL_NAMES, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
+    {**_GLOBAL_NAMES, **biased({"emb_ln": "embed_norm"})},
     positions=False,
     position_kinds=("rotary",),
     activations=("gelu", "gelu_tanh"),
     defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
     hf_must_be_off=("rotary_emb_interleaved", "rotary_emb_scale_base", "last_layer_subset", "truncate_dim"),
     from_hf=_v3_from_hf,
-)
+)  # fmt: skip
 
 
 THEIR_GTE = "new"
@@ -188,30 +176,17 @@ def _scaled(theta: float, dim: int, fields: dict[str, object]) -> RopeSpec:
 
 
 _GTE_NAMES: Names = {
-    f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
-    for theirs, ours in {
-        "attention.o_proj": "o",
-        "self_attn.o_proj": "o",
-        "self_attn.q_proj": "q",
-        "self_attn.k_proj": "k",
-        "self_attn.v_proj": "v",
-        "attention.q_proj": "q",
-        "attention.k_proj": "k",
-        "attention.v_proj": "v",
-        "mlp.down_proj": "down",
-        "attn_ln": "attn_norm",
-        "mlp_ln": "ffn_norm",
-        "post_attention_layernorm": "attn_norm",
-        "post_mlp_layernorm": "ffn_norm",
-    }.items()
-    for part in ("weight", "bias")
-} | {
+    **biased({f"{stem}.{part}_proj": part for stem in ("attention", "self_attn") for part in "qkvo"}),
+    **biased({
+        "mlp.down_proj": "down", "attn_ln": "attn_norm", "mlp_ln": "ffn_norm",
+        "post_attention_layernorm": "attn_norm", "post_mlp_layernorm": "ffn_norm",
+    }),
     "attention.qkv_proj.weight": TensorCut(("q", "k", "v")),
     "attention.qkv_proj.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
     "mlp.up_gate_proj.weight": TensorCut(("up", "gate")),
     "mlp.up_proj.weight": "up",
     "mlp.gate_proj.weight": "gate",
-}
+}  # fmt: skip
 
 GTE = EncoderFamily(
     "gte",
@@ -221,7 +196,7 @@ GTE = EncoderFamily(
     _GTE_NAMES,
     {
         **EMBEDDING_NAMES,
-        **{name: ours for name, ours in BERT.hf_global_names.items() if ours.startswith("score_")},
+        **BERT_HEAD,
     },
     has_gate=True,
     positions=False,
@@ -296,20 +271,14 @@ MODERN_BERT = EncoderFamily(
     "modern-bert",
     r"layers\.(0|[1-9]\d{0,3})\.(.+)",
     {
-        "attn.Wqkv.weight": TensorCut(("q", "k", "v")),
-        "attn.Wo.weight": "o",
-        "attn_norm.weight": "attn_norm",
-        "mlp.Wi.weight": TensorCut(("gate", "up")),
-        "mlp.Wo.weight": "down",
+        "attn.Wqkv.weight": TensorCut(("q", "k", "v")), "attn.Wo.weight": "o",
+        "attn_norm.weight": "attn_norm", "mlp.Wi.weight": TensorCut(("gate", "up")), "mlp.Wo.weight": "down",
         "mlp_norm.weight": "ffn_norm",
     },
     {
-        "embeddings.tok_embeddings.weight": "embed",
-        "embeddings.norm.weight": "embed_norm",
-        "final_norm.weight": "final_norm",
-        "head.dense.weight": "score_dense",
-        "head.norm.weight": "score_norm",
-        "classifier.weight": "score_out",
+        "embeddings.tok_embeddings.weight": "embed", "embeddings.norm.weight": "embed_norm",
+        "final_norm.weight": "final_norm", "head.dense.weight": "score_dense",
+        "head.norm.weight": "score_norm", "classifier.weight": "score_out",
         "classifier.bias": "score_out_bias",
     },
     has_gate=True,
@@ -328,7 +297,7 @@ MODERN_BERT = EncoderFamily(
         "ffn_up.weight": TensorCut(("gate", "up")),
     },
     gguf_global_names={"output_norm.weight": "final_norm"},
-)
+)  # fmt: skip
 
 
 ENCODERS = (BERT, ROBERTA, NOMIC_BERT, MODERN_BERT, JINA_BERT, JINA_V3, GTE)

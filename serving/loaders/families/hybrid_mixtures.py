@@ -13,11 +13,11 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, Names, OfLayer, OtherForm, TensorCut
 from phasewise.serving.loaders.families.deepseek import (
     GGUF_LATENT,
-    hf_dense_layers,
+    LOGISTIC_GATING,
     latent_of_gguf,
     latent_of_hf,
-    routed,
     routed_gguf,
+    routed_hf,
     with_latent,
 )
 from phasewise.serving.loaders.families.family import (
@@ -28,13 +28,11 @@ from phasewise.serving.loaders.families.family import (
     headless_layers,
     listed,
     must_be_off,
-    positive,
     state_layer_types,
 )
 from phasewise.serving.loaders.families.hybrids import check_time_steps, mamba_gguf
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig, SingleHalves
 from phasewise.serving.models.parts.attention import LatentAttention
-from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.parts.states import KDA, MAMBA2, StateLayers
 
@@ -52,7 +50,7 @@ def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
     def of_state(inner: str, key: str, default: int) -> Any:
         return stated[inner] if inner in stated else get(key, int, default)
 
-    def either(newer: str, older: str, kind: Any, default: Any) -> Any:
+    def either(newer: str, older: str, kind: Any = None, default: Any = None) -> Any:
         return get(newer, kind, get(older, kind, default))
 
     heads = of_state("num_heads", "linear_num_heads", 32)
@@ -60,25 +58,14 @@ def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
     taps = of_state("short_conv_kernel_size", "linear_conv_kernel_dim", 4)
     state = StateLayers(KDA, _state_layers(get, config, stated), taps, heads, heads, dim, dim)
     latent = latent_of_hf(get)
-    width = get("moe_intermediate_size", int, 1024)
-    shared = either("num_shared_experts", "n_shared_experts", int, 1)
-    numbers = {
-        "count": either("num_experts", "num_local_experts", int, 256),
-        "chosen": either("num_experts_per_token", "num_experts_per_tok", int, 8),
+    newer = {
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
     }
-    config = routed(
-        lambda key, *_: numbers[key],
-        config,
-        keys=("count", "chosen"),
-        widths=(width, shared * width),
-        scores=(
-            LOGISTIC,
-            either("moe_renormalize", "norm_topk_prob", bool, True),
-            positive(get, "routed_scaling_factor", 2.446),
-        ),
-        groups=(either("num_expert_group", "n_group", int, 1), get("topk_group", int, 1)),
-        dense=hf_dense_layers(get, config),
-    )
+    config = routed_hf(lambda key, *how: either(newer.get(key, key), key, *how), config)
     context = either("model_max_length", "max_position_embeddings", int, 1 << 20)
     return _with_states(replace(config, context_length=context), state, latent)
 
@@ -109,30 +96,21 @@ def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     heads, dim, layers = config.n_heads, get("kda.head_dim", int, 128), headless_layers(get, config.n_layers)
     latent = latent_of_gguf(get, config.norm_eps)
     state = StateLayers(KDA, layers, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
-    config = routed_gguf(get, config)
-    if config.experts is not None:  # files do not say it
-        config = replace(config, experts=replace(config.experts, normalised=True))
-    return _with_states(config, state, latent)
+    return _with_states(routed_gguf(get, config, normalised=True), state, latent)  # files do not say it
 
 
 _HF: Names = {
-    "self_attn.q_proj.weight": OfLayer(("state_q", "q")),
-    "self_attn.k_proj.weight": "state_k",
+    "self_attn.q_proj.weight": OfLayer(("state_q", "q")), "self_attn.k_proj.weight": "state_k",
     "self_attn.v_proj.weight": "state_v",
     **{f"self_attn.{part}_conv1d.weight": OtherForm(f"{part}_taps") for part in "qkv"},
     **{f"self_attn.{part}_proj.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b", "b")},
-    "self_attn.A_log": OtherForm("rates", negated_exponential=True),
-    "self_attn.dt_bias": "time_offsets",
-    "self_attn.o_norm.weight": "state_scale",
-    "self_attn.q_a_proj.weight": "q_a",
-    "self_attn.q_a_layernorm.weight": "q_a_norm",
-    "self_attn.q_b_proj.weight": "q_b",
-    "self_attn.kv_a_proj_with_mqa.weight": "kv_a",
-    "self_attn.kv_a_layernorm.weight": "kv_a_norm",
-    "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
-    **fed("block_sparse_moe.shared_experts"),
+    "self_attn.A_log": OtherForm("rates", negated_exponential=True), "self_attn.dt_bias": "time_offsets",
+    "self_attn.o_norm.weight": "state_scale", "self_attn.q_a_proj.weight": "q_a",
+    "self_attn.q_a_layernorm.weight": "q_a_norm", "self_attn.q_b_proj.weight": "q_b",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv_a", "self_attn.kv_a_layernorm.weight": "kv_a_norm",
+    "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"), **fed("block_sparse_moe.shared_experts"),
     **fed("block_sparse_moe"),
-}
+}  # fmt: skip
 """No row changes its place: nothing turns it. The last: dense layers as saved by transformers."""
 
 KIMI_LINEAR = Family(
@@ -143,25 +121,19 @@ KIMI_LINEAR = Family(
     from_gguf=_kimi_gguf,
     hf_names=_HF,
     gguf_names={
-        **GGUF_LATENT,
-        "attn_q.weight": OfLayer(("state_q", "q")),
-        "attn_k.weight": "state_k",
-        "attn_v.weight": "state_v",
-        "attn_q_b.weight": "q_b",
-        "attn_kv_a_mqa.weight": "kv_a",
+        **GGUF_LATENT, "attn_q.weight": OfLayer(("state_q", "q")), "attn_k.weight": "state_k",
+        "attn_v.weight": "state_v", "attn_q_b.weight": "q_b", "attn_kv_a_mqa.weight": "kv_a",
         **{f"ssm_conv1d_{part}.weight": OtherForm(f"{part}_taps") for part in "qkv"},
         **{f"ssm_{part}.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
         "ssm_beta.weight": "state_b",
     },
     hf_defaults={
-        "rms_norm_eps": 1e-5,
-        "qk_rope_head_dim": 64,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 27,
+        "rms_norm_eps": 1e-5, "qk_rope_head_dim": 64, "first_k_dense_replace": 1, "num_attention_heads": 32,
+        "num_hidden_layers": 27, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446,
     },
     latent=True,
-)
+)  # fmt: skip
 
 
 STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"
@@ -191,18 +163,8 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
     )
     config = replace(config, norm_eps=get("layer_norm_epsilon", float, 1e-5), n_layers=len(kinds))
     if MIXTURE in kinds:
-        config = routed(
-            get,
-            config,
-            keys=("n_routed_experts", "num_experts_per_tok"),
-            widths=(
-                get("moe_intermediate_size", int, 7688),
-                get("moe_shared_expert_intermediate_size", int, 7688),
-            ),
-            scores=(LOGISTIC, get("norm_topk_prob", bool, True), positive(get, "routed_scaling_factor", 1.0)),
-            groups=(get("n_group", int, 1), get("topk_group", int, 1)),
-            dense=_layers_of(kinds, DENSE),
-        )
+        shared = get("moe_shared_expert_intermediate_size", int, 7688)
+        config = routed_hf(get, config, dense=_layers_of(kinds, DENSE), shared=shared)
     return _of_halves(config, kinds, state)
 
 
@@ -250,22 +212,8 @@ def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     ]
     config = replace(config, n_layers=n_layers)
     if of_experts:
-        config = routed(
-            get,
-            config,
-            keys=("expert_count", "expert_used_count"),
-            widths=(
-                get("expert_feed_forward_length", int, config.ffn),
-                get("expert_shared_feed_forward_length", int, 0),
-            ),
-            scores=(
-                LOGISTIC,
-                get("expert_weights_norm", bool, False),
-                get("expert_weights_scale", float, 1.0) or 1.0,
-            ),
-            groups=(get("expert_group_count", int, 1) or 1, get("expert_group_used_count", int, 1) or 1),
-            dense=(),
-        )
+        shared = get("expert_shared_feed_forward_length", int, 0)
+        config = routed_gguf(get, config, gating=LOGISTIC_GATING, shared=shared)
     state = mamba_gguf(get, _layers_of(kinds, STATE))
     return _of_halves(config, kinds, replace(state, norm_groups=state.groups))
 
@@ -286,6 +234,7 @@ NEMOTRON_H = Family(
         "max_position_embeddings": 4096,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
     },
     hf_text_prefixes=("backbone.",),
     hf_ignored=("mtp.",),

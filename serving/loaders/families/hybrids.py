@@ -284,24 +284,15 @@ LFM2 = Family(
     from_hf=_lfm2,
     from_gguf=_lfm2_gguf,
     hf_defaults={
-        "intermediate_size": 12288,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e6,
+        "intermediate_size": 12288, "num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 1e6,
         "max_position_embeddings": 128000,
     },
     global_names={"model.embedding_norm.weight": "final_norm", "token_embd_norm.weight": "final_norm"},
     hf_names={
-        "operator_norm.weight": "attn_norm",
-        "self_attn.out_proj.weight": "o",
-        "self_attn.q_layernorm.weight": "q_norm",
-        "self_attn.k_layernorm.weight": "k_norm",
-        "feed_forward.w1.weight": "gate",
-        "feed_forward.w3.weight": "up",
-        "feed_forward.w2.weight": "down",
-        "conv.conv.weight": OtherForm("taps"),
-        "conv.in_proj.weight": "state_in",
-        "conv.out_proj.weight": "o",
+        "operator_norm.weight": "attn_norm", "self_attn.out_proj.weight": "o",
+        "self_attn.q_layernorm.weight": "q_norm", "self_attn.k_layernorm.weight": "k_norm",
+        "feed_forward.w1.weight": "gate", "feed_forward.w3.weight": "up", "feed_forward.w2.weight": "down",
+        "conv.conv.weight": OtherForm("taps"), "conv.in_proj.weight": "state_in", "conv.out_proj.weight": "o",
         "ffn_norm.weight": "ffn_norm",
     },
     gguf_names={
@@ -309,4 +300,4 @@ LFM2 = Family(
         "shortconv.in_proj.weight": "state_in",
         "shortconv.out_proj.weight": "o",
     },
-)
+)  # fmt: skip

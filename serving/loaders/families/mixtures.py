@@ -6,12 +6,11 @@ and a clamped gate, attention with sinks, windows in every other layer."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from phasewise._words import number
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
-from phasewise.serving.loaders.families.deepseek import routed_gguf, routed_hf
+from phasewise.serving.loaders.families.deepseek import LOGISTIC_GATING, routed_gguf, routed_hf
 from phasewise.serving.loaders.families.family import (
     FED,
     LAYER_HEAD,
@@ -29,7 +28,6 @@ from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 EOS = [151329, 151336, 151338]
-LOGISTIC_GATING = 2  # GGUF's number, and what files mean that have none
 
 
 def _glm4(get: Get, config: ModelConfig) -> ModelConfig:
@@ -52,13 +50,8 @@ def _moe(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    def read(key: str, kind: Any = None, default: Any = None) -> Any:
-        if key == "expert_gating_func":
-            return get(key, int, 0) or LOGISTIC_GATING
-        return get(key, kind, default)
-
     n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
-    return routed_gguf(read, replace(_of_text(get, config), n_layers=n_layers))
+    return routed_gguf(get, replace(_of_text(get, config), n_layers=n_layers), gating=LOGISTIC_GATING)
 
 
 GLM4 = Family(
@@ -71,34 +64,23 @@ GLM4 = Family(
     },
     gguf_names={"ffn_up.weight": TensorCut(("gate", "up"))},
     hf_defaults={
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1.5625e-7,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 131072,
-        "attention_bias": True,
+        "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5, "max_position_embeddings": 131072, "attention_bias": True,
         "eos_token_id": EOS,
     },
     partial_rope=True,
     hf_interleaved_heads=True,
     gguf_interleaved_heads=True,
-)
+)  # fmt: skip
 GLM4_MOE = Family(
     "glm4moe",
     hf=("glm4_moe",),
     from_hf=_moe,
     from_gguf=_moe_gguf,
     hf_defaults={
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 131072,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 1408,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5, "max_position_embeddings": 131072, "n_routed_experts": 128,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408,
         "first_k_dense_replace": 1,
     },
     partial_rope=True,
@@ -106,15 +88,12 @@ GLM4_MOE = Family(
     hf_head=LAYER_HEAD,
     gguf_head=True,
     gguf_optional_qk_norm=True,
-)
+)  # fmt: skip
 
 
 STATED = {
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "scoring_func": "sigmoid",
-    "use_routing_bias": True,
-}
+    "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
+}  # fmt: skip
 """Settings of published files for whose other values there is no arithmetic."""
 
 
@@ -132,10 +111,7 @@ def _minimax(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _minimax_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    def read(key: str, kind: Any = None, default: Any = None) -> Any:
-        return True if key == "expert_weights_norm" else get(key, kind, default)
-
-    return replace(routed_gguf(read, config), qk_norm=True, whole_qk_norm=True)
+    return replace(routed_gguf(get, config, normalised=True), qk_norm=True, whole_qk_norm=True)
 
 
 MINIMAX_M2 = Family(
@@ -145,17 +121,11 @@ MINIMAX_M2 = Family(
     from_gguf=_minimax_gguf,
     partial_rope=True,
     hf_defaults={
-        "head_dim": 128,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "rope_theta": 5e6,
-        "max_position_embeddings": 196608,
-        "bos_token_id": 200034,
-        "eos_token_id": 200020,
+        "head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 256,
+        "num_experts_per_tok": 8, "rope_theta": 5e6, "max_position_embeddings": 196608,
+        "bos_token_id": 200034, "eos_token_id": 200020,
     },
-)
+)  # fmt: skip
 
 
 PERIOD = 2
@@ -201,14 +171,8 @@ GPT_OSS = Family(
     from_hf=_gpt_oss,
     from_gguf=_gpt_oss_gguf,
     hf_defaults={
-        "attention_bias": True,
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 150000.0,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
+        "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "rope_theta": 150000.0, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
         "rms_norm_eps": 1e-5,
     },
     hf_names={
@@ -231,4 +195,4 @@ GPT_OSS = Family(
         "ffn_gate_inp.bias": "router_bias",
         **{f"ffn_{part}_exps.bias": TensorCut((f"{part}_bias",), of_experts=True) for part in FED},
     },
-)
+)  # fmt: skip

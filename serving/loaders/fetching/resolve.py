@@ -64,8 +64,7 @@ def locate(ref: str, root: Path, report: Report) -> Located:
 def fetch(ref: str, root: Path, report: Report, progress: DownloadProgress | None = None) -> Located:
     """Bring a known or a hub name into the cache, or check and update what is there.
 
-    progress: told how far it is; None: lines of `report` tell it.
-    """
+    progress: told how far it is; None: lines of `report` tell it."""
     if ref in KNOWN:
         return Located(ref, pull(KNOWN[ref], root, report))
     if (hub_name := _hub_name(ref)) is not None:

@@ -24,7 +24,6 @@ from phasewise.serving.loaders.encoders.encoder_files import (
     pooling_type,
 )
 from phasewise.serving.loaders.families import Family, family_of_gguf
-from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
 from phasewise.serving.loaders.families.family import (
     GGUF_KEYS,
@@ -70,18 +69,21 @@ def open_gguf_model(path: Path, name: str) -> ModelSource:
 def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
     metadata = header.metadata
     architecture = field(metadata, "general.architecture", str, "nothing")
-    encoder = ENCODERS_BY_GGUF.get(architecture)
-    if encoder is not None:
-        return _encoder_source(file, header, name, encoder)
-    family = family_of_gguf(architecture, str(file.path))
-    config = config_of_gguf(file, header, family)
 
     def read(key: str, kind: Any, default: Any) -> Any:
         return field(metadata, key, kind, default)
 
-    tensors = tensors_in(file, header, family, config)
-    embedding = gguf_embedding(architecture, read, config.context_length, encoder=False)
-    if embedding is not None and pooling_type(architecture, read) == RANK:
+    encoder = ENCODERS_BY_GGUF.get(architecture)
+    if encoder is not None:
+        config = gguf_config(encoder, read, header.tensors, str(file.path))
+        whole = {theirs: tensor_in(file, info) for theirs, info in header.tensors.items()}
+        tensors = gguf_tensors(encoder, whole, config, str(file.path))
+    else:
+        family = family_of_gguf(architecture, str(file.path))
+        config = config_of_gguf(file, header, family)
+        tensors = tensors_in(file, header, family, config)
+    embedding = gguf_embedding(architecture, read, config.context_length, encoder=encoder is not None)
+    if encoder is None and embedding is not None and pooling_type(architecture, read) == RANK:
         stated = read("tokenizer.chat_template.rerank", str, None)
         template, instruction = gguf_template(stated, architecture, str(file.path))
         embedding = replace(embedding, pooling="last", pair_template=template, instruction=instruction)
@@ -100,7 +102,7 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
         tensors=tensors,
         tokenizer_json=lambda: _tokenizer_json(metadata),
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
-        chat_template=field(metadata, "tokenizer.chat_template", str, None),
+        chat_template=None if encoder else field(metadata, "tokenizer.chat_template", str, None),
         close=file.close,
         embedding=embedding,
         sampling=stated_by_gguf(metadata),
@@ -116,27 +118,6 @@ def config_of_gguf(file: GgufFiles, header: GgufHeader, family: Family) -> Model
     }
     architecture = field(header.metadata, "general.architecture", str, "nothing")
     return _config(header.metadata, family, architecture, header.tensors, factors, file.path)
-
-
-def _encoder_source(file: GgufFiles, header: GgufHeader, name: str, family: EncoderFamily) -> ModelSource:
-    metadata = header.metadata
-
-    def read(key: str, kind: Any, default: Any) -> Any:
-        return field(metadata, key, kind, default)
-
-    config = gguf_config(family, read, header.tensors, str(file.path))
-    tensors = {theirs: tensor_in(file, info) for theirs, info in header.tensors.items()}
-    return ModelSource(
-        name=name,
-        path=file.path,
-        config=config,
-        tensors=gguf_tensors(family, tensors, config, str(file.path)),
-        tokenizer_json=lambda: _tokenizer_json(metadata),
-        tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
-        chat_template=None,
-        close=file.close,
-        embedding=gguf_embedding(family.gguf or "", read, config.context_length, encoder=True),
-    )
 
 
 def field(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | None) -> Any:
@@ -218,7 +199,6 @@ def _config(
         ),
         tied_embeddings="output.weight" not in infos,
         qk_norm=family.gguf_optional_qk_norm and "blk.0.attn_q_norm.weight" in infos,
-        sliding_window=None,
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
         add_bos=_adds_bos(metadata),

@@ -82,8 +82,6 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
         norm_eps=get("rms_norm_eps", float, 1e-6),
         rope=rope,
         tied_embeddings=get("tie_word_embeddings", bool, False),
-        qk_norm=False,
-        sliding_window=None,
         bos_token_id=_first(_token_ids(fields, "bos_token_id")),
         eos_token_ids=tuple(
             dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))

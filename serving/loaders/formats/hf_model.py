@@ -38,7 +38,6 @@ from phasewise.serving.loaders.formats.model_directory import (
     READABLE,
     ModelDirectory,
     Shards,
-    close_all,
     open_all,
     tensor_of,
 )
@@ -108,9 +107,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
 
 def opened_shards(directory: ModelDirectory, stack: ExitStack) -> Shards:
     """The weight files of a directory with their tables; `stack` closes them."""
-    opened = open_all(directory, _shards_of(directory))
-    stack.callback(close_all, opened)
-    return opened
+    return open_all(directory, _shards_of(directory), stack)
 
 
 def _shards_of(directory: ModelDirectory) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -186,23 +187,10 @@ def _numbers(raw: bytes, dtype: str) -> Array:
     return np.frombuffer(raw, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
 
 
-def open_all(directory: ModelDirectory, names: list[str]) -> Shards:
-    """Every file, open, with its table. The caller closes them; on an error here none stays open."""
-    opened: Shards = []
-    try:
-        for name in names:
-            file = directory.open(name)
-            opened.append((file, {}))
-            opened[-1] = (file, read_entries(file))
-    except BaseException:
-        close_all(opened)
-        raise
-    return opened
-
-
-def close_all(opened: Shards) -> None:
-    for file, _ in opened:
-        file.close()
+def open_all(directory: ModelDirectory, names: list[str], stack: ExitStack) -> Shards:
+    """Every file, open until `stack` ends, with its table."""
+    files = [stack.enter_context(directory.open(name)) for name in names]
+    return [(file, read_entries(file)) for file in files]
 
 
 def renamed(entries: Mapping[str, TensorEntry], beginnings: Mapping[str, str]) -> dict[str, TensorEntry]:

@@ -33,20 +33,24 @@ COMPRESSED_FORMATS = (
 )
 MAX_GROUPS = 64
 
-_HARMLESS = {
-    "compressed-tensors": "quant_method ignore quantization_status global_compression_ratio version"
-    " sparsity_config run_compressed",
-    "args": "observer observer_kwargs scale_dtype zp_dtype",
-    "awq": "quant_method modules_to_not_convert backend do_fuse fuse_max_seq_len modules_to_fuse"
-    " exllama_config",
-    "gptq": "quant_method damp_percent damp_auto_increment static_groups true_sequential lm_head"
-    " model_name_or_path model_file_base_name use_exllama disable_exllama exllama_config max_input_length"
-    " dataset tokenizer batch_size pad_token_id block_name_to_quantize cache_block_outputs"
-    " modules_in_block_to_quantize module_name_preceding_first_block backend use_cuda_fp16 model_seqlen meta"
-    " mse desc_act quantizer act_group_aware use_marlin cache_examples_on_gpu",
-    "fp8": "quant_method activation_scheme modules_to_not_convert ignored_layers dequantize scale_fmt",
+_KEYS = {
+    "compressed-tensors": "config_groups format kv_cache_scheme transform_config quant_method ignore"
+    " quantization_status global_compression_ratio version sparsity_config run_compressed",
+    "args": "num_bits type symmetric strategy group_size block_structure actorder dynamic observer"
+    " observer_kwargs scale_dtype zp_dtype",
+    "awq": "bits group_size version zero_point q_group_size w_bit sym desc_act quant_method"
+    " modules_to_not_convert backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config",
+    "gptq": "bits group_size sym checkpoint_format format is_marlin_format pack_dtype dynamic quant_method"
+    " damp_percent damp_auto_increment static_groups true_sequential lm_head model_name_or_path"
+    " model_file_base_name use_exllama disable_exllama exllama_config max_input_length dataset tokenizer"
+    " batch_size pad_token_id block_name_to_quantize cache_block_outputs modules_in_block_to_quantize"
+    " module_name_preceding_first_block backend use_cuda_fp16 model_seqlen meta mse desc_act quantizer"
+    " act_group_aware use_marlin cache_examples_on_gpu",
+    "fp8": "weight_block_size fmt weight_per_tensor quant_method activation_scheme modules_to_not_convert"
+    " ignored_layers dequantize scale_fmt",
 }
-"""Keys that say how a checkpoint was made or which kernel others use: no number depends on them."""
+"""Keys that are known. Those that are not read say how a checkpoint was made, or which kernel others use: no
+number depends on them."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,7 @@ def _compressed(config: Fields, what: str) -> Quantisation | None:
     if not groups:
         check_compression(config, what)
         return None
-    _only(
-        config, {"config_groups", "format", "kv_cache_scheme", "transform_config"}, "compressed-tensors", what
-    )
+    _only(config, "compressed-tensors", what)
     for key in ("kv_cache_scheme", "transform_config"):
         if config.get(key):
             raise ModelError(f"{what} asks for compressed-tensors' {key}, which cannot run")
@@ -143,17 +145,7 @@ def _group(group: Any, what: str) -> WeightScheme:
     weights, rows = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping):
         raise ModelError(f"{what} has a config group whose weights are {weights!r:.60}: an object expected")
-    fields = {
-        "num_bits",
-        "type",
-        "symmetric",
-        "strategy",
-        "group_size",
-        "block_structure",
-        "actorder",
-        "dynamic",
-    }
-    _only(weights, fields, "args", what)
+    _only(weights, "args", what)
     if weights.get("dynamic"):
         raise ModelError(f"{what} asks for weights that are quantised while they run, which cannot run")
     strategy = _one_of(
@@ -170,12 +162,7 @@ def _group(group: Any, what: str) -> WeightScheme:
 
 
 def _awq(config: Fields, what: str) -> Quantisation:
-    _only(
-        config,
-        {"bits", "group_size", "version", "zero_point", "q_group_size", "w_bit", "sym", "desc_act"},
-        "awq",
-        what,
-    )
+    _only(config, "awq", what)
     if str(config.get("version", "gemm")).lower() != "gemm":
         raise ModelError(f"{what} asks for AWQ's version {config['version']!r:.60}: gemm can be read")
     if config.get("bits", config.get("w_bit", 4)) != 4 or config.get("desc_act"):
@@ -184,17 +171,7 @@ def _awq(config: Fields, what: str) -> Quantisation:
 
 
 def _gptq(config: Fields, what: str) -> Quantisation:
-    fields = {
-        "bits",
-        "group_size",
-        "sym",
-        "checkpoint_format",
-        "format",
-        "is_marlin_format",
-        "pack_dtype",
-        "dynamic",
-    }
-    _only(config, fields, "gptq", what)
+    _only(config, "gptq", what)
     bits = _integer(config, "bits", (2, 4, 8), what)
     stored = config.get("checkpoint_format", config.get("format", "gptq"))
     if stored not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
@@ -207,7 +184,7 @@ def _gptq(config: Fields, what: str) -> Quantisation:
 
 
 def _fp8(config: Fields, what: str) -> Quantisation:
-    _only(config, {"weight_block_size", "fmt", "weight_per_tensor"}, "fp8", what)
+    _only(config, "fp8", what)
     _one_of(config, "fmt", ("e4m3", None), what)
     block = _block(config.get("weight_block_size"), what)
     return Quantisation("fp8", (WeightScheme(8, True, True, "block" if block else "tensor", block),))
@@ -216,8 +193,8 @@ def _fp8(config: Fields, what: str) -> Quantisation:
 _READERS = {"compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
 
 
-def _only(config: Fields, allowed: set[str], harmless: str, what: str) -> None:
-    unknown = set(config) - allowed - set(_HARMLESS[harmless].split())
+def _only(config: Fields, kind: str, what: str) -> None:
+    unknown = set(config) - set(_KEYS[kind].split())
     if unknown:
         raise ModelError(f"{what} has the quantisation setting {min(unknown)!r:.60}, which is not known here")
 

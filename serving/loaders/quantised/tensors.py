@@ -3,7 +3,11 @@ matrices of compressed-tensors, `sparse-bitmask` and `sparse-24-bitmask`, read a
 
 A sparse weight is `.shape` [2]; `.bitmask` uint8 [n, ceil(k / 8)], whose bit i of a row (the lowest of a byte
 first) is for column i; `.compressed`, the values whose bits are set, row by row; and `.row_offsets` int64
-[n], where rows begin among them. Of 2:4 every four columns have two bits, and there are no offsets."""
+[n], where rows begin among them. Of 2:4 every four columns have two bits, and there are no offsets.
+
+FP8 (e4m3) has a scale for all of a weight, for each output, for groups of inputs or for blocks of both. The
+product, rounded once to float32, is the number; it is stored as bf16 or float16 where that holds it exactly.
+NVFP4 has a scale in e4m3 for each 16 inputs, divided by one for all; MXFP4 a power of two for each 32."""
 
 from __future__ import annotations
 

@@ -54,15 +54,13 @@ class HeadShape:
     keys_are_values: bool = False
     """True if one product gives keys and values, which differ in their norms, and keys in their positions."""
 
-    def check(self, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-        """ModelError for heads that a model with so many query heads, and so many of these, cannot have."""
+    def check(self, n_kv_heads: int, head_dim: int) -> None:
+        """ModelError for heads that a model with as many of these at most cannot have."""
         for value, most in ((self.n_kv_heads, n_kv_heads), (self.head_dim, head_dim)):
             if type(value) is not int or not 1 <= value <= most:
                 raise ModelError(
                     f"a layer has {value!r:.80} KV heads or numbers of a head: 1 to {most} expected"
                 )
-        if n_heads % self.n_kv_heads:
-            raise ModelError(f"{n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,21 @@ class Attending(Mixer):
     """Heads of what is kept."""
     kind: int
     window: int | None
+    scale: float | None
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    cap: float | None
+    """c: scores are c tanh(score / c)."""
 
     is_latent: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.heads.n_kv_heads:
+            raise ModelError(
+                f"{self.n_heads} attention heads do not divide into {self.heads.n_kv_heads} KV heads"
+            )
+        for what, value in (("scale", self.scale), ("cap", self.cap)):
+            if value is not None and not 1e-6 <= value <= 1e6:
+                raise ModelError(f"the attention {what} is {value!r:.80}: a number from 1e-6 to 1e6 expected")
 
     @property
     def numbers(self) -> int:
@@ -102,9 +113,6 @@ class Attention(Attending):
 
     reads_others: bool = False
     """True if keys and values are those of a layer before it."""
-    scale: float | None = None
-    """The factor of scores; None: 1 / sqrt(head_dim)."""
-    cap: float | None = None
     qk_norm: bool = False
     whole_qk_norm: bool = False
     """True if norms are over all of a row's queries, and of its keys, rather than over each head."""
@@ -119,6 +127,11 @@ class Attention(Attending):
     """Positions for which queries grow."""
     distances: bool = False
     """True if scores fall with the distance of their positions (ALiBi)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.growth is not None:
+            self.growth.check(self.context_length)
 
     @property
     def q_rows(self) -> int:
@@ -243,7 +256,7 @@ class LatentAttention:
     stream."""
     norm_eps: float = 1e-6
 
-    def check(self, n_kv_heads: int, head_dim: int) -> None:
+    def check(self, heads: HeadShape) -> None:
         """ModelError unless the kernels can run it."""
         sizes = {
             "kv_rank": (PANEL, MOST_NUMBERS),
@@ -266,10 +279,9 @@ class LatentAttention:
             )
         if self.vector > MOST_NUMBERS:
             raise ModelError(f"latent vectors of {self.vector} numbers; at most {MOST_NUMBERS} can run")
-        if n_kv_heads != 1 or head_dim != self.vector:
-            raise ModelError(
-                f"{n_kv_heads} KV heads of {head_dim} numbers with latent vectors of {self.vector}"
-            )
+        if (heads.n_kv_heads, heads.head_dim) != (1, self.vector):
+            kept = f"{heads.n_kv_heads} KV heads of {heads.head_dim} numbers"
+            raise ModelError(f"{kept} with latent vectors of {self.vector}")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon of latent vectors is {self.norm_eps!r:.80}")
 
@@ -286,17 +298,19 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class LatentMixer(Attending):
-    """The latent attention of one layer. scale, cap: as of `Attention`.
+    """The latent attention of one layer.
 
     The absorbed form in every phase (decision 0112): queries go through a product by head to where the
     vectors are, and what is read of these through another one to values."""
 
     latent: LatentAttention
-    scale: float | None = None
-    cap: float | None = None
 
     is_latent = True
     takes_no_adapters = "whose attention is over latent vectors"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.latent.check(self.heads)
 
     @property
     def numbers(self) -> int:

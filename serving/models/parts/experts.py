@@ -14,8 +14,7 @@ class Experts:
     """A mixture of experts in place of the feed-forward layer; `ffn` of the config is one expert's width.
 
     A router gives every expert a logit; the `chosen` with the largest scores compute a row. Their weights are
-    their scores, or where `normalised` the scores over their sum, times `scale`.
-    """
+    their scores, or where `normalised` the scores over their sum, times `scale`."""
 
     count: int
     chosen: int

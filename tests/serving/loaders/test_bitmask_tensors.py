@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ N, K = 9, 44
 
 
 def opened(path: Path) -> SourceTensor:
-    (parts,) = parts_in(open_all(ModelDirectory(path.parent), [path.name]), SPARSE).values()
+    (parts,) = parts_in(open_all(ModelDirectory(path.parent), [path.name], ExitStack()), SPARSE).values()
     return bitmask_tensor("w", parts)
 
 

@@ -49,22 +49,16 @@ BYTES: dict[str, tuple[bytes, str]] = {
     "2^63 keys": (header(n_pairs=1 << 63), "metadata keys"),
     "more keys than bytes": (header(n_pairs=50_000), "beyond its end"),
     "a key of 2^63 bytes": (header(n_pairs=1) + text(b"a", 1 << 63), "claims a string"),
-    "a string of 2^40 bytes": (
-        header(n_pairs=1) + pair(b"a", STRING, text(b"b", 1 << 40)),
-        "claims a string",
-    ),
-    "a string to the end and more": (
-        header(n_pairs=1) + pair(b"a", STRING, text(b"b", 100)),
-        "beyond its end",
-    ),
+    "a string of 2^40 bytes": (header(n_pairs=1) + pair(b"a", STRING, text(b"b", 1 << 40)),
+     "claims a string"),
+    "a string to the end and more": (header(n_pairs=1) + pair(b"a", STRING, text(b"b", 100)),
+     "beyond its end"),
     "a key twice": (header(n_pairs=2) + pair(b"a", U32, bytes(4)) * 2, "twice"),
     "a key that is no text": (header(n_pairs=1) + pair(b"\xff", U32, bytes(4)), "not UTF-8"),
     "a value that is no text": (header(n_pairs=1) + pair(b"a", STRING, text(b"\xff")), "not UTF-8"),
     "an unknown type": (header(n_pairs=1) + pair(b"a", 99, bytes(8)), "unknown type 99"),
-    "2^61 numbers": (
-        header(n_pairs=1) + pair(b"a", ARRAY, array(U32, 1 << 61)),
-        "claims 2305843009213693952",
-    ),
+    "2^61 numbers": (header(n_pairs=1) + pair(b"a", ARRAY, array(U32, 1 << 61)),
+     "claims 2305843009213693952"),
     "2^22 numbers, absent": (header(n_pairs=1) + pair(b"a", ARRAY, array(U32, 1 << 22)), "beyond its end"),
     "2^22 strings, absent": (header(n_pairs=1) + pair(b"a", ARRAY, array(STRING, 1 << 22)), "beyond its end"),
     "an array of arrays": (header(n_pairs=1) + pair(b"a", ARRAY, array(ARRAY, 1)), "unsupported type 9"),
@@ -84,7 +78,7 @@ BYTES: dict[str, tuple[bytes, str]] = {
     "alignment three": (header(0, 1) + pair(b"general.alignment", U32, struct.pack("<I", 3)), "alignment 3"),
     "alignment of text": (header(0, 1) + pair(b"general.alignment", STRING, text(b"32")), "alignment '32'"),
     "no model": (header() + bytes(64), "'nothing' model"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BYTES)

@@ -157,64 +157,32 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "no object": ("gptq", "'gptq', which cannot run"),
     "awq gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
     "awq of 3 bits": ({"quant_method": "awq", "bits": 3}, "other than of 4 bits"),
-    "awq, unknown": (
-        {"quant_method": "awq", "bits": 4, "rotation": 1},
-        "'rotation', which is not known here",
-    ),
+    "awq, unknown": ({"quant_method": "awq", "bits": 4, "rotation": 1},
+     "'rotation', which is not known here"),
     "gptq of 3 bits": ({"quant_method": "gptq", "bits": 3}, "bits = 3"),
     "gptq, bits": ({"quant_method": "gptq", "bits": "4"}, "bits = '4'"),
     "gptq, marlin": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
     "gptq, mixed": ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}}, "layer by layer"),
     "fp8, fmt": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
     "fp8, block": ({"quant_method": "fp8", "weight_block_size": [128]}, "blocks of [128]"),
-    "kv": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"a": {}},
-            "kv_cache_scheme": {"num_bits": 8},
-        },
-        "kv_cache_scheme",
-    ),
-    "transform": (
-        {"quant_method": "compressed-tensors", "config_groups": {"a": {}}, "transform_config": {"r1": 1}},
-        "transform_config",
-    ),
-    "no weights": (
-        {"quant_method": "compressed-tensors", "config_groups": {"a": {}}},
-        "whose weights are None",
-    ),
+    "kv": ({"quant_method": "compressed-tensors", "config_groups": {"a": {}},
+     "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    "transform": ({"quant_method": "compressed-tensors", "config_groups": {"a": {}},
+     "transform_config": {"r1": 1}}, "transform_config"),
+    "no weights": ({"quant_method": "compressed-tensors", "config_groups": {"a": {}}},
+     "whose weights are None"),
     "group": ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "config group 1"),
-    "format": (
-        {"quant_method": "compressed-tensors", "config_groups": {"a": {}}, "format": "marlin-24"},
-        "'marlin-24'",
-    ),
-    "sparse too": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"a": {}},
-            "sparsity_config": {"format": "sparse-24-bitmask"},
-        },
-        "both quantised and sparse",
-    ),
-    "bits": (
-        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 9}}}},
-        "num_bits = 9",
-    ),
-    "key": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"a": {"weights": {"num_bits": 4, "swizzle": 1}}},
-        },
-        "'swizzle'",
-    ),
-    "dynamic": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"a": {"weights": {"num_bits": 4, "dynamic": True}}},
-        },
-        "while they run",
-    ),
-}
+    "format": ({"quant_method": "compressed-tensors", "config_groups": {"a": {}}, "format": "marlin-24"},
+     "'marlin-24'"),
+    "sparse too": ({"quant_method": "compressed-tensors", "config_groups": {"a": {}},
+     "sparsity_config": {"format": "sparse-24-bitmask"}}, "both quantised and sparse"),
+    "bits": ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 9}}}},
+     "num_bits = 9"),
+    "key": ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4,
+     "swizzle": 1}}}}, "'swizzle'"),
+    "dynamic": ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4,
+     "dynamic": True}}}}, "while they run"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -241,50 +209,24 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
     "no scale": ("w4a16", lambda parts: parts.pop("weight_scale"), "lacks its weight_scale"),
     "no shape": ("w4a16", lambda parts: parts.pop("weight_shape"), "lacks its weight_shape"),
     "no zeros": ("w4a16-zeros", lambda parts: parts.pop("weight_zero_point"), "lacks its weight_zero_point"),
-    "a shape of none": (
-        "w4a16",
-        lambda parts: parts.update(weight_shape=("I64", np.array([0, 1 << 40]))),
-        "two sizes expected",
-    ),
-    "words": (
-        "w4a16",
-        lambda parts: parts.update(weight_packed=("I32", parts["weight_packed"][1][:, :-1])),
-        "no number of bits packs it",
-    ),
-    "groups": (
-        "w4a16",
-        lambda parts: parts.update(
-            weight_scale=("F16", np.ones((len(parts["weight_scale"][1]), 3), np.float16))
-        ),
-        "equal groups expected",
-    ),
-    "an order beyond": (
-        "gptq-act-order",
-        lambda parts: parts.update(g_idx=("I32", parts["g_idx"][1] + 1)),
-        "in groups 1 to",
-    ),
+    "a shape of none": ("w4a16", lambda parts: parts.update(weight_shape=("I64", np.array([0, 1 << 40]))),
+     "two sizes expected"),
+    "words": ("w4a16", lambda parts: parts.update(weight_packed=("I32", parts["weight_packed"][1][:, :-1])),
+     "no number of bits packs it"),
+    "groups": ("w4a16", lambda parts: parts.update(weight_scale=("F16",
+     np.ones((len(parts["weight_scale"][1]), 3), np.float16))), "equal groups expected"),
+    "an order beyond": ("gptq-act-order", lambda parts: parts.update(g_idx=("I32", parts["g_idx"][1] + 1)),
+     "in groups 1 to"),
     "awq zeros": ("awq", lambda parts: parts.update(qzeros=("I32", parts["qzeros"][1][:, :-1])), "qzeros as"),
-    "a global scale of 0": (
-        "nvfp4",
-        lambda parts: parts.update(weight_global_scale=("F32", np.zeros(1, np.float32))),
-        "one, above 0",
-    ),
-    "blocks": (
-        "fp8-inv",
-        lambda parts: parts.update(weight_scale_inv=("F32", np.ones((9, 9), np.float32))),
-        "nor one a block",
-    ),
-    "not a number": (
-        "fp8",
-        lambda parts: parts.update(weight=("F8_E4M3", np.full_like(parts["weight"][1], 0x7F))),
-        "NaN or infinity",
-    ),
-    "an unknown part": (
-        "w4a16",
-        lambda parts: parts.update(weight_global_scale=("F32", np.ones(1, np.float32))),
-        "with which it cannot be read",
-    ),
-}
+    "a global scale of 0": ("nvfp4", lambda parts: parts.update(weight_global_scale=("F32", np.zeros(1,
+     np.float32))), "one, above 0"),
+    "blocks": ("fp8-inv", lambda parts: parts.update(weight_scale_inv=("F32", np.ones((9, 9), np.float32))),
+     "nor one a block"),
+    "not a number": ("fp8", lambda parts: parts.update(weight=("F8_E4M3", np.full_like(parts["weight"][1],
+     0x7F))), "NaN or infinity"),
+    "an unknown part": ("w4a16", lambda parts: parts.update(weight_global_scale=("F32", np.ones(1,
+     np.float32))), "with which it cannot be read"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGES)

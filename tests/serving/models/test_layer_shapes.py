@@ -47,7 +47,7 @@ def loaded(name: str, folder: Path, weight_format: str = "f32") -> PackedModel:
     return load_model(str(folder / name), weight_format, cache_dir=folder / "cache")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_a_config_comes_back_from_json(name: str) -> None:
     config = config_of(family_cases.FAMILY_CASES[name].fields, {}, add_bos=False)
 

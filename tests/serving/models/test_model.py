@@ -11,9 +11,8 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.config_json import config_from_json, config_to_json
-from phasewise.serving.models.packed_model import Experts, LayerKind, ModelConfig, SingleHalves
+from phasewise.serving.models.packed_model import Experts, LayerKind, ModelConfig
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.parts.site import ProductFactors
 from phasewise.serving.models.rope import FrequencyFactors, LinearScaling, Llama3Scaling, RopeSpec, Scaling
 
 CONFIG = ModelConfig(
@@ -29,11 +28,7 @@ CONFIG = ModelConfig(
     norm_eps=1e-5,
     rope=RopeSpec(10000.0, 16),
     tied_embeddings=True,
-    qk_norm=False,
-    sliding_window=None,
-    bos_token_id=None,
     eos_token_ids=(2, 0),
-    add_bos=False,
 )
 SCALINGS: list[Scaling | None] = [
     None,
@@ -48,15 +43,6 @@ def test_a_config_survives_json(scaling: Scaling | None) -> None:
     config = replace(CONFIG, rope=RopeSpec(10000.0, 16, scaling), sliding_window=128)
 
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
-
-
-def test_single_halves_and_factors_survive_json() -> None:
-    halves, factors = SingleHalves((0,), (2,)), ProductFactors(qkv=2.0, gate=0.5)
-    config = replace(CONFIG, n_layers=3, halves=halves, factors=factors)
-
-    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
-    assert config.attention_layers == (0, 1)
-    assert config.last_mixing == 1
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -135,18 +135,11 @@ TOOL = {
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
     [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "<b>&'\"\\ {{ x }} 😀"}],
-    [
-        {"role": "user", "content": "one\n\ntwo  "},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
-        {"role": "user", "content": ""},
-    ],
-    [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b<|im_end|>"},
-        {"role": "user", "content": "c" * 1000},
-        {"role": "assistant", "content": "<think>d</think>e"},
-    ],
-]
+    [{"role": "user", "content": "one\n\ntwo  "}, {"role": "assistant",
+     "content": "<think>\nhm\n</think>\n\nyes"}, {"role": "user", "content": ""}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|im_end|>"}, {"role": "user",
+     "content": "c" * 1000}, {"role": "assistant", "content": "<think>d</think>e"}],
+]  # fmt: skip
 WITH_TOOLS: list[dict[str, Any]] = [
     *CONVERSATIONS[0],
     {

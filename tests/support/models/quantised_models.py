@@ -261,60 +261,38 @@ CASES: dict[str, Case] = {
     "w4a16-f32": Case(pack_quantized(4, 64, "F32"), _W4, "q4"),
     "w4a16-zeros": Case(pack_quantized(4, 64, "BF16", zeros=True), _W4_ZEROS, "q4"),
     "w4a16-zeros-f32": Case(pack_quantized(4, 64, "F32", zeros=True), _W4_ZEROS, "q8"),
-    "w4a16-channel": Case(
-        pack_quantized(4, None, "BF16"), compressed("pack-quantized", _integers(4, None)), "q4"
-    ),
+    "w4a16-channel": Case(pack_quantized(4, None, "BF16"), compressed("pack-quantized", _integers(4, None)),
+     "q4"),
     "w4a16-act-order": Case(pack_quantized(4, 64, "F16", act_order=True), _W4, "f32"),
     "w3a16": Case(pack_quantized(3, 32, "F16"), compressed("pack-quantized", _integers(3, 32)), "q4"),
     "w8a16": Case(pack_quantized(8, 32, "BF16"), compressed("pack-quantized", _integers(8, 32)), "q8"),
     "w8a8": Case(int_quantized("BF16"), compressed("int-quantized", _integers(8, None), _BYTE_ROWS), "q8"),
-    "w8a8-pruned": Case(
-        int_quantized("BF16", kept=0.4), compressed("int-quantized", _integers(8, None), _BYTE_ROWS), "q8"
-    ),
-    "w8a8-zeros": Case(
-        int_quantized("BF16", zeros=True),
-        compressed("int-quantized", _integers(8, None, symmetric=False), _BYTE_ROWS),
-        "q8",
-    ),
+    "w8a8-pruned": Case(int_quantized("BF16", kept=0.4), compressed("int-quantized", _integers(8, None),
+     _BYTE_ROWS), "q8"),
+    "w8a8-zeros": Case(int_quantized("BF16", zeros=True), compressed("int-quantized", _integers(8, None,
+     symmetric=False), _BYTE_ROWS), "q8"),
     "fp8": Case(fp8("tensor", "F32"), compressed("float-quantized", {**_E4M3, "strategy": "tensor"}), "f32"),
-    "fp8-channel": Case(
-        fp8("channel", "BF16"), compressed("float-quantized", {**_E4M3, "strategy": "channel"}), "f32"
-    ),
+    "fp8-channel": Case(fp8("channel", "BF16"), compressed("float-quantized", {**_E4M3,
+     "strategy": "channel"}), "f32"),
     "fp8-block": Case(fp8("block", "F32"), compressed("float-quantized", _BLOCK), "f32"),
-    "fp8-power": Case(
-        fp8("channel", "F32", power=True),
-        compressed("float-quantized", {**_E4M3, "strategy": "channel"}),
-        "bf16",
-    ),
+    "fp8-power": Case(fp8("channel", "F32", power=True), compressed("float-quantized", {**_E4M3,
+     "strategy": "channel"}), "bf16"),
     "fp8-inv": Case(fp8("block", "F32", "weight_scale_inv"), _FP8, "f32"),
-    "nvfp4": Case(
-        nvfp4,
-        compressed(
-            "nvfp4-pack-quantized",
-            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-        ),
-        "q8",
-    ),
-    "mxfp4": Case(
-        mxfp4,
-        compressed(
-            "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-        ),
-        "mxfp4",
-    ),
-    "awq": Case(
-        awq(64), _stated("awq", {"bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}), "q4"
-    ),
+    "nvfp4": Case(nvfp4, compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float",
+     "strategy": "tensor_group", "group_size": 16}), "q8"),
+    "mxfp4": Case(mxfp4, compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float",
+     "strategy": "group", "group_size": 32}), "mxfp4"),
+    "awq": Case(awq(64), _stated("awq", {"bits": 4, "group_size": 64, "zero_point": True,
+     "version": "gemm"}), "q4"),
     "gptq": Case(gptq(4, 64), _stated("gptq", _gptq(4)), "q4"),
     "gptq-zeros": Case(gptq(4, 64, symmetric=False), _stated("gptq", _gptq(4, sym=False)), "q4"),
-    "gptq-v2": Case(
-        gptq(4, 64, symmetric=False, offset=0), _stated("gptq", _gptq(4, checkpoint_format="gptq_v2")), "q4"
-    ),
+    "gptq-v2": Case(gptq(4, 64, symmetric=False, offset=0), _stated("gptq", _gptq(4,
+     checkpoint_format="gptq_v2")), "q4"),
     "gptq-act-order": Case(gptq(4, 64, act_order=True), _stated("gptq", _gptq(4, desc_act=True)), "f32"),
     "gptq-8": Case(gptq(8, 64), _stated("gptq", _gptq(8)), "q8"),
     "gptq-2": Case(gptq(2, 64), _stated("gptq", _gptq(2)), "q4"),
     "gptq-file": Case(gptq(4, 64), _gptq(4), "q4", "quantize_config.json"),
-}
+}  # fmt: skip
 
 
 def is_quantised(name: str) -> bool:
