@@ -45,7 +45,7 @@ from phasewise.serving.engine.one_answer import OneAnswer
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
-from phasewise.workflows.evaluate.scorer import TEXT as SHIPPED_TEXT
+from phasewise.workflows.evaluate.run import TEXT as SHIPPED_TEXT
 from phasewise.workflows.opening.open_model import open_model
 
 MOST_ROWS = 64

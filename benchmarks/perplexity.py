@@ -19,8 +19,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from benchmarks.harness import Model, Yielded, commands, listed, note
-from phasewise.workflows.evaluate.run import evaluate
-from phasewise.workflows.evaluate.scorer import TEXT
+from phasewise.workflows.evaluate.run import TEXT, evaluate
 from phasewise.workflows.evaluate.settings import EvalSettings
 
 TEXT_SHA256 = "af94397088d12541d0e19740f18732ad244bfa272b77d43205aee4c34c006028"

@@ -158,7 +158,6 @@ EXTRAS = {
     "tree_sitter": "kernels",
     "tree_sitter_c": "kernels",
     "ray": "ray",
-    "cryptography": "sign",
     "gguf": "quantise",
 }
 """By the module that is imported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 from typing import Any
 
 from phasewise._json import read_json
@@ -38,10 +37,8 @@ def load_test_of(
     lengths: SentLengths,
     asking: Asking,
     promises: Promises,
-    *,
-    plot: Path | None = None,
 ) -> LoadTest:
-    """The load test that these settings ask for; `plot` is where its curves will be drawn.
+    """The load test that these settings ask for.
 
     Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
     """
@@ -69,7 +66,6 @@ def load_test_of(
         slo=slo,
         search=RateSearch(start=times.rate or 1.0, votes=VOTES) if is_search else None,
         probe_s=promises.probe_s,
-        may_cut_probes=plot is None,
     )
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from phasewise._json import read_json
-from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.metrics import FailureKind, RequestOutcome
 
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_CHARS = 200

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from phasewise._words import counted
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Prompt, Target, open_client
-from phasewise.loadtest.metrics import Measured
-from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
 from phasewise.loadtest.prompts import words
 from phasewise.loadtest.send import RequestLoad, run_load
 from phasewise.tuner.config.lengths import RequestLengths

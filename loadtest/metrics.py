@@ -5,13 +5,67 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 from phasewise.loadtest.arrivals import LatencySlo
-from phasewise.loadtest.outcome import RequestOutcome
+
+
+class FailureKind(StrEnum):
+    """The reason that a request has no whole answer."""
+
+    refused = "refused"
+    """No connection could be made."""
+    overloaded = "http_429"
+    rejected = "http_4xx"
+    broken_server = "http_5xx"
+    broken_stream = "broken_stream"
+    """The connection closed before the answer was finished."""
+    garbage = "garbage"
+    """The answer is not a stream of completions."""
+    stream_error = "stream_error"
+    """The server said in the stream that it failed."""
+    timeout = "timeout"
+    unfinished = "unfinished"
+    """Cut off by this client: Ctrl-C, or a probe that was already decided."""
+
+
+@dataclass(slots=True)
+class RequestOutcome:
+    """Instants of one request, in seconds; `start_s` on the run's clock, everything else after it.
+
+    Tokens come as events; one event may bring several. `latency_s` ends with the last event of a choice, as
+    in vLLM's benchmark.
+    """
+
+    start_s: float
+    prompt_tokens: int
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    itls_s: list[float] = field(default_factory=list)
+    failure: FailureKind | None = None
+    error: str = ""
+    retry_after_s: float | None = None
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the server did not compute again; None: it does not say."""
+    number: int = 0
+    """Place of the request in its load."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.failure is None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first; None where there is only one."""
+        if self.output_tokens < 2:
+            return None
+        return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
+
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -111,13 +165,8 @@ def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = G
     missed = Counter(
         name for outcome in outcomes for name, kept in kept_promises(outcome, slo).items() if not kept
     )
-    most = most_missed(len(outcomes), goal)
+    most = math.floor(len(outcomes) * (1 - goal) + 1e-9)
     return bool(outcomes) and all(missed[name] <= most for name in slo.promises())
-
-
-def most_missed(count: int, goal: float = GOAL) -> int:
-    """The number of `count` requests that may miss one promise."""
-    return math.floor(count * (1 - goal) + 1e-9)
 
 
 def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:

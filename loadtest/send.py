@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient
-from phasewise.loadtest.metrics import Measured
-from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
 from phasewise.loadtest.prompts import Prompts
 from phasewise.tuner.config.lengths import Trace
 

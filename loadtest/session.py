@@ -16,8 +16,11 @@ from typing import TypeAlias
 from phasewise._words import counted, percent
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
-from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
-from phasewise.loadtest.outcome import RequestOutcome
+from phasewise.loadtest.metrics import (
+    Measured,
+    attainment,
+    is_kept,
+)
 from phasewise.loadtest.prompts import Prompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load
@@ -57,11 +60,6 @@ class LoadTest:
     search: RateSearch | None = None
     """Search for the highest rate that keeps `slo`; `pace` then says all but the rate."""
     probe_s: float = 20.0
-    may_cut_probes: bool = True
-    """End a probe as soon as it is lost.
-
-    Its attainment then counts only what was sent, and is no point of a curve.
-    """
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class RateProbe:
     rate: float
     measured: Measured
     attainment: float
-    """Share of its requests that kept all promises; of those that were sent, where it was cut short."""
+    """Share of its requests that kept all promises."""
     is_kept: bool
 
 
@@ -208,7 +206,7 @@ class _Session:
         return self._found(probes, best)
 
     async def _probe(self, rate: float, number: int) -> RateProbe:
-        """Requests at one rate, for a bounded time; ended as soon as too many promises are broken."""
+        """Requests at one rate; each is given up as soon as its promise is broken."""
         test, slo = self.test, self.test.slo
         assert slo is not None
         requests = probe_requests(test.requests, rate, test.probe_s)
@@ -220,18 +218,9 @@ class _Session:
             first_index=(number + 1) << 24,
             limit_s=lambda tokens: longest_s(slo, tokens),
         )
-        decided = asyncio.Event()
-        with self.progress(len(requests)) as observe, _either(self.stop, decided):
-            judge = Judge(slo, len(requests))
-            measured = await run_load(
-                self.client,
-                load,
-                decided,
-                lambda outcome: observe(outcome) or (judge(outcome) and test.may_cut_probes),
-            )
-        kept = (
-            not judge.is_lost and len(measured.outcomes) == len(requests) and is_kept(measured.outcomes, slo)
-        )
+        with self.progress(len(requests)) as observe:
+            measured = await run_load(self.client, load, self.stop, observe)
+        kept = len(measured.outcomes) == len(requests) and is_kept(measured.outcomes, slo)
         return RateProbe(rate, measured, attainment(measured.outcomes, slo), kept)
 
     def _found(self, probes: Sequence[RateProbe], rate: float | None) -> LoadReport:
@@ -264,21 +253,6 @@ class _Session:
         )
 
 
-@contextmanager
-def _either(stop: asyncio.Event, decided: asyncio.Event) -> Iterator[None]:
-    """Within, `decided` is set as soon as `stop` is."""
-
-    async def follow() -> None:
-        await stop.wait()
-        decided.set()
-
-    following = asyncio.ensure_future(follow())
-    try:
-        yield
-    finally:
-        following.cancel()
-
-
 def probe_requests(requests: Trace, rate: float, probe_s: float) -> tuple[RequestLengths, ...]:
     """The requests of one probe: `requests` in turn, as often as needed."""
     count = max(1, round(rate * probe_s), min(FEWEST_OF_A_PROBE, round(rate * probe_s * LONGEST_PROBE)))
@@ -293,24 +267,6 @@ def longest_s(slo: LatencySlo, output_tokens: int) -> float | None:
     if slo.e2el_ms is not None:
         bounds_ms.append(slo.e2el_ms)
     return min(bounds_ms) / 1e3 if bounds_ms else None
-
-
-class Judge:
-    """Says when a probe of `count` requests is lost, however the rest of it goes."""
-
-    def __init__(self, slo: LatencySlo, count: int) -> None:
-        self._slo = slo
-        self._most = most_missed(count)
-        self._missed = dict.fromkeys(slo.promises(), 0)
-
-    @property
-    def is_lost(self) -> bool:
-        return max(self._missed.values(), default=0) > self._most
-
-    def __call__(self, outcome: RequestOutcome) -> bool:
-        for name, kept in kept_promises(outcome, self._slo).items():
-            self._missed[name] += not kept
-        return self.is_lost
 
 
 def _probe_line(probe: RateProbe) -> str:

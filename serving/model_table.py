@@ -16,7 +16,6 @@ from phasewise.serving.engine.engine_host import EngineHost, OpenHost
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, defaults_told
 from phasewise.serving.engine.open_engine import ModelText
-from phasewise.serving.engine.receipts import SignReceipt
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler
 from phasewise.serving.http.http_settings import ModelFacts, RequestFacts, ServedModel
@@ -52,13 +51,12 @@ class Served(Protocol):
 @dataclass(frozen=True)
 class AnswerPolicy:
     """The way that models answer. `tool_format`: the form of calls, one of `tools.dialect.FORMATS`; auto: as
-    the chat template writes them. `receipts`: requests may ask for receipts; `sign_receipt`: None: unsigned.
+    the chat template writes them. `receipts`: requests may ask for receipts.
     """
 
     max_prompt_tokens: int | None = None
     tool_format: str = "auto"
     receipts: bool = False
-    sign_receipt: SignReceipt | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,6 @@ def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedMode
         dialect=_dialect(opened, answers.tool_format),
         fingerprint=lambda: told(host.fingerprint(row.names[0])),
         gives_receipts=answers.receipts,
-        sign_receipt=answers.sign_receipt,
         facts=ModelFacts(
             config.architecture,
             sum(weight.n * weight.k for weight in opened.model.weights.values()),

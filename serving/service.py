@@ -23,7 +23,6 @@ from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
-from phasewise.serving.http.monitoring.live import MachineFacts, PhaseEnergy
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
 from phasewise.serving.http.requests.lengths import LengthLog, LengthObserver, RealisedLength
 from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
@@ -42,9 +41,7 @@ from phasewise.serving.model_table import (
     served_model,
     with_adapters,
 )
-from phasewise.serving.processes.headroom import allocator_headroom
 from phasewise.serving.processes.line_log import LineLog
-from phasewise.topology.energy import EnergyCounters
 
 SWITCH_INTERVAL_S = 0.0005
 """Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
@@ -64,8 +61,8 @@ class ServiceSettings:
     length_log: LengthLog | None = None
     cors_origins: tuple[str, ...] = ()
     logging: Logging = NOT_LOGGED
-    page: MachineFacts | None = None
-    """For the page at `/`; None: no page."""
+    page: bool = False
+    """True if there is a page at `/`."""
     read_keys: ReadKeys | None = None
     """Reads the API keys again; None: they stay as they are."""
     batch_dir: Path = Path()
@@ -125,12 +122,11 @@ def run_service(
         connections = Connections(limits, metrics)
         embeddings = None if table.embedding is None else _embeddings(table.embedding)
         served = _served_models(table, host, stack)
-        page = settings.page if table.generates else None
-        surroundings = ServerContext(settings.cors_origins, access, page)
+        surroundings = ServerContext(settings.cors_origins, access, settings.page)
         generation = batches = None
         if table.generates:
             embedder = None if embeddings is None else embeddings.model
-            models = ServedModels(served, shelf, limits.sign_of_life_s, embedder)
+            models = ServedModels(served, shelf, embedder)
             batches = _batches(settings, life, report)
             stack.callback(batches.close)
             generation = TextGeneration(models, client, batches)
@@ -204,7 +200,7 @@ def _run_to_the_end(
     server: HttpServer, host: EngineHost, shelf: ModelShelf | None, client: EngineClient
 ) -> bool:
     """Serve until a signal. False: the last step takes too long."""
-    with allocator_headroom(), gc_frozen():
+    with gc_frozen():
         host.start()
         try:
             server.run()
@@ -290,9 +286,6 @@ def _gauges(
         return n_without_database() + sum(own.without_database for own in host.instances())
 
     lines, lengths = logs
-    energy = PhaseEnergy(EnergyCounters())
-    if energy.is_measured:
-        client.observe(energy)
     return Gauges(
         load=lambda: client.load,
         n_connections=n_connections,
@@ -302,8 +295,6 @@ def _gauges(
         threads=host.threads,
         n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
         n_access_lines_lost=lambda: lines.n_lost,
-        joules=energy.by_zone,
-        phase_joules=energy.by_phase,
         instances=host.instances,
         products=products,
     )

@@ -41,7 +41,7 @@ from phasewise.tuner.errors import PredictorError
 from phasewise.workflows.batch.run import open_answers
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.scorer import read_text
+from phasewise.workflows.evaluate.run import read_text
 from phasewise.workflows.predict_len.answer_prompts import AnswerLog
 from phasewise.workflows.predict_len.settings import CollectWish
 from tests.support.tiers import examples
@@ -310,7 +310,6 @@ OTHER_WRITERS = {
     "workflows.batch.run": "appends answers to a file that it goes on with",
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "a remote's bundles, each copied beside its place and renamed",
-    "workflows.database.signed_index": "files in a temporary directory",
     "workflows.user_kernels.files": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
     "phasewise.torch.distributed": "memory of a group, which has no name",
@@ -339,7 +338,7 @@ OTHER_READERS = {
     "kerneldb.connect": "a copy of a database, once SQLite has made it",
     "kerneldb.shipped": "a file of the package",
     "phasewise._files": "the readers",
-    "serving.http.routes.page_routes": "a file of the package",
+    "serving.http.routes.openapi": "a file of the package",
     "serving.loaders.formats.model_directory": "names alone: nothing is opened",
     "serving.prefix_store.folder": "records; follows no link and waits for no pipe",
     "serving.processes.headroom": "the machine's own figures, in /proc and /sys",
@@ -348,8 +347,7 @@ OTHER_READERS = {
     "topology.places": "the machine's own figures, in /proc and /sys",
     "tuner.conditions": "the machine's own figures, in /proc and /sys",
     "workflows.database.remote": "files in a temporary directory",
-    "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",
-    "workflows.database.signed_index": "files in a temporary directory",
+    "workflows.database.remote_files": "fetched bundles",
 }
 """Modules that read files in a way of their own, and what those are."""
 

@@ -30,7 +30,7 @@ from phasewise.topology import read_machine
 from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.predictor import log
-from phasewise.workflows.capacity.load import Load, arrivals_of
+from phasewise.workflows.capacity.simulate import Load, arrivals_of
 from phasewise.workflows.replay.run import read_receipts
 from phasewise.workflows.topo.plan_json import read_plans
 from tests.support import ROOT

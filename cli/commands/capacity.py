@@ -196,7 +196,7 @@ def simulation_fields(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> d
         "pools": _pool_fields(spec),
         "cost": spec.cost,
         "power_w": spec.power_w,
-        **_summary_fields(summary, slo, with_occupancy=True),
+        **_summary_fields(summary, slo),
     }
 
 
@@ -204,7 +204,7 @@ def _pool_fields(spec: ClusterSpec) -> list[dict[str, Any]]:
     return [{"role": pool.role, "machine": pool.machine.name, "count": pool.count} for pool in spec.pools]
 
 
-def _summary_fields(summary: Summary, slo: Slo | None, *, with_occupancy: bool) -> dict[str, Any]:
+def _summary_fields(summary: Summary, slo: Slo | None) -> dict[str, Any]:
     failures = None if slo is None else broken(summary, slo)
     return {
         "n_requests": summary.n_requests,
@@ -214,16 +214,7 @@ def _summary_fields(summary: Summary, slo: Slo | None, *, with_occupancy: bool) 
         "slowdowns": None
         if summary.slowdowns is None
         else {metric: _named(values) for metric, values in summary.slowdowns.items()},
-        "machines": [
-            {
-                "role": use.role,
-                "machine": use.machine,
-                "count": use.count,
-                "utilisation": use.utilisation,
-                **({"occupancy": [list(row) for row in use.occupancy]} if with_occupancy else {}),
-            }
-            for use in summary.uses
-        ],
+        "machines": list(summary.uses),
         "kv_transfers": {"count": summary.n_transfers, "wait_s": _named(summary.transfer_s)},
         "n_preemptions": summary.n_preemptions,
         "slo": None
@@ -254,5 +245,5 @@ def _answer_fields(answer: Provisioned, slo: Slo) -> dict[str, Any]:
         "n_machines": answer.spec.n_machines,
         "bound_used": answer.tightness,
         "frontier": [list(cell) for cell in answer.frontier],
-        **_summary_fields(answer.summary, slo, with_occupancy=False),
+        **_summary_fields(answer.summary, slo),
     }

@@ -24,7 +24,7 @@ from phasewise.workflows.predict_len.settings import (
 
 if TYPE_CHECKING:
     from phasewise.tuner.predictor.evaluate import Calibration
-    from phasewise.workflows.predict_len.compare import LogReport
+    from phasewise.workflows.predict_len.judge import LogReport
 
 
 HELP = """Predict how long answers will be.
@@ -106,8 +106,8 @@ def train_command(
     from phasewise.tuner.predictor.files import save_predictor
     from phasewise.tuner.predictor.log import held_out
     from phasewise.tuner.predictor.train import TrainOptions, train
-    from phasewise.workflows.predict_len.compare import Split, with_split
     from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
+    from phasewise.workflows.predict_len.judge import Split, with_split
 
     owns_stdout(output, as_json)
     check_target(output)

@@ -16,7 +16,7 @@ from phasewise.cli.present import print_json, say
 from phasewise.workflows.prune.settings import PruneSettings, parse_pattern
 
 if TYPE_CHECKING:
-    from phasewise.workflows.prune.recovery import Recovery
+    from phasewise.workflows.prune.calibration import Recovery
     from phasewise.workflows.prune.run import Pruned
 
 

@@ -37,32 +37,24 @@ def replay(
     ],
     weights: ReadWeights,
     placement: ModelCores,
-    signer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="refuse what the key in FILE has not signed: PEM or OpenSSH (phasewise[sign])",
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Confirm that answers are the model's, or name the first token that is not.
 
     $ phasewise replay answer.json --model smollm2-135m-instruct
-    $ phasewise replay answers/*.json --model model.gguf --signer key.pub
+    $ phasewise replay answers/*.json --model model.gguf
 
     A receipt is what `serve --receipts` gives with an answer. Prompt and
     answer are computed together in one prefill, every token is chosen again
     with the recorded settings and seed, and the digests of the logits are
-    compared; so are the text and the usage of an answer with its tokens. With
-    --signer every receipt must also be signed by that key.
+    compared; so are the text and the usage of an answer with its tokens.
 
     Each receipt is judged by itself, by the name of its file. The exit code
     is 0 if every receipt is confirmed, and 3 if any is refused.
     """
     from phasewise.workflows.replay.run import replay_files
 
-    verdicts = replay_files(receipts, model, weights, placement, signer=signer, report=note)
+    verdicts = replay_files(receipts, model, weights, placement, report=note)
     n_refused = sum(not verdict.is_confirmed for verdict in verdicts)
     if as_json:
         print_json(

@@ -325,7 +325,7 @@ class Front:
 
     def _fail_hand_over(self, attempt: Attempt, reason: str, message: str) -> None:
         self.counts.failed[reason] += 1
-        log.warning("a hand-over failed (%s): %s%s", reason, message, _told_trace(attempt.request))
+        log.warning("a hand-over of request %s failed (%s): %s", attempt.request.request_id, reason, message)
         error = StepFailed(f"keys and values could not be handed over: {message}")
         self._run_again(attempt, error, whole=True)
 
@@ -572,7 +572,3 @@ class Front:
             ),
             n_in_shadow=n_in_shadow,
         )
-
-
-def _told_trace(request: Submit) -> str:
-    return f" (request {request.request_id}, traceparent {request.trace})" if request.trace else ""

@@ -1,7 +1,7 @@
 """Instance: an engine in a process of its own, with a role in a pool. It computes what a front sends it.
 
 The main thread owns the sockets and does nothing that takes long: its heartbeats say that the instance lives.
-The engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`guide_thread`); keys and
+The engine runs on its thread, as behind HTTP; grammars are compiled on theirs; keys and
 values leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again
 what has not been answered.
 """
@@ -60,8 +60,8 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.errors import RanksError, ServingError
-from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
 from phasewise.serving.grammar.guides import Guide
+from phasewise.serving.grammar.late_guides import GuideThread, GuideWanted
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys, Sockets, has_input
 from phasewise.serving.ranks.kv_share import KvPlace, KvShare, map_place
@@ -128,8 +128,6 @@ class _Instance:
             len(parts_of(self._share.shape.state_bytes)),
         )
         self._posts = _Posts(sockets)
-        self._traces: dict[str, str] = {}
-        """The `traceparent` of each request that brought one."""
         self._guides = GuideThread(opened.text.guide_compiler())
         with suppress(ServingError):  # a model without a template that can be used
             opened.text.conversations.close()  # its ends of turns are known; the front writes conversations
@@ -142,7 +140,7 @@ class _Instance:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_heartbeat_s = 0.0
         self._is_lost = threading.Event()
-        engine.outbox, engine.on_begin = self._sender, self._begun
+        engine.hand_over.outbox, engine.on_begin = self._sender, self._begun
         engine.ranks.follow(self._sender)
         self._thread = EngineThread(
             engine, self._deliver, self._lost, restarts=Restarts(most=0), ends_on_bugs=True
@@ -199,9 +197,6 @@ class _Instance:
 
     def _take(self, take: Take) -> None:
         request = take.request
-        if request.trace:
-            self._traces[request.request_id] = request.trace
-            log.info("takes request %s, traceparent %s: %s", request.request_id, request.trace, take.part)
         if take.part == "answer":
             self._receiver.expect(request.request_id, take.epoch, len(request.known_token_ids))
         if take.guide is None:
@@ -229,7 +224,6 @@ class _Instance:
         """Drop a request: when `Dropped` is said, nothing is read or written for it any more."""
         self._sender.cancel(request_id)
         self._receiver.forget(request_id)
-        self._traces.pop(request_id, None)
         self._guides.forget(request_id)
         self._thread.send(Abort(request_id))
         self._put(Dropped(request_id))
@@ -296,14 +290,7 @@ class _Instance:
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
         failed = (out for out in delivery.outs if isinstance(out, Failure))
         failures = tuple(out for out in failed if not isinstance(out.error, RanksError))
-        for answer in answers:
-            if answer.finish_reason is not None:
-                self._traces.pop(answer.request_id, None)
         for failure in failures:
-            if (trace := self._traces.pop(failure.request_id, None)) is not None:
-                log.warning(
-                    "request %s, traceparent %s, failed: %s", failure.request_id, trace, failure.error
-                )
             self._sender.cancel(failure.request_id)
             self._receiver.forget(failure.request_id)
         report = InstanceReport(

@@ -305,7 +305,7 @@ cdef class ProgramBuilder:
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
                sinks=None, slopes=None, growth=None, int64_t growth_span=1, v_norm=None, keys_are_values=False,
-               only_reads=False):
+               only_reads=False, norm_last=False):
         """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
 
         rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
@@ -314,6 +314,7 @@ cdef class ProgramBuilder:
         between (ALiBi). growth: queries at position p are multiplied by its number p // growth_span, or by its
         last. v_norm: weights of a norm of every value. keys_are_values: rows have no values, which are keys before their
         norm and rotation. only_reads: rows have queries alone, and `layer` is another's, which keeps keys and values.
+        norm_last: queries and keys are normalised behind their rotation.
         """
         cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
         cdef pw_shape *shape = &self.program.shape
@@ -321,7 +322,7 @@ cdef class ProgramBuilder:
         if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds:
             raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
         own = &self.program.kinds[kind]
-        op.keys_are_values, op.only_reads = keys_are_values, only_reads
+        op.keys_are_values, op.only_reads, op.norm_last = keys_are_values, only_reads, norm_last
         columns = (shape.n_heads + (0 if only_reads else 2 - keys_are_values) * own.n_kv_heads) * own.head_dim
         op.layer, op.kind, op.cap, op.scale = layer, kind, cap, 1 / sqrt(own.head_dim) if scale is None else scale
         op.v_norm = self._optional(v_norm, own.head_dim, "value norm weights")

@@ -116,7 +116,7 @@ cdef extern from "program/program.h" nogil:
         const float *k_norm
         const float *sinks
         const float *v_norm
-        bint only_reads, keys_are_values
+        bint norm_last, only_reads, keys_are_values
         int64_t second_at "with", second_stride "with_stride"
         int64_t group
         const float *slopes

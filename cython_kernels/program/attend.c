@@ -199,13 +199,16 @@ static void turned_head(const attending *a, int64_t row, int64_t column, const f
     const pw_attention_kind *kind = &program->kinds[a->op->kind];
     int32_t dim = a->shape.head_dim, turned = 2 * kind->half;
     int64_t at = row * kind->half;
-    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, factor};
+    bool norm_last = norm && a->op->norm_last;
+    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, norm_last ? 1.0f : factor};
     const float *x = biased_head(a, row, column, out);
-    if (norm) ops->rmsnorm(dim, x, norm, program->shape.norm_eps, out);
-    if (norm) x = out;
+    if (norm && !norm_last) ops->rmsnorm(dim, x, norm, program->shape.norm_eps, out);
+    if (norm && !norm_last) x = out;
     if (turned < dim && x != out) memcpy(out + turned, x + turned, sizeof(float) * (size_t)(dim - turned));
-    if (turned < dim && factor != 1.0f) ops->scale(dim - turned, factor, out + turned);
+    if (turned < dim && turn.factor != 1.0f) ops->scale(dim - turned, factor, out + turned);
     if (turned > 0) ops->rope(kind->half, &turn, x, out);
+    if (norm_last) ops->rmsnorm(dim, out, norm, program->shape.norm_eps, out);
+    if (norm_last && factor != 1.0f) ops->scale(dim, factor, out);
 }
 
 /* The latent vector of a row, normalised, and its pairs turned. */

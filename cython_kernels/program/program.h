@@ -181,6 +181,7 @@ typedef struct {
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
     const float *v_norm;                  /* [head_dim]: of values; NULL */
+    bool norm_last;                       /* queries and keys are normalised behind their turn */
     bool only_reads;                      /* attention over what another layer keeps: rows have queries alone */
     bool keys_are_values;                 /* values are keys before their norm and rotation: rows have none */
     int64_t with, with_stride;            /* PW_FROM_GATE: rows of second halves; stride 0: they lie behind the first */

@@ -30,10 +30,8 @@ class BatchLine:
 
 
 def read_lines(file: BinaryIO, most_bytes: int, urls: Collection[str] = URLS) -> Iterator[BatchLine | None]:
-    """The requests of a file, a line each; None for an empty line.
-
-    A line longer than `most_bytes` is not held: it is skipped, and its fault says so.
-    """
+    """The requests of a file, a line each; None for an empty line. A line longer than `most_bytes` is not
+    held: it is skipped, and its fault says so."""
     seen: set[str] = set()
     for number in itertools.count(1):
         raw = file.readline(most_bytes + 1)

@@ -51,8 +51,6 @@ KEPT_DAYS = 60
 """Days from the beginning of a batch to the end of its record: its window is 30 days at most."""
 ENDS_AS = "ends_as"
 """The field of a batch whose answers are being written to its files: the status of its end."""
-BROKEN_READS = "n_broken_reads"
-"""The field of a batch that counts the last readings of its lines that failed, or ended with the process."""
 _ROW_BYTES = 512
 """The bytes of a row beside its texts."""
 _BATCH_BYTES = f"length(fields) + {_ROW_BYTES}"
@@ -61,8 +59,7 @@ _DROPPED_AT_ONCE = 500
 
 class BatchStoreError(ServingError):
     """The store cannot do it. `kind`: which answer that is: `missing`, `in_use`, `full`, `too_many`,
-    `unfinished`, `stopped`, `elsewhere`.
-    """
+    `unfinished`, `stopped`, `elsewhere`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -92,8 +89,7 @@ class Page:
 @dataclass(frozen=True)
 class StoredBatch:
     """A batch. `fields`: its JSON object, as OpenAI's API shows it, but for `request_counts`, and with what
-    the runner keeps of it.
-    """
+    the runner keeps of it."""
 
     id: str
     owner: str
@@ -276,10 +272,8 @@ class BatchStore:
         self, batch: StoredBatch, *, among: tuple[str, ...], is_over: bool = False, **changed: Any
     ) -> StoredBatch:
         """Change fields of a batch whose status is one of `among` by now; else leave it. Returns it as it is.
-
-        A cancel and the runner change a status at the same time: neither may undo the other's.
-        is_over: nothing of it changes any more.
-        """
+        A cancel and the runner change a status at the same time: neither may undo the other's. is_over:
+        nothing of it changes any more."""
         with self._transaction() as db:
             now = self.batch(batch.owner, batch.id)
             if now.fields["status"] not in among:
@@ -287,20 +281,6 @@ class BatchStore:
             self._change(batch.id, changed, db)
             db.execute("UPDATE batches SET is_over = is_over OR ? WHERE id = ?", (is_over, batch.id))
             return self.batch(batch.owner, batch.id)
-
-    def begin_reading(self, batch: StoredBatch) -> int:
-        """Note that lines of a batch are about to be read; until `end_reading` the end of the process counts
-        as broken by them. Returns how many readings in a row did not end before.
-        """
-        with self._transaction() as db:
-            n_broken = int(self.batch(batch.owner, batch.id).fields.get(BROKEN_READS, 0))
-            self._change(batch.id, {BROKEN_READS: n_broken + 1}, db)
-        return n_broken
-
-    def end_reading(self, batch: StoredBatch) -> None:
-        """Lines of it were read, and broke nothing."""
-        with self._transaction() as db:
-            self._change(batch.id, {BROKEN_READS: 0}, db)
 
     def _change(self, batch_id: str, changed: Json, db: sqlite3.Connection) -> None:
         """Change fields of a batch within a transaction. What that adds is not refused: a batch must end."""
@@ -311,8 +291,7 @@ class BatchStore:
 
     def answer(self, batch_id: str, number: int, line: bytes, *, is_good: bool) -> None:
         """Keep the answer to a line. The first one stays; of a batch that is over by now, or whose files are
-        being written, none is kept.
-        """
+        being written, none is kept."""
         self.take(len(line))
         query = (
             "INSERT OR IGNORE INTO answers SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM batches "
@@ -338,11 +317,9 @@ class BatchStore:
         self, batch: StoredBatch, status: str, stop: threading.Event | None = None, **changed: Any
     ) -> StoredBatch:
         """Write the answers to an output and an error file, in the order of the lines, and end the batch.
-
         status: of its end; a batch that is being cancelled ends as `cancelled` whatever it is, and one whose
-        end was begun before as it was then. stop: BatchStoreError once it is set, from another thread.
-        A process that ends in the middle leaves files that nobody knows, which the next start removes.
-        """
+        end was begun before as it was then. stop: BatchStoreError once it is set, from another thread. A
+        process that ends in the middle leaves files that nobody knows, which the next start removes."""
         stop = stop or threading.Event()
         with self._transaction() as db:
             now = self.batch(batch.owner, batch.id)
@@ -503,10 +480,8 @@ def disk_refuses(folder: Path, error: Exception) -> BatchStoreError:
 
 
 class NewFile:
-    """A file on its way to the disk. OSError and BatchStoreError where there is no room.
-
-    It may be dropped while another thread writes a piece.
-    """
+    """A file on its way to the disk. OSError and BatchStoreError where there is no room. It may be dropped
+    while another thread writes a piece."""
 
     def __init__(self, store: BatchStore, *, is_counted: bool = True) -> None:
         """is_counted: False for answers that are counted already."""

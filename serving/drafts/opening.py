@@ -9,7 +9,6 @@ from phasewise.serving.drafts.computed_drafts import GuestHead, GuestRank, HeadD
 from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter, StepCosts
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.draft_head import RowVectors
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank
 from phasewise.serving.ranks.ranks_contract import RankOptions
@@ -45,27 +44,14 @@ def open_drafter(
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
         return LookupDrafter(costs, most_rows, source.n_tokens)
-    if source.is_head:
-        return _head_drafter(source, source.model, first_rank, options, costs)
-    guest = GuestRank(source.model, first_rank, replace(options, kv=replace(options.kv, rings=None)))
-    return ModelDrafter(guest, costs, most_rows, model.config.vocab_size, n_tokens=source.n_tokens)
-
-
-def _head_drafter(
-    source: DraftSource,
-    head: PackedModel,
-    first_rank: Callable[[], FirstRank],
-    options: RankOptions,
-    costs: StepCosts,
-) -> HeadDrafter:
     own = replace(options, kv=replace(options.kv, rings=None), feeds=False)
-    guest = GuestHead(head, first_rank, own)
-    most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
-
-    def take_rows(n_tokens: int) -> RowVectors | None:
-        return first_rank().take_fed_rows(n_tokens)
-
-    return HeadDrafter(guest, take_rows, costs, most_rows, n_tokens=source.n_tokens)
+    if source.is_head:
+        head = GuestHead(source.model, first_rank, own)
+        return HeadDrafter(
+            head, lambda n: first_rank().take_fed_rows(n), costs, most_rows, n_tokens=source.n_tokens
+        )
+    guest = GuestRank(source.model, first_rank, own)
+    return ModelDrafter(guest, costs, most_rows, model.config.vocab_size, n_tokens=source.n_tokens)
 
 
 def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:

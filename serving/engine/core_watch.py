@@ -38,12 +38,9 @@ class CorePlans:
 
 
 class CoreWatch:
-    """Watches for one engine that runs by `plans`. `take` and `moved` are for its thread.
-
-    look: what this process may use; another value than the last one: it has changed. ValueError, OSError:
-    not now. replan: the plans for the cores there are then, or ServingError. Both are called on a thread of
-    the watch's.
-    """
+    """Watches for one engine that runs by `plans`. `take` and `moved` are for its thread. look: what this
+    process may use; another value than the last one: it has changed. ValueError, OSError: not now. replan:
+    the plans for the cores there are then, or ServingError. Both are called on a thread of the watch's."""
 
     def __init__(
         self,

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
+from phasewise.serving.engine.hand_over import HandOver
 from phasewise.serving.engine.live_request import (
     GivenSoFar,
     LiveRequest,
     PromptProgress,
+    PromptScores,
     Vocabulary,
     forward_scored,
 )
@@ -24,7 +26,6 @@ from phasewise.serving.engine.messages import (
     EngineLoad,
     Evidence,
     Failure,
-    Placed,
     Progress,
     StepStats,
     Submit,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.engine.fingerprint import Fingerprint
-    from phasewise.serving.engine.messages import Outbox
     from phasewise.serving.engine.stored_prefixes import StoredPrefixes
     from phasewise.serving.pools.contract import PoolStats
 
@@ -69,8 +69,6 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         self.ranks = ranks
-        self.outbox: Outbox | None = None
-        """The destination of prompts that others answer; None: there are none."""
         self.fingerprint: Fingerprint | None = None
         """The identity of its model's arithmetic; None where there is no model."""
         self.prefixes: StoredPrefixes | None = None
@@ -89,15 +87,7 @@ class Engine:
         self.drafter = drafter
         self._n_drafted = self._n_accepted = 0
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
-        self._prompts: dict[str, Submit] = {}
-        """Computed here and answered elsewhere."""
-        self._aimed: set[str] = set()
-        """Those of them that the other engine has a block for. Others are not pinned: two engines whose
-        memories are full could wait for each other for ever."""
-        self._started: set[str] = set()
-        """Those of them whose blocks the outbox reads."""
-        self._unplaced: set[str] = set()
-        """Expected requests that `Delivery.placed` has not named yet."""
+        self.hand_over = HandOver(scheduler)
         self._pool_stats: tuple[int, PoolStats] | None = None
         self._progress = PromptProgress()
 
@@ -116,34 +106,18 @@ class Engine:
         live = self._checked(message)
         self.scheduler.expect(live.request)
         self._live[message.request_id] = live
-        self._unplaced.add(message.request_id)
+        self.hand_over.expect(message.request_id)
 
     def compute(self, message: Submit) -> None:
         """Take on a prompt whose request is answered elsewhere. `submit`'s errors."""
-        assert self.outbox is not None, "an engine without an outbox computes no prompts for others"
         live = self._checked(message)
         self.scheduler.add(replace(live.request, max_tokens=1, estimate=None, prefill_only=True))
-        self._prompts[message.request_id] = message
+        self.hand_over.compute(message)
         self._progress.expect(message.request_id, len(message.prompt_token_ids))
 
-    def kv_target_ready(self, request_id: str) -> None:
-        """The engine that answers has a block for it: its keys and values may leave as they are computed.
-
-        One that gave its own block away meanwhile is lost. If it waited for another one, two engines could
-        wait for each other for ever, each full of blocks for what the other cannot compute.
-        """
-        if request_id not in self._prompts:
-            return
-        self._aimed.add(request_id)
-        if not self._start_prompt(request_id):
-            assert self.outbox is not None
-            self.outbox.lost(request_id)
-
     def arrived(self, request_id: str, logits: npt.NDArray[np.float32]) -> Delivery:
-        """Keys and values of an expected request are in its block: choose its first token and run it.
-
-        logits: float32 [vocab]. One that was aborted is no mistake.
-        """
+        """Keys and values of an expected request are in its block: choose its first token and run it. logits:
+        float32 [vocab]. One that was aborted is no mistake."""
         live = self._live.get(request_id)
         if live is None:
             return Delivery((), None, self.load())
@@ -183,10 +157,8 @@ class Engine:
 
     def step(self) -> Delivery:
         """Choose a batch, compute it, sample its tokens and give them out. A failure ends the requests of
-        that batch and no others.
-
-        RanksError if nothing can be computed any more: a rank has died, and keys and values with it.
-        """
+        that batch and no others. RanksError if nothing can be computed any more: a rank has died, and keys
+        and values with it."""
         started_ns = time.perf_counter_ns()
         if self.prefixes is not None:
             self.prefixes.settle()
@@ -194,7 +166,7 @@ class Engine:
         if batch is None:
             for copy in self.scheduler.take_copies():
                 self.ranks.copy_kv(*copy)
-            delivery = Delivery((), None, self.load(), self._newly_placed() if self._unplaced else ())
+            delivery = Delivery((), None, self.load(), self.hand_over.newly_placed())
         else:
             delivery = self._step(batch, started_ns)
         if self.prefixes is not None:
@@ -204,17 +176,12 @@ class Engine:
     def _step(self, batch: Batch, started_ns: int) -> Delivery:
         outs: tuple[Answer | Failure, ...]
         progress = tuple[Progress, ...]()
-        ended = tuple(name for name in _wanting(batch) if name in self._prompts) if self._prompts else ()
+        ended = tuple(name for name in _wanting(batch) if name in self.hand_over.prompts)
         try:
             for copy in batch.copies:
                 self.ranks.copy_kv(*copy)
-            # What the copies bring counts as computed.
-            passing = self._start_prompts(batch) if self._prompts else ()
-            if batch.phase == "prefill":
-                self._note_begun(batch)
-            drafts = [] if self.drafter is None else self._drafts(batch, self.drafter)
-            if any(draft.token_ids for draft in drafts):
-                batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
+            passing = self.hand_over.begin_step(batch)  # what the copies bring counts as computed
+            batch, drafts = self._drafted(batch)
             drafted_ns = time.perf_counter_ns()
             runs = self._sample(batch, self._compute(batch), drafts)
             if self.drafter is not None and batch.phase == "decode":
@@ -229,26 +196,18 @@ class Engine:
             if batch.phase == "prefill":
                 progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
             outs = self._give_out(batch, runs)
-            for request_id in passing:  # pinned after their step, where an engine has a block for them by now
-                assert self.outbox is not None
-                if self.outbox.rests(request_id):
-                    self._aimed.add(request_id)
-                    self._started.add(request_id)
-                    self.scheduler.hand_over(request_id)
+            self.hand_over.end_step(passing)
         self.scheduler.pool.refresh()
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, batch.n_in_shadow)
-        placed = self._newly_placed() if self._unplaced else ()
-        return Delivery(outs, stats, self.load(), placed, ended, progress=progress)
+        return Delivery(outs, stats, self.load(), self.hand_over.newly_placed(), ended, progress=progress)
 
     def recover(self, lost: RankLost) -> Delivery:
         """Keys and values are lost. All requests are queued again; answers that had begun go on after what
-        was given out of them, unless prompts have another arithmetic: those end with `lost`.
-
-        Requests that are divided with another engine end too: it must be told.
-        """
-        divided = {*self._prompts, *self.scheduler.awaiting_kv}
+        was given out of them, unless prompts have another arithmetic: those end with `lost`. Requests that
+        are divided with another engine end too: it must be told."""
+        divided = {*self.hand_over.prompts, *self.scheduler.awaiting_kv}
         lives = tuple(live for name, live in self._live.items() if name not in divided)
         self._clear()
         failures = [Failure(request_id, lost) for request_id in divided]
@@ -268,8 +227,7 @@ class Engine:
 
     def move_cores(self) -> None:
         """Run by plans for the cores there are, where the watch has such. CoresMoved: the ranks must be
-        opened again for it. RanksError: the former plans stay.
-        """
+        opened again for it. RanksError: the former plans stay."""
         to = None if self.cores is None else self.cores.take()
         if to is None:
             return
@@ -283,7 +241,7 @@ class Engine:
 
     def fail_everything(self, error: Exception) -> Delivery:
         """End every request with `error`."""
-        request_ids = (*self._live, *self._prompts)
+        request_ids = (*self._live, *self.hand_over.prompts)
         self._clear()
         return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None, self.load())
 
@@ -320,52 +278,11 @@ class Engine:
         self.ranks.close()
 
     def _clear(self) -> None:
-        for request_id in (*self._live, *self._prompts):
+        for request_id in (*self._live, *self.hand_over.prompts):
             self._forget(request_id)
         self.scheduler.clear()
         if self.drafter is not None:
             self.drafter.lost()
-
-    def _note_begun(self, batch: Batch) -> None:
-        for name in batch.request_ids:
-            live = self._live.get(name)
-            if live is not None and not live.given.was_computed:
-                live.given.was_computed = True
-                if self.on_begin is not None:
-                    self.on_begin(name)
-
-    def _start_prompts(self, batch: Batch) -> Sequence[str]:
-        """Tell the outbox where the prompts of a step lie. Those that no engine has a block for yet lie there
-        for this step: they are returned, and may leave as soon as one has."""
-        assert self.outbox is not None
-        passing = []
-        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
-            if name in self._aimed:
-                self._start_prompt(name)
-            elif name in self._prompts:
-                placement = self.scheduler.placement(name)
-                self.outbox.starts(name, placement, len(self._prompts[name].prompt_token_ids), piece.start)
-                passing.append(name)
-        return passing
-
-    def _start_prompt(self, request_id: str) -> bool:
-        """Pin it and tell the outbox where it lies. False: it waits for a block of its own."""
-        if request_id in self._started:
-            return True
-        placement = self.scheduler.hand_over(request_id)
-        if placement is None:
-            return False
-        assert self.outbox is not None
-        self._started.add(request_id)
-        n_prompt = len(self._prompts[request_id].prompt_token_ids)
-        self.outbox.starts(request_id, placement, n_prompt, self.scheduler.n_computed(request_id))
-        return True
-
-    def _newly_placed(self) -> tuple[Placed, ...]:
-        expected = self.scheduler.expected
-        newly_placed = tuple(Placed(name, expected[name]) for name in self._unplaced if name in expected)
-        self._unplaced.difference_update(placed.request_id for placed in newly_placed)
-        return newly_placed
 
     def _begin(self, given: GivenSoFar, max_tokens: int) -> LiveRequest:
         adapter = self.adapters.get(given.request.adapter, (0, ""))
@@ -379,56 +296,53 @@ class Engine:
         paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
         return paced.chunk_tokens, None if self.drafter is not None else paced.rows, paced.shadow
 
-    def _drafts(self, batch: Batch, drafter: Drafter) -> list[Draft]:
-        """A draft for each slice of a decode batch."""
-        if batch.phase != "decode":
-            return []
+    def _drafted(self, batch: Batch) -> tuple[Batch, list[Draft]]:
+        """The batch with drafts behind its tokens, where it is of answers, and a draft for each slice."""
+        if self.drafter is None or batch.phase != "decode":
+            return batch, []
         rooms = self.scheduler.draft_rooms(batch)
-        return drafter.draft(batch, rooms, [self._live[name].sampler for name in batch.request_ids])
+        drafts = self.drafter.draft(batch, rooms, [self._live[name].sampler for name in batch.request_ids])
+        if any(draft.token_ids for draft in drafts):
+            batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
+        return batch, drafts
 
     def _compute(self, batch: Batch) -> npt.NDArray[np.float32]:
         if batch.phase == "decode":
             return self.ranks.forward(batch)
-        live = self._live
-        scores = {
-            name: prompt_scores
-            for name in batch.request_ids
-            if name in live
-            and (prompt_scores := live[name].scores) is not None
-            and not prompt_scores.is_whole
-        }
+        scores: dict[str, PromptScores] = {}
+        for name in batch.request_ids:
+            live = self._live.get(name)
+            if live is None:
+                continue
+            if not live.given.was_computed:
+                live.given.was_computed = True
+                if self.on_begin is not None:
+                    self.on_begin(name)
+            if live.scores is not None and not live.scores.is_whole:
+                scores[name] = live.scores
         return forward_scored(self.ranks, batch, scores) if scores else self.ranks.forward(batch)
 
     def _sample(
         self, batch: Batch, logits: npt.NDArray[np.float32], drafts: list[Draft]
     ) -> list[list[SampledToken]]:
-        """For each slice that wants logits, the tokens that come next."""
-        if self._prompts:
-            return self._sample_some(logits, list(_wanting(batch)))
-        lives = [self._live[name] for name in _wanting(batch)]
+        """For each slice that wants logits, the tokens that come next. Prompts that are answered elsewhere
+        give their logits away; their token 0 is not read."""
+        names = list(_wanting(batch))
+        if self.hand_over.prompts:
+            runs = [[SampledToken(0)] for _ in names]
+            own = [row for row, name in enumerate(names) if not self.hand_over.computed(name, logits[row])]
+            samplers = [self._live[names[row]].sampler for row in own]
+            for row, token in zip(own, sample_rows(logits[own], samplers) if own else (), strict=True):
+                runs[row] = [token]
+            return runs
+        lives = [self._live[name] for name in names]
         if len(logits) == len(lives):
             return [[token] for token in sample_rows(logits, [live.sampler for live in lives])]
         runs, row = [], 0
-        for live, draft in zip(lives, drafts, strict=True):
-            token_ids, chances = draft
+        for live, (token_ids, chances) in zip(lives, drafts, strict=True):
             rows = logits[row : row + 1 + len(token_ids)]
             row += len(rows)
-            run = sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids)
-            runs.append(run)
-        return runs
-
-    def _sample_some(self, logits: npt.NDArray[np.float32], names: Sequence[str]) -> list[list[SampledToken]]:
-        """Prompts that are answered elsewhere give their logits away; their token 0 is not read."""
-        assert self.outbox is not None
-        runs = [[SampledToken(0)] for _ in names]
-        for row, name in enumerate(names):
-            if name in self._prompts:
-                self.outbox.computed(name, logits[row])
-        own = [row for row, name in enumerate(names) if name not in self._prompts]
-        if own:
-            tokens = sample_rows(logits[own], [self._live[names[row]].sampler for row in own])
-            for row, token in zip(own, tokens, strict=True):
-                runs[row] = [token]
+            runs.append(sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids))
         return runs
 
     def _give_out(self, batch: Batch, runs: list[list[SampledToken]]) -> tuple[Answer, ...]:
@@ -437,7 +351,7 @@ class Engine:
         answers, first = [], 0
         wanting = [piece for piece in batch.slices if piece.wants_logits]
         for name, run, piece in zip(_wanting(batch), runs, wanting, strict=True):
-            if name in self._prompts:
+            if name in self.hand_over.prompts:
                 continue
             drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :]
             answers.append(self._answer(outs[first : first + len(run)], run, drafted, now_ns))
@@ -515,12 +429,7 @@ class Engine:
             self.prefixes.cancel(request_id)
         self._live.pop(request_id, None)
         self._progress.forget(request_id)
-        self._unplaced.discard(request_id)
-        if self._prompts.pop(request_id, None) is not None:
-            assert self.outbox is not None
-            self._aimed.discard(request_id)
-            self._started.discard(request_id)
-            self.outbox.drop(request_id)
+        self.hand_over.forget(request_id)
         if self.drafter is not None:
             self.drafter.ended(request_id)
 

@@ -109,8 +109,7 @@ class EngineHost(Protocol):
 
     def threads(self) -> Mapping[str, int]:
         """Threads of each phase, as they run now; of several models the most. Nothing where instances
-        compute.
-        """
+        compute."""
         ...
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:

@@ -178,11 +178,9 @@ def _mib_up(n_bytes: int) -> str:
 def _rings_of(
     model: PackedModel, longest_request: int, max_sequences: int, most_slots: int | None = None
 ) -> Rings | None:
-    """Rings for a model with windows, behind `longest_request` slots; None where they would save nothing.
-
-    A ring holds the largest window and what one step writes. There are as many as sequences, but no more
-    slots than `most_slots`, which those layers would have without rings.
-    """
+    """Rings for a model with windows, behind `longest_request` slots; None where they would save nothing. A
+    ring holds the largest window and what one step writes. There are as many as sequences, but no more slots
+    than `most_slots`, which those layers would have without rings."""
     config = model.config
     if config.state is not None:  # what is copied of a prefix is as long as a kept state says
         return None
@@ -237,11 +235,9 @@ def program_bytes(model: PackedModel, capacity: Capacity) -> int:
 def engine_bytes(
     model: PackedModel, plans: Mapping[Phase, ServicePlan], size: EngineSize, draft: PackedModel | None
 ) -> int:
-    """Weights, programs and vocabulary of a model and, where there is one, of its draft model.
-
-    Each further rank has scratch of its own, counted as that of a rank that computes all columns, and ranks
-    keep copies of the heads that they share.
-    """
+    """Weights, programs and vocabulary of a model and, where there is one, of its draft model. Each further
+    rank has scratch of its own, counted as that of a rank that computes all columns, and ranks keep copies of
+    the heads that they share."""
     feeds, limits = draft is not None and bool(draft.config.drafts), size.limits
     options = RankOptions(
         size.kv, limits.max_batch_tokens, limits.max_sequences, feeds=feeds, threads=size.threads

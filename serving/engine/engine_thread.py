@@ -58,10 +58,8 @@ CHECK = "PHASEWISE_CHECK"
 
 class EngineThread:
     """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
-
     on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
-    ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on.
-    """
+    ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on."""
 
     def __init__(
         self,
@@ -251,7 +249,7 @@ class EngineThread:
             case Compute(request):
                 self._take_on(request, self._engine.compute)
             case KvTargetReady(request_id):
-                self._engine.kv_target_ready(request_id)
+                self._engine.hand_over.target_ready(request_id)
             case Expect(request):
                 self._take_on(request, self._engine.expect)
             case Abort(request_id):

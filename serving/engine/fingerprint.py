@@ -50,8 +50,7 @@ class Fingerprint:
     kv_format: str
     arithmetic: str
     """Version, place and a digest of the compute path of every weight: `2/every/0123...`. The place: `every`,
-    `tiles` (a tile unit), or an instruction set whose rounding is its own.
-    """
+    `tiles` (a tile unit), or an instruction set whose rounding is its own."""
     sampler: str
     """Version, and a digest of the sums and drawn numbers that numpy gives it here."""
     context: int | None = None
@@ -62,8 +61,7 @@ class Fingerprint:
     """The assumptions where a request states nothing; a receipt states everything."""
     paths: str = field(default="", compare=False)
     """For people: the compute paths of all products, that of most of them first. No component, since
-    `arithmetic` has a digest of them.
-    """
+    `arithmetic` has a digest of them."""
 
     @cached_property
     def short(self) -> str:
@@ -103,10 +101,8 @@ class Fingerprint:
 def fingerprint_of(
     model: PackedModel, kv_format: str, schedules: Mapping[Phase, ScheduleLookup] | None, positions: int
 ) -> Fingerprint:
-    """The fingerprint of a model as it is computed in this process.
-
-    kv_format: as asked for. positions: most of one sequence.
-    """
+    """The fingerprint of a model as it is computed in this process. kv_format: as asked for. positions: most
+    of one sequence."""
     config = config_to_json(model.config)
     del config["context_length"]
     rotations = [model.config.rope, *(kind.rope for kind in model.config.kinds)]
@@ -145,10 +141,8 @@ def digest_of(value: Any) -> str:
 
 
 def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
-    """On which instruction sets the bits are these, and by which path every weight is multiplied.
-
-    All phases of a model share one path.
-    """
+    """On which instruction sets the bits are these, and by which path every weight is multiplied. All phases
+    of a model share one path."""
     lookup = schedules["prefill"] if schedules else None
     products = [
         (name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts)

@@ -42,10 +42,8 @@ class PromptScores:
         return tuple(self._scored)
 
     def add(self, start: int, logits: npt.NDArray[np.float32]) -> None:
-        """Logits float32 [n, vocab] after the tokens from position `start` on.
-
-        A preempted prompt is computed again: what is known of it stays.
-        """
+        """Logits float32 [n, vocab] after the tokens from position `start` on. A preempted prompt is computed
+        again: what is known of it stays."""
         n_known = len(self._scored) - 1 - start
         assert n_known >= 0, "rows come in their order"
         token_ids = self._token_ids[start + 1 + n_known : start + 1 + len(logits)]
@@ -155,10 +153,8 @@ class GivenSoFar:
             self._n_cached = answer.n_cached
 
     def after(self, lost: ServingError, n_places: int = 1) -> GivenSoFar | ServingError:
-        """The same request as it goes on, or the error that it ends with.
-
-        n_places: engines that it may run on, each of which may be lost for another reason.
-        """
+        """The same request as it goes on, or the error that it ends with. n_places: engines that it may run
+        on, each of which may be lost for another reason."""
         n_reruns = 0 if self._token_ids else self.n_reruns
         if self.was_computed and n_reruns >= MOST_RERUNS * n_places:
             return lost
@@ -251,10 +247,8 @@ class AnswerText:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The engine's view of a model's tokens.
-
-    `open_stream` makes the decoder of one answer; it gives out the texts of the control tokens named to it.
-    """
+    """The engine's view of a model's tokens. `open_stream` makes the decoder of one answer; it gives out the
+    texts of the control tokens named to it."""
 
     size: int
     end_token_ids: frozenset[int]

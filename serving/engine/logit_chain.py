@@ -13,12 +13,10 @@ CHECKPOINT_TOKENS = 16
 
 
 class LogitChain:
-    """Digests of logits that one answer was sampled from, each of a row and the digest before it.
-
-    Of every CHECKPOINT_TOKENS rows the first counts: those after it follow from the same keys and values, and
-    to digest them all would cost a small model percents of its speed. The rows are the model's own: before
-    penalties, bias, temperature and grammar.
-    """
+    """Digests of logits that one answer was sampled from, each of a row and the digest before it. Of every
+    CHECKPOINT_TOKENS rows the first counts: those after it follow from the same keys and values, and to
+    digest them all would cost a small model percents of its speed. The rows are the model's own: before
+    penalties, bias, temperature and grammar."""
 
     def __init__(self, n_rows: int = 0, digests: Sequence[str] = ()) -> None:
         """It goes on after `n_rows` rows, which had these digests."""

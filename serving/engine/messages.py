@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,6 @@ from phasewise.serving.prefix_store.store import StoreCounts
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
 from phasewise.serving.scheduling.request import FinishReason
 from phasewise.tuner.plans import Phase
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from phasewise.serving.pools.contract import Placement
 
 
 class GivenOut(NamedTuple):
@@ -71,12 +65,14 @@ class Submit:
     """As `SamplingParams.top_logprobs`, of the tokens of the prompt: the answer's first piece has them."""
     in_shadow: bool = False
     """A request of a batch: it takes what others leave (`pacing.ShadowPacing`)."""
-    trace: str = ""
-    """The `traceparent` that came with it, for lines of logs; empty: none did."""
     given: GivenOut | None = None
     """The part of the answer that was given out before what computed it was lost; None: nothing was."""
     turns: tuple[int, ...] = ()
     """As `scheduling.request.Request.turns`."""
+    n_messages: int = 1
+    """Messages of its conversation; 1 for a completion."""
+    system_prompt_id: str | None = None
+    """A digest of its system prompt; None without one."""
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:
@@ -176,6 +172,11 @@ class Answer(NamedTuple):
     logit_digests: tuple[str, ...] = ()
     """Those made since the piece before, where evidence is asked for."""
 
+    @property
+    def counts(self) -> Answer:
+        """The piece without its text and tokens."""
+        return self._replace(text="", tokens=(), prompt=None)
+
 
 class Failure(NamedTuple):
     """The request ends here, without the rest of its answer. `error` says why."""
@@ -267,33 +268,3 @@ class Delivery(NamedTuple):
     """Expected requests that run now."""
     progress: tuple[Progress, ...] = ()
     """The state of each prompt that the step computed some of."""
-
-
-class Outbox(Protocol):
-    """Takes keys and values of prompts that are answered elsewhere. Called on the engine's thread."""
-
-    def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
-        """Its block stays where it is, until `drop` or `rests`, and `n_computed` of its tokens are in it."""
-        ...
-
-    def rests(self, request_id: str) -> bool:
-        """Between two steps its block may move again, unless the other engine wants what is in it (True).
-
-        False: nothing is read from it once this returns, until it `starts` again.
-        """
-        ...
-
-    def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
-        """All of it is computed, before or after `starts`.
-
-        logits: float32 [vocab], valid until the call returns.
-        """
-        ...
-
-    def lost(self, request_id: str) -> None:
-        """The other engine has a block for it, and it has none here any more: it cannot be handed over."""
-        ...
-
-    def drop(self, request_id: str) -> None:
-        """Its block is about to be freed: nothing is read from it once this returns."""
-        ...

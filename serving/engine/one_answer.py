@@ -12,10 +12,8 @@ from phasewise.serving.engine.messages import Answer, DraftCounts, Progress, Sub
 
 @dataclass(slots=True)
 class OneAnswer:
-    """An answer in the making: iterate `pieces`, then read what came.
-
-    TTFT is from the request to its first token; TPOT the mean time of each token after the first.
-    """
+    """An answer in the making: iterate `pieces`, then read what came. TTFT is from the request to its first
+    token; TPOT the mean time of each token after the first."""
 
     request: Submit
     text: str = ""
@@ -31,10 +29,8 @@ class OneAnswer:
     """The newest of its prompt; None before its first step, and once the answer has begun."""
 
     def pieces(self, engine: Engine, *, with_steps: bool = False) -> Iterator[str]:
-        """Run it, yielding text as it is made. Raises what the engine says if it fails.
-
-        with_steps: an empty text after each step of the prompt, whose `progress` is told then.
-        """
+        """Run it, yielding text as it is made. Raises what the engine says if it fails. with_steps: an empty
+        text after each step of the prompt, whose `progress` is told then."""
         self.sent_ns = time.perf_counter_ns()
         engine.submit(self.request)
         while engine.has_work:

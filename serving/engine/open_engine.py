@@ -42,11 +42,8 @@ Plans = Mapping[Phase, ServicePlan]
 
 
 class ModelText:
-    """Text to tokens and back, as one model has it.
-
-    allow_special: texts of control tokens in a conversation's contents become these tokens. ModelError for an
-    encoder.
-    """
+    """Text to tokens and back, as one model has it. allow_special: texts of control tokens in a
+    conversation's contents become these tokens. ModelError for an encoder."""
 
     def __init__(self, model: PackedModel, *, allow_special: bool = False) -> None:
         check_generates(model)
@@ -153,12 +150,10 @@ def open_engine(
     drafts: DraftSource | None = None,
     prefixes: PrefixSettings | None = None,
 ) -> OpenEngine:
-    """Start the ranks and put the model into them; without schedules all runs by default ones.
-
-    pinned: as in `RankOptions`. pool: in place of the size's own. drafts: where drafts of answers come from.
-    prefixes: where beginnings of prompts are kept; the size shares its keys and values then.
-    Raises ServingError where this machine cannot.
-    """
+    """Start the ranks and put the model into them; without schedules all runs by default ones. pinned: as in
+    `RankOptions`. pool: in place of the size's own. drafts: where drafts of answers come from. prefixes:
+    where beginnings of prompts are kept; the size shares its keys and values then. Raises ServingError where
+    this machine cannot."""
     text = text or ModelText(model)
     limits, kv = size.limits, size.kv
     step_tokens = max(

@@ -6,7 +6,7 @@ prompt and answer together (`workflows.replay`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class AskedSettings:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A server's word on what it did. `digest`: of all other fields but the signature."""
+    """A server's word on what it did. `digest`: of all other fields."""
 
     schema_version: Literal[1]
     request_id: str
@@ -76,14 +76,10 @@ class Receipt:
     finish_reason: FinishReason
     logit_digests: tuple[str, ...]
     digest: str = ""
-    signature: str = ""
-    """By the server's key, in base64 (`Signer`); empty where it has none."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; `read_receipt` is the inverse."""
         fields: dict[str, Any] = _receipt.dump_python(self, mode="json")
-        if not self.signature:
-            del fields["signature"]
         del fields["fingerprint"]["paths"]
         _as_before(fields["settings"])
         if not self.fingerprint.adapter:  # as receipts were before there were adapters
@@ -93,7 +89,7 @@ class Receipt:
     def own_digest(self) -> str:
         """The digest that belongs to the other fields."""
         fields = self.to_json()
-        return digest_of({name: fields[name] for name in fields if name not in ("digest", "signature")})
+        return digest_of({name: fields[name] for name in fields if name != "digest"})
 
     def contradictions(self) -> list[str]:
         """In a line each, what is wrong with it whatever the model says."""
@@ -111,10 +107,6 @@ class Receipt:
         if self.digest != self.own_digest():
             wrong.append("the digest of the receipt is not that of its fields")
         return wrong
-
-
-SignReceipt = Callable[[Receipt], Receipt]
-"""Gives a receipt its signature."""
 
 
 def _as_before(settings: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +149,8 @@ def read_receipt(fields: Any) -> Receipt:
             f"the receipt has schema_version {fields['schema_version']!s:.20}; this phasewise reads "
             f"{SCHEMA_VERSION}"
         )
+    if isinstance(fields, dict):  # earlier servers signed some
+        fields = {name: value for name, value in fields.items() if name != "signature"}
     try:
         receipt = _receipt.validate_python(fields)
     except RequestError as error:
@@ -215,10 +209,8 @@ class Replaying:
 def ends_wrongly(
     receipt: Receipt, end_token_ids: frozenset[int], text: str, *, is_cut_short: bool
 ) -> str | None:
-    """The reason that the answer cannot have ended as the receipt says; None: it can.
-
-    text: of the whole answer, read where there are stop texts.
-    """
+    """The reason that the answer cannot have ended as the receipt says; None: it can. text: of the whole
+    answer, read where there are stop texts."""
     settings, ids = receipt.settings, receipt.token_ids
     ends = frozenset() if settings.ignore_eos else end_token_ids.union(settings.ends)
     early = next((place for place, token_id in enumerate(ids[:-1]) if token_id in ends), None)

@@ -24,10 +24,8 @@ _WORST_FIRST: tuple[EngineState, ...] = ("lost", "replacing", "starting", "runni
 
 
 class Turns:
-    """A lock that threads get in the order in which they ask for it.
-
-    With `threading.Lock` an engine that is never idle would take the next step before another one wakes up.
-    """
+    """A lock that threads get in the order in which they ask for it. With `threading.Lock` an engine that is
+    never idle would take the next step before another one wakes up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,12 +51,10 @@ class Turns:
 
 
 class SeveralEngines:
-    """An `EngineHost` of several models, by their ids. A request goes to the engine of `Submit.model`.
-
-    A model that is put in before the start stays: its engine that is lost for good ends the server. Others
-    are put in and taken out while it runs, from any thread but their own. The load is the sum of all. An
-    engine that has requests of batches alone computes while no other has any that are of none.
-    """
+    """An `EngineHost` of several models, by their ids. A request goes to the engine of `Submit.model`. A
+    model that is put in before the start stays: its engine that is lost for good ends the server. Others are
+    put in and taken out while it runs, from any thread but their own. The load is the sum of all. An engine
+    that has requests of batches alone computes while no other has any that are of none."""
 
     def __init__(self, deliver: Deliver, on_lost: Callable[[], None] = lambda: None) -> None:
         self._turns = Turns()
@@ -130,8 +126,7 @@ class SeveralEngines:
 
     def put(self, name: str, open_host: OpenHost, on_lost: Callable[[], None] | None = None) -> None:
         """Requests for this model may be sent from now on. on_lost: of one that may be taken out, which
-        starts now; None: of the server, with which the model starts and stays.
-        """
+        starts now; None: of the server, with which the model starts and stays."""
         cores = SharedCores(self._turns, partial(self._are_others_busy, name))
         host = open_host(partial(self._deliver_of, name), on_lost or self._on_lost, cores)
         with self._changing:

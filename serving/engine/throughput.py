@@ -95,10 +95,8 @@ def measure(
     repetitions: int,
     warm_ups: int = 1,
 ) -> Throughput:
-    """Time `repetitions` runs of `workload` after `warm_ups` that are not counted.
-
-    What lies at positions before the test is computed once; each run writes its own positions anew.
-    """
+    """Time `repetitions` runs of `workload` after `warm_ups` that are not counted. What lies at positions
+    before the test is computed once; each run writes its own positions anew."""
     count = workload.kv_slots
     tokens = np.random.default_rng(0).integers(0, vocab_size, size=count).tolist()
     for batch in _prefill(workload, tokens, 0, workload.n_depth, max_batch_tokens):
@@ -198,10 +196,8 @@ def _attention_flops(config: ModelConfig, workload: Workload) -> int:
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:
-    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values.
-
-    Of experts, as many as are chosen for all sequences if no two choose the same; of adapters those in use.
-    """
+    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values. Of
+    experts, as many as are chosen for all sequences if no two choose the same; of adapters those in use."""
     embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
     if LAYER_TABLE in model.weights:
         embedding += model.weights[LAYER_TABLE].nbytes
@@ -214,11 +210,8 @@ def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: in
 
 
 def kv_read_rate(deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) -> float:
-    """Bytes of keys and values a second, of decoding behind a depth.
-
-    By what it takes longer than the same test without one, which reads the same weights. 0 where that is no
-    time: other work was longer.
-    """
+    """Bytes of keys and values a second, of decoding behind a depth. By what it takes longer than the same
+    test without one, which reads the same weights. 0 where that is no time: other work was longer."""
     workload, longer_s = deep.workload, deep.median_s - shallow.median_s
     assert workload.n_prompt == 0, "of decoding alone"
     assert shallow.workload == replace(workload, n_depth=0), "the same test"
@@ -228,8 +221,7 @@ def kv_read_rate(deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) 
 
 def compute_kind(model: PackedModel) -> str:
     """The peak that bounds this model's prefill: that of the format holding most of its layers'
-    multiplies.
-    """
+    multiplies."""
     work: dict[str, int] = {}
     for name, weight in model.weights.items():
         if name.startswith("layers."):

@@ -28,11 +28,9 @@ _INFO_FIELDS = (
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job: a grammar's kind and text in, the bytes that it takes once it is compiled out.
-
-    Texts that a grammar forces are cut into the longest tokens, not as the model would: that changes nothing
-    of what a compilation costs, and no tokenizer need be loaded here.
-    """
+    """The job: a grammar's kind and text in, the bytes that it takes once it is compiled out. Texts that a
+    grammar forces are cut into the longest tokens, not as the model would: that changes nothing of what a
+    compilation costs, and no tokenizer need be loaded here."""
     vocabulary = json.loads(told)
     pieces = [piece.encode("latin-1") for piece in vocabulary["pieces"]]
     ends, specials = frozenset(vocabulary["ends"]), frozenset(vocabulary["specials"])
@@ -53,11 +51,9 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 
 
 def allocations() -> Callable[[], int]:
-    """Tells the bytes that malloc has given out in this process of one arena, its own tables aside.
-
-    Growth of resident memory is no measure of a grammar: where it takes the place of one that has gone, there
-    is none.
-    """
+    """Tells the bytes that malloc has given out in this process of one arena, its own tables aside. Growth of
+    resident memory is no measure of a grammar: where it takes the place of one that has gone, there is
+    none."""
     library = ctypes.CDLL(None)
     has_wide = hasattr(library, "mallinfo2")
     number = ctypes.c_size_t if has_wide else ctypes.c_uint

@@ -82,8 +82,7 @@ _VALUES = frozenset({"enum", "const", "default", "examples"})
 
 def holdable(schema: Any) -> Any:
     """The schema with patterns that the engine of grammars can hold: without words' boundaries, and without
-    those that look around or that are none.
-    """
+    those that look around or that are none."""
     if isinstance(schema, list):
         return [holdable(item) for item in schema]
     if not isinstance(schema, dict):

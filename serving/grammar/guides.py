@@ -86,8 +86,7 @@ class Guide(Protocol):
     @property
     def recipe(self) -> GuideRecipe:
         """The sources that it is made of; another process makes an equal guide of it
-        (`late_guides.guide_of`).
-        """
+        (`late_guides.guide_of`)."""
         ...
 
 
@@ -135,8 +134,7 @@ class CallMarks:
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
     """The marks around thoughts. is_open: the prompt has begun them. opening_token: spells `opening` and may
-    be the first of the answer whatever its grammar says; None: no single token does.
-    """
+    be the first of the answer whatever its grammar says; None: no single token does."""
 
     opening: bytes
     closing: bytes
@@ -183,10 +181,8 @@ class TokenView:
         ).encode()
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """The tokens that spell exactly these bytes in mid-text, cut as the model itself would cut them.
-
-        No special token is among them: a text that names one is data here, and must not end an answer.
-        """
+        """The tokens that spell exactly these bytes in mid-text, cut as the model itself would cut them. No
+        special token is among them: a text that names one is data here, and must not end an answer."""
         try:
             ids = self._encode_within(text.decode())
         except UnicodeDecodeError:
@@ -239,11 +235,9 @@ class _Kept(NamedTuple):
 
 
 class GuideCompiler:
-    """From grammars to guides, for one vocabulary. Any thread may ask; nothing is loaded before the first.
-
-    A confined process compiles each grammar first, within bounds of memory and time (`confined`). What it has
-    proven is compiled again here: that takes as long and as much, and lets other threads of Python run.
-    """
+    """From grammars to guides, for one vocabulary. Any thread may ask; nothing is loaded before the first. A
+    confined process compiles each grammar first, within bounds of memory and time (`confined`). What it has
+    proven is compiled again here: that takes as long and as much, and lets other threads of Python run."""
 
     def __init__(self, tokens: TokenView, bounds: Bounds = BOUNDS) -> None:
         self.tokens = tokens
@@ -271,19 +265,15 @@ class GuideCompiler:
 
     def compile(self, grammar: Grammar, cancel: CancelToken | None = None) -> MatcherGuide:
         """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
-
-        cancel: ends the compilation when it ends. RequestError where the grammar is refused,
-        QueueFull where the machine does not get to it, Abandoned where `cancel` has ended.
-        """
+        cancel: ends the compilation when it ends. RequestError where the grammar is refused, QueueFull where
+        the machine does not get to it, Abandoned where `cancel` has ended."""
         if not self.tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
         return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, cancel))
 
     def compile_proven(self, grammar: Grammar, n_bytes: int) -> Guide:
         """The same where another process has compiled this grammar within its bounds before, to `n_bytes`.
-
-        RequestError where the grammar is refused.
-        """
+        RequestError where the grammar is refused."""
         with self._first_use:
             _ = self._tokenizer
         return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, n_bytes))

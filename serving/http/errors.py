@@ -34,9 +34,7 @@ _MOST_NAME = 80  # of what the sender wrote and we repeat
 
 class ApiError(Exception):
     """An answer other than 200. `code` is OpenAI's machine-readable reason, where it has one.
-
-    `retry_after_s`: when to try again, for 429 and 503. `closes`: the connection ends with this answer.
-    """
+    `retry_after_s`: when to try again, for 429 and 503. `closes`: the connection ends with this answer."""
 
     def __init__(
         self,
@@ -236,8 +234,7 @@ def from_engine(error: Exception) -> ApiError:
 
 def handlers(refused: Callable[[ApiError], None]) -> dict[Any, Any]:
     """By kind of error, its handler: ours and the framework's come out in the one shape. `refused` sees
-    ours.
-    """
+    ours."""
 
     async def api_error(request: Request, error: ApiError) -> Response:
         refused(error)
@@ -273,7 +270,7 @@ _OF_TEXT = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"}
     | {"/api/chat", "/api/generate", "/api/tags", "/api/show", "/tokenizer_info"}
 )
-_OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank", "/api/embed", "/api/embeddings"})
+_OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank", "/api/embed"})
 _OF_OTHER_SERVERS = ("/api/", "/v1/complete", "/v2/", "/generate", "/completion", "/chat", "/embed", "/infer")
 """The first parts of the paths of Ollama, Anthropic, llama-server, text-generation-inference and KServe."""
 

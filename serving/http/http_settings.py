@@ -12,7 +12,6 @@ from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
-    from phasewise.serving.engine.receipts import SignReceipt
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
     from phasewise.serving.text.chat import Conversation
@@ -20,10 +19,8 @@ if TYPE_CHECKING:
 
 class RequestFacts(NamedTuple):
     """Facts about a request that are known before its answer, for predicting the length of the answer.
-
     `n_messages`: messages in the conversation; 1 for a completion. `system_prompt_id`: a digest of the system
-    prompt; None without one.
-    """
+    prompt; None without one."""
 
     token_ids: Sequence[int]
     temperature: float
@@ -44,11 +41,9 @@ class ModelFacts(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
-
-    `context_length`: the most tokens that a prompt and its answer may have together. `encode_chat` turns
-    a conversation into the prompt's token ids, or raises Abandoned once the wait for it ends; None where the
-    model has no chat template.
-    """
+    `context_length`: the most tokens that a prompt and its answer may have together. `encode_chat` turns a
+    conversation into the prompt's token ids, or raises Abandoned once the wait for it ends; None where the
+    model has no chat template."""
 
     names: tuple[str, ...]
     created_s: int
@@ -75,8 +70,6 @@ class ServedModel:
     """The identity of the arithmetic behind it; None until instances elsewhere have told it."""
     gives_receipts: bool = False
     """True if requests may ask for a receipt."""
-    sign_receipt: SignReceipt | None = None
-    """Signs them by the server's key; None: they are not signed."""
     adapter: str = ""
     """The name of the adapter that it is of its `parent`; empty: a model of its own."""
     parent: str = ""

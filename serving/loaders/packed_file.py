@@ -169,7 +169,8 @@ def read_packed(
         watch_mapping(address, fields["file_bytes"], _FAULT.format(target))
         mapping = MappedFile(target, address, fields["file_bytes"], (status.st_dev, status.st_ino))
         model = replace(_model(fields, text, mapped, source), file=mapping)
-        _check_shapes(model)
+        weights = {name: (weight.n, weight.k) for name, weight in model.weights.items()}  # kernels trust it
+        check_packed(model.config, weights, {name: len(vector) for name, vector in model.vectors.items()})
         if checksum and _checksum(_slots(fields), mapped) != fields["content_hash"]:
             return None
         return model
@@ -432,12 +433,6 @@ def _slots(fields: dict[str, Any]) -> list[_Slot]:
     return slots
 
 
-def _check_shapes(model: PackedModel) -> None:
-    """ModelError where weights or vectors are not those that the config asks for: kernels trust it."""
-    weights = {name: (weight.n, weight.k) for name, weight in model.weights.items()}
-    check_packed(model.config, weights, {name: len(vector) for name, vector in model.vectors.items()})
-
-
 def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
     """As `_write_arrays` computes it: chunk by chunk of rows, in order."""
     content, memory = hashlib.sha256(), memoryview(mapped)  # of dense weights, whatever their storage
@@ -467,8 +462,9 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
         if slot.form is None:
             vectors[slot.name] = np.frombuffer(mapped, np.float32, slot.n, slot.offsets[0])
         else:
-            weights[slot.name] = _weight(slot, mapped)
-            _check_counts(slot, weights[slot.name])
+            weight = weights[slot.name] = _weight(slot, mapped)
+            if weight.is_sparse and sparse.kept(weight) != slot.kept:  # by offsets, masks and length
+                raise ValueError(f"{slot.name} keeps other weights than the head says")
     tokenizer_bytes = fields["tokenizer_bytes"]
     if not 0 <= tokenizer_bytes <= len(text):
         raise ValueError(f"a tokenizer of {tokenizer_bytes} bytes, of {len(text)}")
@@ -499,9 +495,3 @@ def _weight(slot: _Slot, mapped: mmap.mmap) -> PackedWeight:
     assert values is not None
     packed = PackedWeight(form.kind, slot.n, slot.k, form.group, form.zero_point, values, scales, mins)
     return replace(packed, top_exponent=slot.top_exponent, offsets=offsets)
-
-
-def _check_counts(slot: _Slot, weight: PackedWeight) -> None:
-    """ValueError where a sparse weight's offsets, masks and length disagree."""
-    if weight.is_sparse and sparse.kept(weight) != slot.kept:
-        raise ValueError(f"{slot.name} keeps other weights than the head says")

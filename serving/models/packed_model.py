@@ -199,6 +199,8 @@ class ModelConfig:
     logit_cap: float | None = None
     experts: Experts | None = None
     encoder: Encoder | None = None
+    norm_last: bool = field(default=False, metadata=LATER)
+    """True if `qk_norm` is behind the rotation of queries and keys."""
     gated_attention: bool = field(default=False, metadata=LATER)
     """True if what attention gives is multiplied by the logistic of one more product of the stream."""
     state: StateLayers | None = field(default=None, metadata=LATER)
@@ -444,6 +446,7 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
         config.query_growth,
         config.context_length if config.query_growth else 0,
         encoder is not None and encoder.distances,
+        config.norm_last,
     )
     return (*mixers, attention)
 

@@ -7,12 +7,93 @@ nobody had go first, then those that were given back longest ago; among equal on
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from phasewise.serving.pools.contract import ALIGNMENT, PoolError
-from phasewise.serving.pools.freed import NEVER_USED, STALE, Freed
+
+NEVER_USED, STALE = 0, 1
+"""Times before all others: of slots that nobody had, and of those whose content has moved."""
+MOST_PARTS = 128
+"""Parts that are told apart: neighbours of which the later is oldest become one."""
+
+
+class FreePart(NamedTuple):
+    """Free slots that were given back at one time, or no later."""
+
+    base: int
+    end: int
+    time: int
+
+
+class Freed:
+    """All free slots of an arena."""
+
+    def __init__(self, n_slots: int) -> None:
+        self._parts = [FreePart(0, n_slots, NEVER_USED)]  # by base
+
+    @property
+    def parts(self) -> tuple[FreePart, ...]:
+        return tuple(self._parts)
+
+    def add(self, base: int, end: int, time: int) -> None:
+        """Add slots that were given back."""
+        self._parts.insert(bisect_left(self._parts, (base,)), FreePart(base, end, time))
+        if len(self._parts) > MOST_PARTS:
+            self._join()
+
+    def remove(self, base: int, end: int) -> None:
+        """Remove slots that are taken."""
+        first = bisect_left(self._parts, (base + 1,)) - 1
+        last = bisect_left(self._parts, (end,))
+        cut = self._parts[first:last]
+        rest = [FreePart(part.base, base, part.time) for part in cut[:1] if part.base < base] + [
+            FreePart(end, part.end, part.time) for part in cut[-1:] if part.end > end
+        ]
+        self._parts[first:last] = rest
+
+    def places(self, base: int, end: int, length: int) -> Iterator[tuple[int, int]]:
+        """The places within these free slots at which `length` slots can begin, where a part does: the latest
+        time within them, and their base."""
+        parts = self._parts
+        for first in range(bisect_left(parts, (base,)), len(parts)):
+            begin, last, time = parts[first]
+            stop, number = begin + length, first
+            if stop > end:
+                return
+            while last < stop:
+                number += 1
+                _, last, other = parts[number]
+                time = max(time, other)
+            yield time, begin
+
+    def time(self, base: int, end: int) -> int:
+        """The latest time within these free slots."""
+        first = bisect_left(self._parts, (base + 1,)) - 1
+        latest = NEVER_USED
+        for begin, _, time in self._parts[first:]:
+            if begin >= end:
+                break
+            latest = max(latest, time)
+        return latest
+
+    def has_unused(self, n_slots: int) -> bool:
+        """True if nobody ever had so many slots in a row."""
+        return any(part.time == NEVER_USED and part.end - part.base >= n_slots for part in self._parts)
+
+    def _join(self) -> None:
+        """Join two neighbouring parts, those of the least value."""
+        pairs = [
+            (max(left.time, right.time), index)
+            for index, (left, right) in enumerate(zip(self._parts, self._parts[1:], strict=False))
+            if left.end == right.base and min(left.time, right.time) > NEVER_USED
+        ]
+        if pairs:
+            time, index = min(pairs)
+            left, right = self._parts[index : index + 2]
+            self._parts[index : index + 2] = [FreePart(left.base, right.end, time)]
 
 
 class Block(NamedTuple):
@@ -155,3 +236,64 @@ class Arena:
             gaps.append(Block(base, end - base))
         if gaps != self._gaps:
             raise PoolError(f"gaps {self._gaps} are not the parts {self._freed.parts}")
+
+
+Bucket: TypeAlias = int | None
+"""Its index among the bounds; None: the large bucket."""
+
+
+class Shelves:
+    """One free list for each bucket and length of block. They never withhold: whenever the arena has no room
+    for a block, all that lies here goes back to it first."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._idle: dict[tuple[Bucket, int], deque[tuple[Block, int]]] = {}
+        """Each with the time at which it came back."""
+        self._n_idle_slots = 0
+
+    @property
+    def n_free(self) -> int:
+        return self.arena.n_free + self._n_idle_slots
+
+    def take(self, bucket: Bucket, n_slots: int, room_slots: int = 0) -> Block | None:
+        """A block of `n` slots (rounded up): one that nobody had, else of this bucket's list, if any waits
+        there, the one that has waited longest, so that what it held can be read as long as possible. Else as
+        `Arena.take`."""
+        idle = self._idle.get((bucket, aligned(n_slots)))
+        if idle and not self.arena.has_unused(n_slots):
+            block, _ = idle.popleft()
+            self._n_idle_slots -= block.n_slots
+            return block
+        slot = self.arena.take(n_slots, room_slots)
+        if slot is None and self._n_idle_slots:
+            self.clear()
+            slot = self.arena.take(n_slots, room_slots)
+        return slot
+
+    def keep(self, bucket: Bucket, block: Block) -> None:
+        """Shelve a block for the next request of this bucket."""
+        self._idle.setdefault((bucket, block.n_slots), deque()).append((block, self.arena.now()))
+        self._n_idle_slots += block.n_slots
+
+    def clear(self) -> None:
+        """Give all idle blocks back to the arena."""
+        for idle in self._idle.values():
+            for block, time in idle:
+                self.arena.give(block, time)
+        self._idle.clear()
+        self._n_idle_slots = 0
+
+    def blocks(self) -> Iterator[Block]:
+        """The idle blocks."""
+        for idle in self._idle.values():
+            yield from (block for block, _ in idle)
+
+    def largest_free(self) -> int:
+        """The length of the longest block that can be taken now."""
+        longest = run = end = 0
+        for block in sorted([*self.arena.gaps(), *self.blocks()]):
+            run = run + block.n_slots if block.base == end else block.n_slots
+            end = block.end
+            longest = max(longest, run)
+        return longest

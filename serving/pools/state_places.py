@@ -18,7 +18,7 @@ class StatesError(AssertionError):
 
 
 class KeptCopy(Protocol):
-    """A copy of a sequence's state after its first `n_tokens` (`scheduling.state_index.KeptState`)."""
+    """A copy of a sequence's state after its first `n_tokens` (`scheduling.sequence_states.KeptState`)."""
 
     @property
     def n_tokens(self) -> int: ...

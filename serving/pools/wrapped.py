@@ -56,12 +56,10 @@ class WrappedPool(ABC):
 
 
 class RingedPool(WrappedPool):
-    """A KvPool over another one, whose placements have rings for sliding-window layers.
-
-    A later position takes the place of one that no token sees any more, so that a request keeps no more than
-    its window, and what one step writes, in those layers (decision 0047). A ring is given once and stays
-    where it is; one of a request that cannot become as long is as long as the request can become.
-    """
+    """A KvPool over another one, whose placements have rings for sliding-window layers. A later position
+    takes the place of one that no token sees any more, so that a request keeps no more than its window, and
+    what one step writes, in those layers (decision 0047). A ring is given once and stays where it is; one of
+    a request that cannot become as long is as long as the request can become."""
 
     def __init__(self, pool: KvPool, rings: Rings) -> None:
         super().__init__(pool)

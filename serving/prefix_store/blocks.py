@@ -187,8 +187,7 @@ def to_last_state(
     is_kept: Callable[[bytes], bool],
 ) -> list[PrefixBlock]:
     """The blocks that lead to the last state of a beginning of these tokens that is kept, and this state.
-    whole: its full blocks that are kept. A state inside a block is looked for behind the last two of them.
-    """
+    whole: its full blocks that are kept. A state inside a block is looked for behind the last two of them."""
     for n_whole in range(len(whole), -1, -1):
         before, begin = list(whole[:n_whole]), n_whole * BLOCK_TOKENS
         name = before[-1].name if before else naming.root(space)
@@ -242,22 +241,6 @@ def read_record(naming: BlockNames, shape: RecordShape, block: PrefixBlock, reco
     if n_state != (shape.state_bytes if block.is_state else 0):
         raise BadRecord("size", f"a state of {counted(n_state, 'byte')} is not there")
     return record[first:-TAG_BYTES]
-
-
-def check_record(key: bytes, name: bytes, record: memoryview) -> None:
-    """BadRecord unless a whole record of any identity is that of its name, and as it was written."""
-    head = read_head(bytes(record[:HEADER_BYTES]))
-    least = HEADER_BYTES + TAG_BYTES + (0 if head is None else 4 * head.n_tokens)
-    if head is None or len(record) < least:
-        raise BadRecord("size", "it is no record of this version")
-    if not hmac.compare_digest(_tag(key, [record[:-TAG_BYTES]]), bytes(record[-TAG_BYTES:])):
-        raise BadRecord("digest", "its digest is not that of its bytes")
-    token_ids = struct.unpack_from(f"<{head.n_tokens}i", record, HEADER_BYTES)
-    naming = BlockNames(key, head.identity)
-    told = naming.after(head.parent, head.begin, token_ids) if token_ids else None
-    own = told or naming.state_after(head.parent, head.begin)
-    if not own.name == head.name == name:
-        raise BadRecord("name", "it is the record of another block")
 
 
 def read_head(header: bytes) -> RecordHead | None:

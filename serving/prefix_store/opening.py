@@ -27,10 +27,8 @@ class PrefixSettings:
 def open_store(
     settings: PrefixSettings, model: str, identity: Mapping[str, Any], shape: RecordShape
 ) -> PrefixStore:
-    """A store for a model's keys and values of this identity and shape; start it, and close it.
-
-    ServingError for a folder that cannot be used.
-    """
+    """A store for a model's keys and values of this identity and shape; start it, and close it. ServingError
+    for a folder that cannot be used."""
     if settings.limit_bytes < LEAST_BLOCKS * shape.most_bytes:
         least = -(-LEAST_BLOCKS * shape.most_bytes >> 20)
         raise ServingError(

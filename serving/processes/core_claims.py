@@ -38,12 +38,10 @@ class CoreClaims:
 def claim_cores(
     node: str, cores: Sequence[int], count: int, first: Sequence[int] = (), scope: str = SCOPE
 ) -> CoreClaims:
-    """Claim `count` of `cores`, in their order, none of which another process of `node` has.
-
-    node: what counts its cores as one; several nodes of one host are kept apart as far as its cores reach.
-    first: cores that are taken before all others, if every one is free. scope: begins the names of the
-    claims. RanksError where too few are free.
-    """
+    """Claim `count` of `cores`, in their order, none of which another process of `node` has. node: what
+    counts its cores as one; several nodes of one host are kept apart as far as its cores reach. first: cores
+    that are taken before all others, if every one is free. scope: begins the names of the claims. RanksError
+    where too few are free."""
     choosing = _wait_for(f"{scope}/{_CHOOSING}")
     try:
         of_node = {core: claim for core in cores if (claim := _bind(f"{scope}/{node}/{core}")) is not None}

@@ -1,16 +1,10 @@
-"""Memory that Python's and malloc's allocators hold before the first request, for what a load needs of them.
-
-Resident memory is the most that was ever in use, page by page, and a load that goes up and down surpasses its
-most now and then for hours. Pages that exist beforehand are used then instead of new ones (decision 0029).
-What is kept of requests uses them up before memory rises, so it is to be looked for in what the allocators
-have given out: `malloc_bytes_in_use` and Python's own count of blocks.
-"""
+"""Free memory of this process: what the machine and its cgroups leave, and what malloc has given out."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from phasewise.serving.errors import RanksError
@@ -78,25 +72,9 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
-HEADROOM_BYTES = 16 << 20
-"""Free pages that each allocator gets at the start. Without them, 20,000 requests on the default model
-raised memory by less than 5 MiB.
-"""
-
-_ARENA_BYTES = 1 << 20
-"""The bytes that Python takes from the system at once, and gives back when nothing in it is used."""
-_OBJECT_BYTES = 512
-"""The largest that Python places in arenas."""
-_CHUNK_BYTES = 64 << 10
-"""Chunks below 128 KiB lie in malloc's heap, which stays; larger ones come from the system and go back to
-it.
-"""
 _M_ARENA_MAX = -8
 
 _LIBC = ctypes.CDLL(None)
-_LIBC.malloc.restype = ctypes.c_void_p
-_LIBC.malloc.argtypes = [ctypes.c_size_t]
-_LIBC.free.argtypes = [ctypes.c_void_p]
 
 
 class _MallInfo(ctypes.Structure):
@@ -112,11 +90,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def malloc_bytes_in_use() -> int | None:
-    """The bytes that malloc has given out and not got back; None where the C library does not say (glibc
-    2.33 does).
-
-    Python's arenas are not in it: they come from the system.
-    """
+    """The bytes that malloc has given out and not got back; None where the C library does not say (glibc 2.33
+    does). Python's arenas are not in it: they come from the system."""
     if not hasattr(_LIBC, "mallinfo2"):
         return None
     _LIBC.mallinfo2.restype = _MallInfo
@@ -125,43 +100,8 @@ def malloc_bytes_in_use() -> int | None:
 
 
 def use_one_heap() -> None:
-    """Keep glibc's malloc to one heap. Call it before threads begin: a heap that a thread has stays.
-
-    Nearly all that allocate here hold Python's lock meanwhile, so they have no use for several heaps, each
-    with free pages of its own.
-    """
+    """Keep glibc's malloc to one heap. Call it before threads begin: a heap that a thread has stays. Nearly
+    all that allocate here hold Python's lock meanwhile, so they have no use for several heaps, each with free
+    pages of its own."""
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_ARENA_MAX, 1)
-
-
-@contextmanager
-def allocator_headroom(n_bytes: int = HEADROOM_BYTES) -> Iterator[None]:
-    """Until the end, both allocators hold this many bytes of pages beyond what they use now."""
-    kept_objects = _fill_arenas(n_bytes)
-    with _hole_in_heap(n_bytes):
-        yield
-    del kept_objects
-
-
-def _fill_arenas(n_bytes: int) -> list[bytes]:
-    """Arenas whose pages all exist, with objects left in each that keep it from being given back."""
-    payload_bytes = _OBJECT_BYTES - bytes.__basicsize__
-    filled = [bytes(payload_bytes) for _ in range(n_bytes // _OBJECT_BYTES)]
-    return filled[:: _ARENA_BYTES // _OBJECT_BYTES // 2]
-
-
-@contextmanager
-def _hole_in_heap(n_bytes: int) -> Iterator[None]:
-    """Free memory within malloc's heap, kept from its end, where it would be given back, by one chunk."""
-    chunks = [_LIBC.malloc(_CHUNK_BYTES) for _ in range(n_bytes // _CHUNK_BYTES)]
-    if None in chunks:
-        raise MemoryError
-    for chunk in chunks:
-        ctypes.memset(chunk, 1, _CHUNK_BYTES)
-    *hole, last = chunks
-    for chunk in hole:
-        _LIBC.free(chunk)
-    try:
-        yield
-    finally:
-        _LIBC.free(last)

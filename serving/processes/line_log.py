@@ -30,11 +30,9 @@ Log = TypeVar("Log", bound="LineLog")
 
 
 class LineLog:
-    """Appends to `path`, or to stderr, from `with` to its end. ServingError where it cannot be opened.
-
-    A link is not followed, wherever it leads. is_private: a file that others could read is theirs no more.
-    `report` gets one line when a line is lost first.
-    """
+    """Appends to `path`, or to stderr, from `with` to its end. ServingError where it cannot be opened. A link
+    is not followed, wherever it leads. is_private: a file that others could read is theirs no more. `report`
+    gets one line when a line is lost first."""
 
     def __init__(
         self, name: str, path: Path | None, report: Callable[[str], None], *, is_private: bool = False

@@ -20,11 +20,9 @@ def environment_for_children(environment: Mapping[str, str] = os.environ) -> dic
 
 
 def hide_values_of(option: str) -> bool:
-    """Overwrite what follows `option` in the command line that `ps` shows; whether there was anything.
-
-    Linux shows the memory that the arguments lie in, which is this process's own. Until now everybody on the
-    machine could read them.
-    """
+    """Overwrite what follows `option` in the command line that `ps` shows; whether there was anything. Linux
+    shows the memory that the arguments lie in, which is this process's own. Until now everybody on the
+    machine could read them."""
     try:
         start, end = _argument_memory()
         shown = Path("/proc/self/cmdline").read_bytes()

@@ -55,10 +55,8 @@ class Mapped:
 
 
 class Segment(Mapped):
-    """Zeroed shared memory behind a descriptor. Pages exist from their first touch on.
-
-    `close` gives up the descriptor alone.
-    """
+    """Zeroed shared memory behind a descriptor. Pages exist from their first touch on. `close` gives up the
+    descriptor alone."""
 
     def __init__(self, fd: int, n_bytes: int, writable: bool = True) -> None:
         self.fd = fd

@@ -58,8 +58,7 @@ def weights_of_ranks(
     measure: Callable[[Sequence[int]], MemberRates] = rates_of_pus,
 ) -> tuple[int, ...]:
     """The weight of each rank on these cores: the sum over its cores, when reading in decode and when
-    computing in prefill. As many as its cores where these are alike, or cannot be measured.
-    """
+    computing in prefill. As many as its cores where these are alike, or cannot be measured."""
     cores, sizes = [*chain(*ranks)], tuple(map(len, ranks))
     numbers = kinds_of(cores, kinds)
     if len(ranks) < 2 or len(set(numbers)) < 2:

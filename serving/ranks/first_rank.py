@@ -29,10 +29,8 @@ ALL_LOGITS_ROWS = 64
 
 
 def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
-    """The room that a program must have. `threads`: the most that a rank has in any phase.
-
-    kv_format: the resolved one.
-    """
+    """The room that a program must have. `threads`: the most that a rank has in any phase. kv_format: the
+    resolved one."""
     max_sequences = options.max_sequences
     threads = max(threads, options.threads)
     step_tokens = min(options.max_batch_tokens, STEP_TOKENS)
@@ -51,10 +49,8 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
 
 
 class Teams:
-    """Teams by table of schedules, for one program or for several that take turns.
-
-    starts: the sequences from which decode runs by the tables behind the phases'.
-    """
+    """Teams by table of schedules, for one program or for several that take turns. starts: the sequences from
+    which decode runs by the tables behind the phases'."""
 
     def __init__(self, by_table: Mapping[int, Team], starts: Sequence[int] = ()) -> None:
         self.by_table = by_table
@@ -104,13 +100,10 @@ class Teams:
 
 
 class FirstRank:
-    """Calls are for one thread at a time; that thread stays pinned until `close`.
-
-    host: the rank whose teams these are, which run this program too, between its own steps; None: they are
-    this one's.
-    fed: the rows that a head reads of it; None: none does.
-    nodes: the NUMA nodes of its memory; none: wherever it is touched.
-    """
+    """Calls are for one thread at a time; that thread stays pinned until `close`. host: the rank whose teams
+    these are, which run this program too, between its own steps; None: they are this one's. fed: the rows
+    that a head reads of it; None: none does. nodes: the NUMA nodes of its memory; none: wherever it is
+    touched."""
 
     def __init__(
         self,
@@ -134,10 +127,8 @@ class FirstRank:
         self._warned = False
 
     def forward(self, batch: Batch) -> Logits:
-        """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call.
-
-        ValueError if a token, position or slot is out of range, if slices overlap or there are too many.
-        """
+        """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call. ValueError
+        if a token, position or slot is out of range, if slices overlap or there are too many."""
         self._running(self.table_of(batch))  # or say why not, however few its tokens
         self._fed_parts.clear()
         if batch.phase == "decode" or batch.n_tokens <= self._step_tokens:
@@ -190,8 +181,7 @@ class FirstRank:
 
     def take_fed_rows(self, n_tokens: int) -> RowVectors | None:
         """Rows behind the last norm of the newest batch, one for each of its tokens; None where it had
-        another number of them, or where no head reads them.
-        """
+        another number of them, or where no head reads them."""
         parts, self._fed_parts = self._fed_parts, []
         if sum(map(len, parts)) != n_tokens or not parts:
             return None

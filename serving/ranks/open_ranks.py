@@ -52,12 +52,9 @@ __all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "KvSettings", "LocalRanks", "RankOp
 def open_ranks(
     model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions
 ) -> LocalRanks | ProcessRanks:
-    """The ranks that `plans` ask for: in this process where every phase has one rank, else one process
-    per rank.
-
-    RanksError if a plan cannot be run here or the memory is not there; ModelError if no kernel computes
-    this model.
-    """
+    """The ranks that `plans` ask for: in this process where every phase has one rank, else one process per
+    rank. RanksError if a plan cannot be run here or the memory is not there; ModelError if no kernel computes
+    this model."""
     if all(len(plan.ranks) == 1 for plan in plans.values()):
         return LocalRanks(model, plans, options)
     from phasewise.serving.ranks.process_ranks import ProcessRanks

@@ -88,11 +88,8 @@ class _Listener:
 
 
 class ProcessRanks:
-    """Ranks in processes of their own. Arguments and errors: `ranks.open_ranks`.
-
-    A rank that dies ends every wait of the others: the step under way, and all later ones, raise RankLost
-    until they are opened again.
-    """
+    """Ranks in processes of their own. Arguments and errors: `ranks.open_ranks`. A rank that dies ends every
+    wait of the others: the step under way, and all later ones, raise RankLost until they are opened again."""
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
         self.kv_slots = options.kv.slots
@@ -108,8 +105,7 @@ class ProcessRanks:
         began = time.monotonic()
         self._life = ExitStack()
         """The resources that end with these processes; `_close` also ends what the next ones are started
-        from.
-        """
+        from."""
         self._weights_life = ExitStack()
         with ExitStack() as ending:
             ending.callback(self._weights_life.close)
@@ -141,8 +137,7 @@ class ProcessRanks:
 
     def _start(self, setup: _Setup, within_s: float) -> None:
         """Start the first rank, then the others. From then on all panels are where they belong, and the
-        packed file's pages, from which they came, are given back.
-        """
+        packed file's pages, from which they came, are given back."""
         layout = setup.layout
         with ExitStack() as ending, ExitStack() as descriptors:
             with placing(layout.nodes(0)) as answer:
@@ -193,11 +188,8 @@ class ProcessRanks:
 
     def reopen(self) -> None:
         """End what is left of the ranks and start them anew: same weights, no keys and values. The plans are
-        those of before, or the ones that `move` was given.
-
-        RanksError if a rank cannot be started, or not in time; it may be tried again then. Logits still held
-        keep the former memory mapped.
-        """
+        those of before, or the ones that `move` was given. RanksError if a rank cannot be started, or not in
+        time; it may be tried again then. Logits still held keep the former memory mapped."""
         self._check_process()
         if self._setup is None:
             raise RanksError("the ranks have been closed")
@@ -245,9 +237,8 @@ class ProcessRanks:
         self._first.copy_kv(source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their
-        first step.
-        """
+        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
+        step."""
         program, layout = self._first.program, self._layout
         if layout.n_ranks == 1:
             return self._first.observed_cpus()
@@ -325,8 +316,7 @@ class ProcessRanks:
 
 def _first_program(setup: _Setup) -> tuple[Program, Segment]:
     """The first rank's program, and the memory that it shares with the others: keys and values alone where it
-    is the only one, which `ProcessRanks.move` may come to.
-    """
+    is the only one, which `ProcessRanks.move` may come to."""
     segments: list[Segment] = []
     layout, shared = setup.layout, setup.shared
 
@@ -370,10 +360,7 @@ def _on_death(program: Program, listener: _Listener) -> Callable[[], None]:
 
 def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Segment) -> None:
     """Keys and values near the rank that reads them, wherever others write them from: in decode, and what no
-    rank reads then in prefill.
-
-    A refusal is no news: it was the same for the ranks' other memory.
-    """
+    rank reads then in prefill. A refusal is no news: it was the same for the ranks' other memory."""
     if not layout.places_memory:
         return
     layers = enumerate(model.config.keeping)
@@ -386,8 +373,7 @@ def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Se
 
 def _kv_homes(part: Attending, layout: RankLayout, table: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """KV heads of a layer that keeps them, the copy of each that a rank reads, and that rank's nodes. Latent
-    vectors lie on those of all by turns.
-    """
+    vectors lie on those of all by turns."""
     shares = layout.division(0).shares(table)
     nodes = [layout.nodes(rank) for rank in range(len(shares))]
     if part.is_latent:

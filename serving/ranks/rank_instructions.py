@@ -1,4 +1,4 @@
-"""The instructions of a rank's process: JSON in memory that it inherits as its standard input.
+"""The instructions of a rank's process: pickled in memory that it inherits as its standard input.
 
 So nothing of a model or a plan stands in a command line, and nothing is left when the process has ended. Its
 standard output is the way back: one line when it is ready, or why it cannot be; its end when it dies.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from phasewise.cython_kernels.division import Division
-from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.forward import Capacity
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.ranks.shared_weights import Holding, Places
+from phasewise.serving.ranks.shared_weights import Holding
 from phasewise.serving.ranks.written_schedules import WrittenSchedules
 
 
@@ -63,46 +62,11 @@ class Instructions:
 
     def write(self) -> int:
         """A descriptor of memory that holds them, to be read from its start."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {
-            "config": config_to_json(self.config),
-            "capacity": asdict(self.capacity),
-            "weights": _holding_to_json(self.weights),
-            "weights_source": self.weights_source and _holding_to_json(self.weights_source),
-            "adapters": self.adapters and _holding_to_json(self.adapters),
-            "schedules": [written.to_json() for written in self.schedules],
-        }
         fd = os.memfd_create(f"phasewise-rank-{self.rank}")
         with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(json.dumps(values).encode())
+            pickle.dump(self, file)
         os.lseek(fd, 0, os.SEEK_SET)
         return fd
-
-    @classmethod
-    def read(cls, text: bytes) -> Instructions:
-        """The instructions that `write` of the same program version wrote."""
-        values = json.loads(text)
-        values |= {
-            "config": config_from_json(values["config"]),
-            "capacity": Capacity(**values["capacity"]),
-            "teams": tuple(tuple(sizes) for sizes in values["teams"]),
-            "weights_of_ranks": tuple(tuple(weights) for weights in values["weights_of_ranks"]),
-            "nodes": tuple(values["nodes"]),
-            "cores": {int(table): tuple(cores) for table, cores in values["cores"].items()},
-            "weights": _holding_from_json(values["weights"]),
-            "weights_source": values["weights_source"] and _holding_from_json(values["weights_source"]),
-            "adapters": values["adapters"] and _holding_from_json(values["adapters"]),
-            "schedules": tuple(WrittenSchedules.from_json(written) for written in values["schedules"]),
-        }
-        return cls(**values)
-
-
-def _holding_to_json(holding: Holding) -> dict[str, Any]:
-    return {"fd": holding.fd, "places": holding.places.to_json()}
-
-
-def _holding_from_json(values: Mapping[str, Any]) -> Holding:
-    return Holding(values["fd"], Places.from_json(values["places"]))
 
 
 @dataclass(frozen=True, slots=True)

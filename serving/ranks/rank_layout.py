@@ -13,7 +13,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.core_weights import weights_here
 from phasewise.serving.ranks.rank_teams import plans_by_table, starts_of
 from phasewise.topology import MemoryNodes, TopologyError, read_memory_nodes
-from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
 
 def teams_of(plans: Mapping[Phase, ServicePlan]) -> Teams:
@@ -41,9 +41,7 @@ class RankLayout:
     @classmethod
     def here(cls, plans: Mapping[Phase, ServicePlan], *, pinned: bool = True) -> RankLayout:
         """On this machine, its cores measured where they are of several kinds. pinned: threads stay on them.
-
-        RanksError where the machine cannot be read.
-        """
+        RanksError where the machine cannot be read."""
         try:
             weights = _by_rank(plans, weights_here) if pinned else ()
             return cls(plans, read_memory_nodes(), weights)
@@ -104,7 +102,7 @@ class RankLayout:
 
     def home(self, rank: int) -> tuple[int, ...]:
         """The NUMA nodes of these cores, also those without memory."""
-        roles = self._roles(rank)
+        roles = {phase: plan.ranks[rank] for phase, plan in self.plans.items() if rank < len(plan.ranks)}
         role = roles.get("decode") or roles["prefill"]
         if role.numa_node is not None:
             return (role.numa_node,)
@@ -119,6 +117,3 @@ class RankLayout:
                     f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')}, but {model.name} has"
                     f" {counted(heads, 'query head')} to share: use a plan of at most {heads}"
                 )
-
-    def _roles(self, rank: int) -> dict[Phase, RankCores]:
-        return {phase: plan.ranks[rank] for phase, plan in self.plans.items() if rank < len(plan.ranks)}

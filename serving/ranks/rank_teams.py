@@ -50,10 +50,8 @@ def lookups_by_table(schedules: Mapping[Phase, ScheduleLookup] | None) -> list[S
 
 
 def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int, Team]:
-    """A team for each table; tables on the same cores share one. RanksError if a core cannot be had.
-
-    Not pinned: as many threads, which the system may move.
-    """
+    """A team for each table; tables on the same cores share one. RanksError if a core cannot be had. Not
+    pinned: as many threads, which the system may move."""
     teams: dict[TeamCores, Team] = {}
     try:
         for members in cores.values():
@@ -68,8 +66,7 @@ def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int,
 
 def weighed_team(cores: Sequence[int]) -> Team:
     """A team with a thread on each core, weighed where these are of several kinds: the one that engines run
-    on, and that schedules are timed on.
-    """
+    on, and that schedules are timed on."""
     team = Team(cores)
     if len(cores) > 1 and (kinds := read_core_kinds()):
         _on_a_thread_that_ends(lambda: weigh_by_kind(team, cores, kinds))
@@ -95,8 +92,7 @@ def tell_moved(planned: Sequence[int], seen: Sequence[int]) -> None:
 
 def _on_a_thread_that_ends(call: Callable[[], None]) -> None:
     """A call that runs an engine's team. The team borrows the thread, and gives it its former affinity back
-    when it is closed: of a process's first thread that would undo a `taskset` in between.
-    """
+    when it is closed: of a process's first thread that would undo a `taskset` in between."""
     with ThreadPoolExecutor(1) as beside:
         beside.submit(call).result()
 
@@ -113,8 +109,7 @@ def keeping_affinity() -> Iterator[None]:
 
 def touch_memory(program: Program, teams: Mapping[int, Team]) -> None:
     """Touch all memory of a program, near the cores that decode, or those that prefill. RanksError where the
-    system lacks memory that it has granted.
-    """
+    system lacks memory that it has granted."""
     team = teams.get(TABLES["decode"]) or teams[TABLES["prefill"]]
     try:
         _on_a_thread_that_ends(lambda: program.touch(team))

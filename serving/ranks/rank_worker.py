@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as told:
-        instructions = Instructions.read(told.read())
+        instructions: Instructions = pickle.load(told)
     if os.getppid() != instructions.parent_pid:
         return 0  # it had ended before it could take us along
     report_fd = os.dup(sys.stdout.fileno())

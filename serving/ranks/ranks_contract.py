@@ -96,9 +96,8 @@ class Ranks(Protocol):
         ...
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their
-        first step.
-        """
+        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
+        step."""
         ...
 
     @property
@@ -118,18 +117,15 @@ class Ranks(Protocol):
     @property
     def moves_in_place(self) -> bool:
         """True if `move` keeps keys and values, and takes plans of one rank of `RankOptions.threads` at
-        most.
-        """
+        most."""
         ...
 
     def move(
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
         """Run by other plans from the next step on. `schedules` are of the arithmetic of the ranks' start.
-
         RanksError where these plans cannot be run: the former ones stay. CoresMoved where the ranks must be
-        opened again for it: `reopen` does, and keys and values are lost.
-        """
+        opened again for it: `reopen` does, and keys and values are lost."""
         ...
 
     @property

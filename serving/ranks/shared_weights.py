@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -69,22 +69,6 @@ class Places:
     n_bytes: int
     weights: Mapping[str, WeightPlace]
     vectors: Mapping[str, ArrayPlace]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Places:
-        """The places that `to_json` wrote."""
-        weights = {
-            name: WeightPlace(
-                **{**weight, "arrays": tuple(_array_place(array) for array in weight["arrays"])}
-            )
-            for name, weight in fields["weights"].items()
-        }
-        return cls(
-            fields["n_bytes"], weights, {name: _array_place(v) for name, v in fields["vectors"].items()}
-        )
 
     def views(self, segment: Mapped) -> tuple[dict[str, PackedWeight], dict[str, Array]]:
         """Weights and vectors over `segment`, by name."""
@@ -202,11 +186,9 @@ def share_weights(model: PackedModel, layout: RankLayout) -> Iterator[SharedWeig
 
 @contextmanager
 def _shared_model(model: PackedModel, layout: RankLayout, spread: bool) -> Iterator[SharedWeights]:
-    """The packed file that is mapped already, or a copy; its descriptors are open within the block.
-
-    spread: every rank has its own panels copied to where it runs: the first one here, and all where no file
-    has them.
-    """
+    """The packed file that is mapped already, or a copy; its descriptors are open within the block. spread:
+    every rank has its own panels copied to where it runs: the first one here, and all where no file has
+    them."""
     with ExitStack() as open_fds:
         fd = model.file.open_again() if model.file else None
         file = None
@@ -242,13 +224,10 @@ def copy_panels(
     huge: bool,
     apart: bool = False,
 ) -> None:
-    """The panels that a rank computes in decode, which memory bounds: their pages are then touched where
-    they will be read. No division: all panels. huge: ask for huge pages; by turns over nodes they would lie
-    unevenly.
-
-    Two ranks may have parts of one page. The first of them has it, whole; apart: this process has a page of
-    its own in its place where it is the second.
-    """
+    """The panels that a rank computes in decode, which memory bounds: their pages are then touched where they
+    will be read. No division: all panels. huge: ask for huge pages; by turns over nodes they would lie
+    unevenly. Two ranks may have parts of one page. The first of them has it, whole; apart: this process has a
+    page of its own in its place where it is the second."""
     for name, weight in source.items():
         begin, end = _own_panels(weight, division)
         if weight.offsets is not None:
@@ -294,8 +273,7 @@ def _own_panels(weight: PackedWeight, division: Division | None) -> tuple[int, i
 
 def _parts(weight: PackedWeight, offsets: Array | None, begin: int, end: int) -> list[tuple[Bytes, int, int]]:
     """The bytes of each array, and which of them are panels [begin, end). offsets: those of a sparse weight,
-    which say where panels lie.
-    """
+    which say where panels lie."""
     if offsets is None:
         return [_bytes_of_panels(array, begin, end) for array in weight.arrays]
     values, *others, _ = weight.arrays
@@ -327,18 +305,12 @@ def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:
     )
 
 
-def _array_place(fields: Mapping[str, Any]) -> ArrayPlace:
-    return ArrayPlace(fields["offset"], tuple(fields["shape"]), fields["dtype"])
-
-
 _log = logging.getLogger(__name__)
 
 
 def weights_near(model: PackedModel, nodes: Nodes, further_bytes: int) -> PackedModel:
     """`model` with its weights on `nodes`; itself where there are none, or where memory is too short for two.
-
-    further_bytes: of memory that the model needs besides. RanksError where the system grants none.
-    """
+    further_bytes: of memory that the model needs besides. RanksError where the system grants none."""
     if not nodes:
         return model
     places = places_in_segment(model)

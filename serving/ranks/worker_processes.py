@@ -60,9 +60,7 @@ class _Outcome:
 
 class WorkerProcesses:
     """A process for each of `instructions`. `on_death` is called, on another thread, when one is lost.
-
-    start_s: one that is not ready by then never will be.
-    """
+    start_s: one that is not ready by then never will be."""
 
     def __init__(
         self, instructions: Sequence[Instructions], on_death: Callable[[], None], start_s: float = START_S
@@ -102,10 +100,8 @@ class WorkerProcesses:
         return {worker.rank: worker.report.policy_errno for worker in self._workers if worker.report}
 
     def reason(self, wait_s: float) -> str | None:
-        """`lost`, once the thread has learnt of a death that others have felt already.
-
-        If no process dies within `wait_s`, those that remain hang: all others leave a failed group.
-        """
+        """`lost`, once the thread has learnt of a death that others have felt already. If no process dies
+        within `wait_s`, those that remain hang: all others leave a failed group."""
         deadline = time.monotonic() + wait_s
         while (self._outcome.lost is None or self._outcome.followed) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -158,11 +154,14 @@ class WorkerProcesses:
                 if any(key.data is None for key, _ in ready):
                     return
                 if not ready:
-                    self._lose_the_late()
+                    late = ", ".join(worker.name for worker in self._workers if worker.report is None)
+                    self._lose(f"{late} did not start within {self._start_s:.0f} s")
                 for key, _ in ready:
                     if not self._hear(key.data):
                         waiting.unregister(key.fileobj)
-                        self._bury(key.data)
+                        words = _last_words(key.data)
+                        # One that ended with status 0 has noticed that the group failed.
+                        self._lose(words, followed=key.data.process.poll() == 0)
 
     def _hear(self, worker: _Worker) -> bool:
         """Read a worker's message. False: it has died, or said that it cannot start."""
@@ -174,15 +173,6 @@ class WorkerProcesses:
         if all(each_worker.report and not each_worker.report.error for each_worker in self._workers):
             self._outcome.settled.set()
         return bool(said) and not (worker.report and worker.report.error)
-
-    def _lose_the_late(self) -> None:
-        late = ", ".join(worker.name for worker in self._workers if worker.report is None)
-        self._lose(f"{late} did not start within {self._start_s:.0f} s")
-
-    def _bury(self, worker: _Worker) -> None:
-        """Record the end of a worker. One that ended with status 0 has noticed that the group failed."""
-        words = _last_words(worker)
-        self._lose(words, followed=worker.process.poll() == 0)
 
     def _lose(self, reason: str, followed: bool = False) -> None:
         """Record the first reason of a loss: later ones follow from it."""

@@ -1,12 +1,11 @@
-"""Schedules on their way to another process: every answer of a lookup that a program may ask for, as JSON."""
+"""Schedules on their way to another process: every answer of a lookup that a program may ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from phasewise.cython_kernels.division import Division, HeadShare
+from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.models.forward import Capacity, attention_problem
@@ -17,9 +16,9 @@ from phasewise.serving.models.packed_model import PackedModel
 class WrittenSchedules(ScheduleLookup):
     """A lookup that knows the answers it was written with, and the default for anything else."""
 
-    arithmetics: Mapping[str, tuple[str | None, int]]
-    by_weight: Mapping[str, Sequence[RowRange]]
-    by_attention: Mapping[str, Sequence[RowRange]]
+    arithmetics: Mapping[tuple[object, ...], tuple[str | None, int]]
+    by_weight: Mapping[tuple[object, ...], Sequence[RowRange]]
+    by_attention: Mapping[tuple[str, int, int], Sequence[RowRange]]
 
     @classmethod
     def of(
@@ -30,12 +29,13 @@ class WrittenSchedules(ScheduleLookup):
         whole_and_parts = [*model.products().values(), *(part for part in parts if part is not None)]
         weights = {_weight_key(weight): weight for weight in whole_and_parts}
         max_m = max(capacity.step_tokens, capacity.logit_rows)
-        heads = division.heads(model.config.n_heads, model.config.n_kv_heads, table)
-        shapes = _attention_shapes(model, heads, capacity.kv_format)
+        own = division.heads(model.config.n_heads, model.config.n_kv_heads, table)
+        heads = [None, own] if own.n_kv_heads else [None]  # all, and a rank's own
+        shapes = {attention_problem(model, share, capacity.kv_format) for share in heads}
         return cls(
             {key: lookup.arithmetic(weight) for key, weight in weights.items()},
             {key: lookup.products(weight, max_m) for key, weight in weights.items()},
-            {_attention_key(*shape): lookup.attention(*shape, max_m) for shape in shapes},
+            {shape: lookup.attention(*shape, max_m) for shape in shapes},
         )
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
@@ -45,37 +45,11 @@ class WrittenSchedules(ScheduleLookup):
         return self.by_weight.get(_weight_key(weight), ())
 
     def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[RowRange]:
-        return self.by_attention.get(_attention_key(kv_format, n, k), ())
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> WrittenSchedules:
-        """The schedules that `to_json` wrote."""
-        return cls(
-            {key: (path, k_parts) for key, (path, k_parts) in fields["arithmetics"].items()},
-            {key: _row_ranges(ranges) for key, ranges in fields["by_weight"].items()},
-            {key: _row_ranges(ranges) for key, ranges in fields["by_attention"].items()},
-        )
+        return self.by_attention.get((kv_format, n, k), ())
 
 
-def _attention_shapes(model: PackedModel, own: HeadShare, kv_format: str) -> set[tuple[str, int, int]]:
-    """KV format and dimensions of query and KV heads: of all, and of a rank's own."""
-    shares = [None, own] if own.n_kv_heads else [None]
-    return {attention_problem(model, heads, kv_format) for heads in shares}
-
-
-def _row_ranges(fields: Sequence[Mapping[str, Any]]) -> tuple[RowRange, ...]:
-    return tuple(RowRange(**row_range) for row_range in fields)
-
-
-def _weight_key(weight: PackedWeight) -> str:
+def _weight_key(weight: PackedWeight) -> tuple[object, ...]:
     """A weight's format and shape: all that lookups know of it."""
-    scales = "" if weight.scales is None else weight.scales.dtype.str
+    scales = None if weight.scales is None else weight.scales.dtype.str
     mins = weight.mins is not None
-    return f"{weight.kind} {weight.group} {weight.zero_point} {scales} {mins} {weight.n} {weight.k}"
-
-
-def _attention_key(kv_format: str, n: int, k: int) -> str:
-    return f"{kv_format} {n} {k}"
+    return weight.kind, weight.group, weight.zero_point, scales, mins, weight.n, weight.k

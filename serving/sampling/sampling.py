@@ -102,8 +102,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 class SampledToken(NamedTuple):
     """`logprob` is None unless asked for; `top` holds (token id, log-probability), likeliest first. `begin`:
-    the character of the answer at which it begins, told beside its log-probability.
-    """
+    the character of the answer at which it begins, told beside its log-probability."""
 
     token_id: int
     logprob: float | None = None
@@ -112,10 +111,8 @@ class SampledToken(NamedTuple):
 
 
 class PromptToken(NamedTuple):
-    """A token of a prompt as the model sees it after those before it; of the first, nothing is known.
-
-    `top`: (token id, log-probability), likeliest first. `rank`: 1 is the likeliest.
-    """
+    """A token of a prompt as the model sees it after those before it; of the first, nothing is known. `top`:
+    (token id, log-probability), likeliest first. `rank`: 1 is the likeliest."""
 
     token_id: int
     logprob: float | None = None
@@ -131,10 +128,8 @@ class RowWitness(Protocol):
 
 class Sampler:
     """The state that one request's choice of tokens depends on: its generator, the tokens seen, its guide.
-
-    `witness`: sees every row, where somebody wants a receipt. `cut_short`
-    says that the guide could not go on, so the last token is an end token that was not sampled.
-    """
+    `witness`: sees every row, where somebody wants a receipt. `cut_short` says that the guide could not go
+    on, so the last token is an end token that was not sampled."""
 
     def __init__(
         self,
@@ -166,8 +161,7 @@ class Sampler:
 
     def begin_after(self, token_ids: Sequence[int]) -> None:
         """Go on after these tokens of the answer as if they had been chosen here: each took one number of the
-        generator.
-        """
+        generator."""
         if self._rng is not None:
             self._rng.random(len(token_ids))
         for token_id in token_ids:
@@ -183,20 +177,16 @@ class Sampler:
 
     def sample_against(self, logits: FloatVector, drafted: int, chances: FloatVector) -> SampledToken:
         """As `sample`, where `drafted` was drawn from the probabilities `chances` (float32 [vocab]): it is
-        taken as often as the target's distribution allows, and else a token of what that has more of.
-
-        The result has the distribution of `sample` (Leviathan et al. 2023, section 2.3 and appendix A.1).
-        """
+        taken as often as the target's distribution allows, and else a token of what that has more of. The
+        result has the distribution of `sample` (Leviathan et al. 2023, section 2.3 and appendix A.1)."""
         return self._sample(logits, (drafted, chances))
 
     def propose(
         self, logits: FloatVector, n_ahead: int, rng: np.random.Generator
     ) -> tuple[int, FloatVector | None]:
         """A draft of the token that will be sampled after `n_ahead` others, by a draft model's logits.
-
         Greedy: its likeliest. With a seed: what the number drawn for that token chooses here. Else one drawn
-        by `rng`, and the probabilities that it was drawn from.
-        """
+        by `rng`, and the probabilities that it was drawn from."""
         params = self.params
         if params.is_greedy:
             return int(logits.argmax()), None
@@ -319,9 +309,7 @@ def score_rows(
     logits: npt.NDArray[np.float32], token_ids: Sequence[int], n_top: int
 ) -> Iterator[PromptToken]:
     """For each row of `logits` the token of the same index: the numbers that `sample` would give with it.
-
-    StepFailed if the logits are no numbers.
-    """
+    StepFailed if the logits are no numbers."""
     for row, token_id in zip(logits, token_ids, strict=True):
         _require_finite(float(row.max()))
         _, logprob, top, _ = _with_logprobs(row, token_id, n_top)
@@ -335,12 +323,10 @@ def sample_run(
     chances: Sequence[FloatVector],
     end_token_ids: Container[int],
 ) -> list[SampledToken]:
-    """The tokens of one answer that one step gives: drafts that are right, then the token after them.
-
-    logits: float32 [1 + drafts, vocab], after the answer's last token and after each draft. Each token is
-    sampled as without drafts; the first that is not the draft ends the run, as does an end token. chances: of
-    each draft that was drawn by chance, for a request without a seed; else none.
-    """
+    """The tokens of one answer that one step gives: drafts that are right, then the token after them. logits:
+    float32 [1 + drafts, vocab], after the answer's last token and after each draft. Each token is sampled as
+    without drafts; the first that is not the draft ends the run, as does an end token. chances: of each draft
+    that was drawn by chance, for a request without a seed; else none."""
     run: list[SampledToken] = []
     by_chance = bool(chances) and sampler.params.seed is None and not sampler.params.is_greedy
     for n, row in enumerate(logits):
@@ -435,10 +421,8 @@ def _largest(values: FloatVector, n: int) -> TokenIds:
 
 
 def _below_largest(values: FloatVector, n: int) -> np.float32:
-    """A value that at least `n` others reach, and not many more.
-
-    The maxima of columns: `n` of them are `n` values of different places.
-    """
+    """A value that at least `n` others reach, and not many more. The maxima of columns: `n` of them are `n`
+    values of different places."""
     columns, size = values, values.size
     folded = _scratch.row("columns", size)
     while size >= 2 * n * _FOLDED_TO:
@@ -466,11 +450,9 @@ def _block_sums(weights: FloatVector) -> npt.NDArray[np.float64]:
 
 
 def _place(weights: FloatVector, share: float) -> int:
-    """The index at which the running sum of `weights` passes `share` of the whole; always at a weight that
-    is not 0.
-
-    In two steps, blocks and then one block: one running sum over a vocabulary takes as long as all the rest.
-    """
+    """The index at which the running sum of `weights` passes `share` of the whole; always at a weight that is
+    not 0. In two steps, blocks and then one block: one running sum over a vocabulary takes as long as all the
+    rest."""
     sums = np.cumsum(_block_sums(weights))
     wanted = share * float(sums[-1])
     block = _passing(sums, wanted)

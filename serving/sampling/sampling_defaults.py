@@ -24,11 +24,9 @@ _GGUF_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values that a request which leaves a field out gets. `top_k` None: no limit.
-
-    `source`: whether the model's files state at least one of the first four values. Then those that they
-    leave out have transformers' defaults: temperature 1 and no cut.
-    """
+    """Values that a request which leaves a field out gets. `top_k` None: no limit. `source`: whether the
+    model's files state at least one of the first four values. Then those that they leave out have
+    transformers' defaults: temperature 1 and no cut."""
 
     temperature: float = 0.7
     top_k: int | None = None

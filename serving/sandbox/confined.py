@@ -62,9 +62,7 @@ class Abandoned(ConfinedError):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Limits of one job. `memory_bytes`: address space beyond what the process has when the job begins.
-
-    Seconds are of processor time, so that a busy machine refuses nothing that an idle one does.
-    """
+    Seconds are of processor time, so that a busy machine refuses nothing that an idle one does."""
 
     seconds: float
     memory_bytes: int
@@ -104,10 +102,8 @@ class CancelToken:
 
 
 class ConfinedProcess:
-    """Runs jobs of one kind. Any thread may ask; jobs take turns. It starts when it is first needed.
-
-    told: what every job needs, given to it once. Raises ConfinedError from `start` and `ask`.
-    """
+    """Runs jobs of one kind. Any thread may ask; jobs take turns. It starts when it is first needed. told:
+    what every job needs, given to it once. Raises ConfinedError from `start` and `ask`."""
 
     def __init__(self, job: JobName, told: bytes, bounds: Bounds) -> None:
         self._job = job
@@ -123,10 +119,8 @@ class ConfinedProcess:
             self._running()
 
     def ask(self, request: bytes, cancel: CancelToken | None = None) -> bytes:
-        """The job's answer. It is killed once `cancel` ends.
-
-        Raises JobRefused, Overrun, Unserved and Abandoned.
-        """
+        """The job's answer. It is killed once `cancel` ends. Raises JobRefused, Overrun, Unserved and
+        Abandoned."""
         with self._turn:
             if cancel is not None and cancel.ended:
                 raise Abandoned("the caller has left")

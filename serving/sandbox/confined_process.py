@@ -139,9 +139,7 @@ class _Child:
 
     def do(self, request: bytes, seconds: float, wall_s: float, commands: int) -> bytes:
         """Its verdict on one job; where it does not come to one, it is killed. EOFError: the server ended.
-
-        seconds: of processor time, which the kernel keeps.
-        """
+        seconds: of processor time, which the kernel keeps."""
         write_frame(self._requests, request)
         waiting = select.poll()
         for descriptor in (self._answers, commands):

@@ -41,11 +41,9 @@ class PrefillTurns:
     def divide(
         self, sequences: Iterable[LiveSequence], room: int, starts: Callable[[LiveSequence], bool]
     ) -> dict[LiveSequence, int]:
-        """Tokens of the next step, at most `room`, by sequence; those without any are left out.
-
-        sequences: with prompts to compute, by age. starts: asked of one before it gets its first tokens;
-        False: it can get none now.
-        """
+        """Tokens of the next step, at most `room`, by sequence; those without any are left out. sequences:
+        with prompts to compute, by age. starts: asked of one before it gets its first tokens; False: it can
+        get none now."""
         queues: dict[str, list[LiveSequence]] = {}
         for sequence in sequences:
             queues.setdefault(sequence.request.client, []).append(sequence)
@@ -98,7 +96,10 @@ def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[Live
 
 def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
     """True if nothing can be computed but requests in shadow."""
-    return not any(map(_can_go_on, running_of(running, in_shadow=False)))
+    return not any(
+        sequence.n_pending and not (sequence.request.in_shadow or sequence.awaits_kv or sequence.is_restored)
+        for sequence in running
+    )
 
 
 def n_answering(running: Sequence[LiveSequence]) -> int:
@@ -172,10 +173,6 @@ def batch_of(
     return Batch(phase, tuple(slices), names, tuple(copies), n_in_shadow)
 
 
-def _can_go_on(sequence: LiveSequence) -> bool:
-    return sequence.n_pending > 0 and not (sequence.awaits_kv or sequence.is_restored)
-
-
 def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -> None:
     """RequestError for a request that can never run."""
     if not request.prompt_token_ids:
@@ -191,11 +188,8 @@ def next_to_admit(
     waiting: WaitingLine, running: Sequence[LiveSequence], shares: ClientShares
 ) -> tuple[LiveSequence | None, bool]:
     """The next request, and whether others give way for it: nothing runs of its client, or less than its
-    share. Where no such client waits, the head of the line.
-
-    Prompts that are held in vain wait for another instance, whose prompts may wait for this one: first comes
-    what is answered here.
-    """
+    share. Where no such client waits, the head of the line. Prompts that are held in vain wait for another
+    instance, whose prompts may wait for this one: first comes what is answered here."""
     if held_in_vain(running) is not None:
         for sequence in waiting:
             if not (sequence.request.prefill_only or _must_become_oldest(sequence, waiting, running)):
@@ -222,10 +216,8 @@ def _must_become_oldest(
 def last_to_come(
     growing: LiveSequence, running: Sequence[LiveSequence], shares: ClientShares
 ) -> LiveSequence | None:
-    """The sequence that must give way for `growing` or an older one; None: pinned ones alone could.
-
-    The youngest of clients that hold more than their share of the slots, else the youngest.
-    """
+    """The sequence that must give way for `growing` or an older one; None: pinned ones alone could. The
+    youngest of clients that hold more than their share of the slots, else the youngest."""
     is_oldest = running[0] is growing
     greedy = [sequence for sequence in running[1:] if shares.takes_too_much(sequence.request.client)]
     for other in (*reversed(greedy), *reversed(running)):
@@ -260,8 +252,7 @@ Preempt: TypeAlias = Callable[[LiveSequence], None]
 
 class Admitter:
     """One scheduler's admission. running: its requests, by age, which it changes. lines: of those that wait,
-    interactive ones first.
-    """
+    interactive ones first."""
 
     def __init__(
         self,
@@ -327,11 +318,9 @@ class Admitter:
         return self._shadow_waiting if sequence.request.in_shadow else self._waiting
 
     def _has_place(self, running: Sequence[LiveSequence]) -> bool:
-        """A prompt that waits for its hand-over holds none: others may wait for one that waits.
-
-        running: all of its kind. Shadows have places of their own, so that whoever comes takes rows of steps
-        from them, and what they have computed only for want of slots.
-        """
+        """A prompt that waits for its hand-over holds none: others may wait for one that waits. running: all
+        of its kind. Shadows have places of their own, so that whoever comes takes rows of steps from them,
+        and what they have computed only for want of slots."""
         return len(running) - sum(map(is_held, running)) < self._limits.max_sequences
 
     def shares(self, *, in_shadow: bool) -> ClientShares:
@@ -342,8 +331,7 @@ class Admitter:
 
     def _gives_way(self, shares: ClientShares, preempt: Preempt, giver: LiveSequence | None) -> bool:
         """Preempt `giver` for another client's share, which is not counted against it. False: there is no
-        giver.
-        """
+        giver."""
         if giver is None:
             return False
         shares.gave_way(giver)

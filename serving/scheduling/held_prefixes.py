@@ -63,7 +63,7 @@ class HeldReport(NamedTuple):
 
 
 class StoredBeginning(Protocol):
-    """`serving.prefix_store.kept_beginnings.KeptBeginning`."""
+    """`serving.prefix_store.store.KeptBeginning`."""
 
     token_ids: tuple[int, ...]
     space: str
@@ -71,7 +71,7 @@ class StoredBeginning(Protocol):
 
 
 class Stored(Protocol):
-    """`serving.prefix_store.kept_beginnings.KeptBeginnings`."""
+    """`serving.prefix_store.store.KeptBeginnings`."""
 
     n_changes: int
 

@@ -69,9 +69,7 @@ class ShadowPacing:
         self, n_own: int, duration_ns: int, costs_ns: Mapping[int, float], token_ns: float
     ) -> None:
         """A decode step with rows of so many interactive answers took this long. Others as `room` has them.
-
-        The room of a gap may be saved up, or owed: no more than for the least chunk of a prompt.
-        """
+        The room of a gap may be saved up, or owed: no more than for the least chunk of a prompt."""
         own_prompts_ns, real_ns = self._own_ns, self._own_ns + self._shadow_ns + duration_ns
         self._own_ns = self._shadow_ns = 0.0
         if not n_own:
@@ -224,9 +222,8 @@ class Pacing:
 
     def prompt_token_ns(self, n_answering: int) -> float:
         """Time that a prompt goes on for each of its tokens while so many answers run; 0: none was computed.
-
-        Decode steps have what they take of the promise, or what `PROMPT_SHARE` leaves where it is not kept.
-        """
+        Decode steps have what they take of the promise, or what `PROMPT_SHARE` leaves where it is not
+        kept."""
         if not self._prefill_tokens:
             return 0.0
         alone_ns = self._prefill_ns / self._prefill_tokens
@@ -236,10 +233,8 @@ class Pacing:
         return alone_ns / (left_ns / self.promise_ns if left_ns >= self._decode_ns else self._share)
 
     def pace(self, n_answering: int, *, is_all_shadow: bool = False) -> PacedStep:
-        """Bounds of the next step, while so many answers wait for their next token.
-
-        is_all_shadow: they are of batches, and nobody else computes.
-        """
+        """Bounds of the next step, while so many answers wait for their next token. is_all_shadow: they are
+        of batches, and nobody else computes."""
         step = self._pace(n_answering)
         if is_all_shadow:
             if not self._prefill_tokens:
@@ -280,8 +275,7 @@ class Pacing:
 
     def _efficient_tokens(self) -> int:
         """The smallest chunk whose time per token is close to the best, or half of a size that was not tried
-        yet.
-        """
+        yet."""
         best_ns = min(cost.ns for cost in self._chunks.values())
         size = min(size for size, cost in self._chunks.items() if cost.ns <= _WORSE * best_ns)
         smaller = self._chunks.get(size - 1)
@@ -290,8 +284,7 @@ class Pacing:
 
     def _best_rows(self, n_answering: int) -> int | None:
         """The number of rows with which answers get most tokens a second; None: all. Some smaller numbers are
-        tried from time to time, and recent steps count.
-        """
+        tried from time to time, and recent steps count."""
         whole = self._like(n_answering)
         if n_answering < 2 or whole is None:
             return None
@@ -307,8 +300,7 @@ class Pacing:
 
     def _like(self, n_answering: int) -> int | None:
         """The rows of a step that stands for this many answers: as many, or nearly as many where no such step
-        was seen.
-        """
+        was seen."""
         if n_answering in self._rows:
             return n_answering
         near = [rows for rows in self._rows if 3 * n_answering <= 4 * rows and 3 * rows <= 4 * n_answering]
@@ -319,8 +311,7 @@ class Pacing:
 
     def _is_known(self, rows: int, fastest_ns: float) -> bool:
         """True if such a step was seen recently. Longer steps are tried more rarely: tries must not cost more
-        than they can gain.
-        """
+        than they can gain."""
         cost = self._rows.get(rows)
         if cost is None:
             return False

@@ -59,8 +59,7 @@ class PrefixSource:
     ones."""
     ring_begin: int = 0
     """The first position that its ring has had: earlier ones were not copied into it, since no later token
-    sees them.
-    """
+    sees them."""
 
 
 class Computed:
@@ -118,8 +117,7 @@ class PrefixIndex:
 
     def n_held(self, source: PrefixSource) -> int:
         """The number of first tokens that can be taken over now; with rings by a sequence that begins with
-        all of them.
-        """
+        all of them."""
         n_there = self._n_there(source, source.n_ready)
         if self._rings is not None and n_there and not self._is_in_ring(source, n_there, n_there):
             return 0
@@ -153,8 +151,7 @@ class PrefixIndex:
         space: str = "",
     ) -> None:
         """`owner` begins to write a block: its former contents are gone. sequence: its tokens and their
-        chain.
-        """
+        chain."""
         self._serial += 1
         token_ids, runs = sequence
         source = PrefixSource(self._serial, space, token_ids, runs, placement, 0)
@@ -185,8 +182,7 @@ class PrefixIndex:
 
     def brought(self, owner: str, n_tokens: int) -> None:
         """Note that keys and values of the first `n_tokens` are copied; into a ring, those that the next
-        token sees.
-        """
+        token sees."""
         source = self._live.get(owner)
         if source is not None:
             source.n_ready = n_tokens
@@ -226,10 +222,8 @@ class PrefixIndex:
         return source.placement if n_there >= n_tokens else None
 
     def retire(self, owner: str, token_ids: tuple[int, ...]) -> PrefixSource | None:
-        """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts.
-
-        No more tokens are remembered than there are slots: those that ended longest ago are forgotten.
-        """
+        """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts. No
+        more tokens are remembered than there are slots: those that ended longest ago are forgotten."""
         source = self._live.pop(owner, None)
         if source is None:
             return None
@@ -348,12 +342,9 @@ class PrefixIndex:
 def copies_between(
     source: Placement, target: Placement, n_tokens: int, window: int = 0
 ) -> tuple[int, list[KvCopy]]:
-    """Copies that bring the first tokens from one block to another, and how many tokens they bring.
-    window: positions that layers with rings see.
-
-    Fewer than asked where the blocks share slots in another order, and a copy would destroy the source of
-    one after it; with rings none then. Nothing is copied where it is.
-    """
+    """Copies that bring the first tokens from one block to another, and how many tokens they bring. window:
+    positions that layers with rings see. Fewer than asked where the blocks share slots in another order, and
+    a copy would destroy the source of one after it; with rings none then. Nothing is copied where it is."""
     copies: list[KvCopy] = []
     done = 0
     for (begin, end), (target_begin, _) in zip(

@@ -13,8 +13,7 @@ FinishReason = Literal["stop", "length"]
 
 def space_of(cache_space: str, adapter_hash: str) -> str:
     """The hash of a cache space and an adapter: prompts within it that begin alike have the same keys and
-    values.
-    """
+    values."""
     return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
 
 
@@ -54,10 +53,8 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A request between its arrival and its last token: it waits, or it runs and owns KV slots.
-
-    Of its tokens (the prompt and the answer so far) the first `n_computed` have keys and values.
-    """
+    """A request between its arrival and its last token: it waits, or it runs and owns KV slots. Of its tokens
+    (the prompt and the answer so far) the first `n_computed` have keys and values."""
 
     request: Request
     admission: int | None = None

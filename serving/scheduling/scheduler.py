@@ -143,19 +143,15 @@ class Scheduler:
         self.requeue(request)
 
     def expect(self, request: Request) -> None:
-        """Queue a request whose prompt is computed elsewhere. `add`'s errors.
-
-        It gets a block in its turn; from then on `expected` names it, until it has `arrived` or is aborted.
-        """
+        """Queue a request whose prompt is computed elsewhere. `add`'s errors. It gets a block in its turn;
+        from then on `expected` names it, until it has `arrived` or is aborted."""
         self.add(request)
         self._live[request.request_id].awaits_kv = True
 
     @property
     def expected(self) -> dict[str, Placement]:
-        """The places where keys and values of expected requests may be written now, by request.
-
-        Empty while copies are to be done: their sources may lie in a block that has a new owner.
-        """
+        """The places where keys and values of expected requests may be written now, by request. Empty while
+        copies are to be done: their sources may lie in a block that has a new owner."""
         if self._copies or (self._in_flight is not None and self._in_flight.batch.copies):
             return {}
         return {
@@ -171,9 +167,7 @@ class Scheduler:
 
     def arrived(self, request_id: str, token_id: int) -> TokenOut | None:
         """An expected request's keys and values are in its block, and its first token is sampled: it runs.
-
-        None if it was aborted. SchedulerError if it has no block yet, or was not expected.
-        """
+        None if it was aborted. SchedulerError if it has no block yet, or was not expected."""
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
@@ -204,8 +198,7 @@ class Scheduler:
 
     def restored(self, request_id: str, n_tokens: int) -> None:
         """Note that a store has filled the first tokens of a request's block; 0: none. A request that was
-        aborted meanwhile is ignored.
-        """
+        aborted meanwhile is ignored."""
         sequence = self._live.get(request_id)
         if sequence is None or not sequence.is_restored:
             return
@@ -257,11 +250,9 @@ class Scheduler:
         shadow: ShadowRoom = UNBOUNDED,
     ) -> Batch | None:
         """The batch to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
-
         chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
         limits allow. most_rows: the most answers of a decode step; None: all. shadow: what requests in shadow
-        may have beside others.
-        """
+        may have beside others."""
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admitter.admit(self._place, self._preempt)
@@ -277,10 +268,8 @@ class Scheduler:
         return batch
 
     def draft_rooms(self, batch: Batch) -> list[DraftRoom]:
-        """For each slice of the decode batch under way, its sequence and how many drafts it may carry.
-
-        No block grows for drafts: they use what is free in it.
-        """
+        """For each slice of the decode batch under way, its sequence and how many drafts it may carry. No
+        block grows for drafts: they use what is free in it."""
         flight = self._flight_of(batch)
         self._states.share_for_drafts(len(flight.sequences))
         return [DraftRoom(sequence, self._states.room_for_drafts(sequence)) for sequence in flight.sequences]
@@ -300,11 +289,9 @@ class Scheduler:
 
     def commit_runs(self, batch: Batch, runs: Tokens[Tokens[int]]) -> list[TokenOut]:
         """Record a computed batch. `runs`: for each slice that wants logits, in order, the tokens that were
-        sampled: the drafts that were right, then the token after them. None comes after a stop token.
-
-        What was computed of other drafts is forgotten: their positions are computed again. Runs of
-        `prefill_only` requests are not read: the answering instance samples from the same logits.
-        """
+        sampled: the drafts that were right, then the token after them. None comes after a stop token. What
+        was computed of other drafts is forgotten: their positions are computed again. Runs of `prefill_only`
+        requests are not read: the answering instance samples from the same logits."""
         sequences = self._take_flight(batch).sequences
         sampled = iter(runs)
         outs: list[TokenOut] = []
@@ -331,10 +318,8 @@ class Scheduler:
         return outs
 
     def discard(self, batch: Batch) -> tuple[str, ...]:
-        """The step of `batch` failed: its requests are dropped, their slots freed. Returns their ids.
-
-        Other requests of the batch whose slots were being moved are computed again: copies may be missing.
-        """
+        """The step of `batch` failed: its requests are dropped, their slots freed. Returns their ids. Other
+        requests of the batch whose slots were being moved are computed again: copies may be missing."""
         flight = self._take_flight(batch)
         self._states.put_back(flight.batch.slices)
         dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
@@ -358,8 +343,7 @@ class Scheduler:
 
     def finish(self, request_id: str, answer_tokens: int) -> None:
         """End a request whose answer is whole with this many tokens, for a reason that token ids do not show.
-        A request that has ended is ignored.
-        """
+        A request that has ended is ignored."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence, answer_tokens)
@@ -441,8 +425,7 @@ class Scheduler:
 
     def _grow(self, sequence: LiveSequence) -> None:
         """Make room for a request's next token; where no slots are free, preempt requests, the newest first,
-        perhaps itself. It gets none yet where all others' blocks are pinned.
-        """
+        perhaps itself. It gets none yet where all others' blocks are pinned."""
         while sequence.placement is not None:
             grant = self.pool.grow(sequence.request_id, sequence.n_tokens)
             if grant is not None:
@@ -480,8 +463,7 @@ class Scheduler:
 
     def _start(self, sequence: LiveSequence) -> bool:
         """Begin to write a request's block with keys and values that others have computed. False: they soon
-        will have.
-        """
+        will have."""
         brought = self._states.take_over(sequence, _placed(sequence))
         if brought is None:
             return False

@@ -15,8 +15,7 @@ Item = TypeVar("Item")
 class ClientTurns(Generic[Item]):
     """Each client has a queue in order of arrival. The client at the head gives one item and goes to the end,
     so an item with k of its own client before it waits for at most k + 1 of each other client, however many
-    they sent.
-    """
+    they sent."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
@@ -155,12 +154,9 @@ class ClientShares:
 
 class WaitingLine:
     """Requests that were preempted come first, the oldest before the others. Behind them clients take turns.
-
-    A request with k requests of its own client before it, and n other clients, waits for at most
-    k + (k + 1) * n requests that were never admitted, however many each of the others has sent, unless its
-    client is passed over because it holds its share of what runs.
-    One client's own are first come, first served.
-    """
+    A request with k requests of its own client before it, and n other clients, waits for at most k + (k + 1)
+    * n requests that were never admitted, however many each of the others has sent, unless its client is
+    passed over because it holds its share of what runs. One client's own are first come, first served."""
 
     def __init__(self) -> None:
         self._preempted: list[LiveSequence] = []

@@ -36,8 +36,7 @@ class ChatPrompt(NamedTuple):
 
 class Conversation(NamedTuple):
     """The input of a chat template. `variables`: further names that it may look at, such as
-    enable_thinking.
-    """
+    enable_thinking."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -81,10 +80,7 @@ class Conversations:
 
     def write(self, conversation: Conversation, cancel: CancelToken | None = None) -> ChatPrompt:
         """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError, and QueueFull
-        where the machine does not get to it.
-
-        Abandoned once `cancel` ends: the template is stopped.
-        """
+        where the machine does not get to it. Abandoned once `cancel` ends: the template is stopped."""
         request = json.dumps({**conversation._asdict(), "lacks": self.turn.lacks}).encode()
         process = self._short if len(request) <= _LONG_BYTES else self._long
         try:

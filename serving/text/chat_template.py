@@ -133,9 +133,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` maps the names templates use (`bos_token`, `eos_token`, ...) to the tokens' texts.
-
-        Raises ModelError for a template that cannot be read.
-        """
+        Raises ModelError for a template that cannot be read."""
         try:
             if len(source) > _MOST_SOURCE_CHARACTERS:
                 said = f"it has {counted(len(source), 'character')}; {_MOST_SOURCE_CHARACTERS} are allowed"
@@ -172,10 +170,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`.
-
         `variables` are further names for the template, such as `enable_thinking`. All values must be plain
-        JSON ones. Raises ChatTemplateError.
-        """
+        JSON ones. Raises ChatTemplateError."""
         names = self._special_tokens | {
             "messages": messages,
             "tools": tools,
@@ -209,10 +205,8 @@ class ChatTemplate:
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text.
-
-    null in: out the form of the template's turns.
-    """
+    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text. null
+    in: out the form of the template's turns."""
     settings = json.loads(told)
     try:
         template = ChatTemplate(settings["source"], settings["special_tokens"])
@@ -242,8 +236,7 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
     """The conversation without the shapes that the template lacks. Where it is still refused: with an empty
     list of tools in place of none and without an effort, which few templates know; then without any shape
-    that a template may lack.
-    """
+    that a template may lack."""
     lacks, variables = given["lacks"], given["variables"]
     tools = plain_tools(given["tools"]) if "bare schemas" in lacks else given["tools"]
     messages = shaped(given["messages"], lacks)

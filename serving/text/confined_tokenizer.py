@@ -78,10 +78,8 @@ class _Risky(Exception):
 
 
 def risk_of(text: str) -> str | None:
-    """The reason that the tokenizer may not run in this process, in a few words; None: it may.
-
-    A text that is no tokenizer.json at all has no risk: reading it will say what is wrong.
-    """
+    """The reason that the tokenizer may not run in this process, in a few words; None: it may. A text that is
+    no tokenizer.json at all has no risk: reading it will say what is wrong."""
     try:
         fields = read_json(text, object_of=_without_doubles)
         if isinstance(fields, dict):
@@ -217,11 +215,9 @@ Text = str | tuple[str, str]
 
 
 class ConfinedTokenizer:
-    """Cuts texts by the whole of a tokenizer.json. Any thread may ask; texts take turns.
-
-    ModelError where it cannot be read within the bounds; RequestError for a text that they stop, QueueFull
-    where the machine does not get to it.
-    """
+    """Cuts texts by the whole of a tokenizer.json. Any thread may ask; texts take turns. ModelError where it
+    cannot be read within the bounds; RequestError for a text that they stop, QueueFull where the machine does
+    not get to it."""
 
     def __init__(self, text: str, bounds: Bounds = BOUNDS) -> None:
         self._process = ConfinedProcess("tokenizer", text.encode("utf-8", "surrogatepass"), bounds)
@@ -248,10 +244,8 @@ class ConfinedTokenizer:
 
 
 def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], special: bool) -> list[Any]:
-    """Token ids of each text, alone, or each with its span, or all with their types behind them.
-
-    special: with the tokens that are put around it.
-    """
+    """Token ids of each text, alone, or each with its span, or all with their types behind them. special:
+    with the tokens that are put around it."""
     # A batch, though of one: for that alone the library lets other threads run meanwhile.
     encode = backend.encode_batch_fast if want == "ids" else backend.encode_batch
     encoded = encode(list(texts), add_special_tokens=special)

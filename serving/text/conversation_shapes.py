@@ -54,8 +54,7 @@ def plain_tools(value: Any) -> Any:
 
 def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messages:
     """The conversation of a template that knows no tools: tools, calls and results written out as text, in
-    messages of system, user and assistant. The words are those that Hermes models were trained on.
-    """
+    messages of system, user and assistant. The words are those that Hermes models were trained on."""
     out: Messages = []
     for message in _calls_as_text([dict(message) for message in messages]):
         result = f"<tool_response>\n{message['content']}\n</tool_response>"
@@ -68,7 +67,7 @@ def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messag
     if not tools:
         return out
     shown = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    n_leading = _n_leading(out)
+    n_leading = next((n for n, message in enumerate(out) if message["role"] != "system"), len(out))
     return _join_leading([*out[:n_leading], {"role": "system", "content": shown}, *out[n_leading:]])
 
 
@@ -104,11 +103,6 @@ def _is_taken(write: Write, messages: Messages, tools: Sequence[Message]) -> boo
 
 def _without(message: Message, *fields: str) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in fields}
-
-
-def _n_leading(messages: Messages) -> int:
-    """The number of system texts in front."""
-    return next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
 def _joined(messages: Messages, joins: Callable[[Messages, Message], bool]) -> Messages:

@@ -64,11 +64,9 @@ class TokenKind(IntEnum):
 @dataclass(frozen=True)
 class PreTokenizer:
     """The division of text into words before BPE: every pattern cuts the pieces that the one before it left.
-
     whole_words_first: a word that is itself a token stays whole, whatever the merges say. add_bos: where the
     file does not say. byte_level: tokens hold the visible forms of bytes; else text, in which a mark may
-    stand for a space.
-    """
+    stand for a space."""
 
     patterns: tuple[str, ...]
     whole_words_first: bool = False
@@ -143,11 +141,9 @@ def visible_byte(byte: int) -> str:
 
 
 def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    """The ids of the tokens whose texts end answers.
-
-    What the file calls normal is text where it has no bars: HTML is full of `</s>`. Where calls have an end
-    of their own, `<|end|>` ends thoughts; where `<|tool_response>` is, `</s>` is text.
-    """
+    """The ids of the tokens whose texts end answers. What the file calls normal is text where it has no bars:
+    HTML is full of `</s>`. Where calls have an end of their own, `<|end|>` ends thoughts; where
+    `<|tool_response>` is, `</s>` is text."""
     ends = {
         token: token_id
         for token_id, token in enumerate(tokens)
@@ -163,8 +159,7 @@ def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
 
 def adds_bos(metadata: Mapping[str, object]) -> bool:
     """True if a text begins with BOS: as the file says, else as its kind of vocabulary does in llama.cpp.
-    Gemma 4's does whatever the file says.
-    """
+    Gemma 4's does whatever the file says."""
     model = metadata.get("tokenizer.ggml.model")
     pre = PRE_TOKENIZERS.get("gemma4" if model == "gemma4" else str(metadata.get("tokenizer.ggml.pre")))
     by_kind = model == "llama" or (pre is not None and pre.add_bos)
@@ -173,11 +168,9 @@ def adds_bos(metadata: Mapping[str, object]) -> bool:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
-    """The text of a tokenizer.json that gives llama.cpp's token ids.
-
-    `metadata` maps GGUF keys to plain values. Raises ModelError for a kind of vocabulary or a pre-tokenizer
-    that we do not know, and for a damaged vocabulary.
-    """
+    """The text of a tokenizer.json that gives llama.cpp's token ids. `metadata` maps GGUF keys to plain
+    values. Raises ModelError for a kind of vocabulary or a pre-tokenizer that we do not know, and for a
+    damaged vocabulary."""
     vocabulary = _read_vocabulary(metadata)
     match metadata.get("tokenizer.ggml.model"):
         case "gpt2" | "gemma4" | "whitespace" as model:
@@ -285,8 +278,7 @@ def _added(token_id: int, content: str, *, special: bool = True, rstrip: bool = 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     """Control and unknown tokens, and those that users defined. Those of a model that is called Phi 3 take
-    the spaces behind them: so do its publisher's and llama.cpp's.
-    """
+    the spaces behind them: so do its publisher's and llama.cpp's."""
     name = str(vocabulary.metadata.get("general.name", "")).lower()
     kept = ("<unk>", "<s>", "<|endoftext|>") if "phi-3" in name or "phi3" in name else vocabulary.tokens
     bare = frozenset(kept)
@@ -360,10 +352,8 @@ def _merge_pairs(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
-    """Merges as tokenizer.json has them.
-
-    The older form, "left right", is read half as fast again, where no space or comment makes it ambiguous.
-    """
+    """Merges as tokenizer.json has them. The older form, "left right", is read half as fast again, where no
+    space or comment makes it ambiguous."""
     if any(" " in left or " " in right or left.startswith("#version") for left, right in pairs):
         return pairs
     return [f"{left} {right}" for left, right in pairs]
@@ -399,8 +389,7 @@ def _sentence_pieces(vocabulary: _Vocabulary) -> Json:
 
 def _merged_pieces(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
     """Pieces as SentencePiece has them, joined by a list of merges. Where a text begins with BOS, llama.cpp
-    finds line ends without merges.
-    """
+    finds line ends without merges."""
     pairs = _merge_pairs(vocabulary)
     ranks = {pair: rank for rank, pair in enumerate(pairs)}
     for token in vocabulary.tokens if pre.add_bos else ():
@@ -434,11 +423,9 @@ def _is_joined(text: str, ranks: Mapping[tuple[str, str], int]) -> bool:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
-    """SentencePiece joins the neighbours whose joined piece scores best, the leftmost of equals.
-
-    That is BPE whose merges are ordered by falling score. The ways to cut one piece in two share its score;
-    the longer left part comes first, which is what joining runs of one character from the left leads to.
-    """
+    """SentencePiece joins the neighbours whose joined piece scores best, the leftmost of equals. That is BPE
+    whose merges are ordered by falling score. The ways to cut one piece in two share its score; the longer
+    left part comes first, which is what joining runs of one character from the left leads to."""
     scores, tokens = vocabulary.scores(), frozenset(vocabulary.tokens)
     cuts: list[tuple[float, int, int, str]] = []
     for token_id, token in enumerate(vocabulary.tokens):

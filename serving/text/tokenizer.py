@@ -48,12 +48,10 @@ class TokenizerFacts(Protocol):
 
 
 class TextCutter:
-    """A tokenizer that only cuts: encoders need no way back to text. Immutable, threads may share it.
-
-    What could take minutes or gigabytes of a tokenizer.json runs in a confined process: `confined_tokenizer`.
-    With a `config`, ids that the model has no row for are refused, and the token of beginning stands first
-    where the configuration wants it though the file adds none. Raises ModelError.
-    """
+    """A tokenizer that only cuts: encoders need no way back to text. Immutable, threads may share it. What
+    could take minutes or gigabytes of a tokenizer.json runs in a confined process: `confined_tokenizer`. With
+    a `config`, ids that the model has no row for are refused, and the token of beginning stands first where
+    the configuration wants it though the file adds none. Raises ModelError."""
 
     def __init__(self, text: str, config: TokenizerFacts | None) -> None:
         is_risky = risk_of(text) is not None
@@ -91,10 +89,8 @@ class TextCutter:
         self, texts: Sequence[Text], max_tokens: int | None = None, *, add_special: bool = True
     ) -> list[tuple[list[int], int | None]]:
         """Token ids of each text or pair, and how many come before the second text's; None for one text.
-
         max_tokens: texts lose tokens at their end, of a pair the longer one first, until this many are left.
-        add_special: the model's own tokens are put around each.
-        """
+        add_special: the model's own tokens are put around each."""
         first = [] if self._bos_first is None or not add_special else [self._bos_first]
         most = None if max_tokens is None else max_tokens - len(first)
         out, typed = [], self._cut("typed", texts, special=add_special, most=most)
@@ -183,10 +179,8 @@ class Tokenizer(TextCutter):
         return token.replace(SPACE_MARK, " ").encode()
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, from_start: bool = False) -> str:
-        """The text that these tokens add to what came before; what is no UTF-8 reads as U+FFFD.
-
-        from_start: without the space that SentencePiece-style vocabularies put in front of a text.
-        """
+        """The text that these tokens add to what came before; what is no UTF-8 reads as U+FFFD. from_start:
+        without the space that SentencePiece-style vocabularies put in front of a text."""
         stream = DetokenizeStream(self, skip_special=skip_special, from_start=from_start)
         return "".join(map(stream.push, ids)) + stream.flush()
 
@@ -197,11 +191,8 @@ class Tokenizer(TextCutter):
 
 
 class DetokenizeStream:
-    """Tokens in, text out, a character as soon as its last byte is there.
-
-    What `push` and a last `flush` return adds up to `Tokenizer.decode` of the same ids. `shown`: special
-    tokens that are not skipped.
-    """
+    """Tokens in, text out, a character as soon as its last byte is there. What `push` and a last `flush`
+    return adds up to `Tokenizer.decode` of the same ids. `shown`: special tokens that are not skipped."""
 
     def __init__(
         self,

@@ -88,8 +88,7 @@ class _Writer:
         self, arguments: Mapping[str, Any], n_calls: int = 1, /, *texts: str | None, **message: Any
     ) -> _Turn | None:
         """Calls beside the first of these texts (else none, or any) beside which the template writes them,
-        their arguments as an object or as its text.
-        """
+        their arguments as an object or as its text."""
         shown = [value for value in _VALUES if value in json.dumps(arguments)]
         ways = itertools.product((arguments, json.dumps(arguments)), texts or ("", None, _TEXT))
         for given, content in ways:
@@ -267,8 +266,7 @@ class _Span(NamedTuple):
 
 def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
     """Calls whose arguments are a JSON object, or the text of one as a JSON string; or are written one by
-    one, from the first key to the last value's end.
-    """
+    one, from the first key to the last value's end."""
     for name in _NAMES:
         place = body.find(name, place)
         key = body.find(_KEYS[0], place)

@@ -27,9 +27,7 @@ KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 
 class ArgumentForm(NamedTuple):
     """One argument that is no member of a JSON object: `opening`, its key, and its value within `values`.
-
-    is_raw: strings are written as they are, else as JSON. `separator` stands between two arguments.
-    """
+    is_raw: strings are written as they are, else as JSON. `separator` stands between two arguments."""
 
     opening: str
     separator: str
@@ -38,9 +36,8 @@ class ArgumentForm(NamedTuple):
 
 
 class JsonForm(NamedTuple):
-    """`keys`: of name and arguments, empty where the name is the key. `lead` and `tail`: what stands
-    around the JSON of all calls or of each.
-    """
+    """`keys`: of name and arguments, empty where the name is the key. `lead` and `tail`: what stands around
+    the JSON of all calls or of each."""
 
     keys: tuple[str, str]
     lead: str
@@ -49,9 +46,7 @@ class JsonForm(NamedTuple):
 
 class CallForm(NamedTuple):
     """Calls: `section` around all of them, each from `opening` to its arguments and then to `closing`.
-
-    `argument`: None where arguments are a JSON object.
-    """
+    `argument`: None where arguments are a JSON object."""
 
     section: Around
     opening: str
@@ -72,12 +67,10 @@ class CallForm(NamedTuple):
 
 
 class TurnForm(NamedTuple):
-    """All of it. `thought` and `text`: the marks around them; ("", "") where there are none.
-
-    `thought_field`: the field of a message in which the template looks for thoughts. `ids`: what it takes as
-    the id of a call. `ends`: what ends a turn. `lacks`: the shapes of conversations that it refuses or drops
-    (see `conversation_shapes`). `opening`: what stands before each turn of the assistant, old ones too.
-    """
+    """All of it. `thought` and `text`: the marks around them; ("", "") where there are none. `thought_field`:
+    the field of a message in which the template looks for thoughts. `ids`: what it takes as the id of a call.
+    `ends`: what ends a turn. `lacks`: the shapes of conversations that it refuses or drops (see
+    `conversation_shapes`). `opening`: what stands before each turn of the assistant, old ones too."""
 
     call: CallForm | None = None
     thought: Around = ("", "")

@@ -49,12 +49,10 @@ FORMATS = tuple(ROWS)
 
 @dataclass(frozen=True)
 class Dialect:
-    """The form in which one model writes calls and thoughts.
-
-    name: one of FORMATS, or "template". knows_tools: its template shows tools to it; else we write them into
-    the conversation. control: ids of the control tokens that stand in its marks, by their texts.
-    think_token: the one that begins thoughts, where one token does. ends: the tokens that end a turn.
-    """
+    """The form in which one model writes calls and thoughts. name: one of FORMATS, or "template".
+    knows_tools: its template shows tools to it; else we write them into the conversation. control: ids of the
+    control tokens that stand in its marks, by their texts. think_token: the one that begins thoughts, where
+    one token does. ends: the tokens that end a turn."""
 
     name: str
     turn: TurnForm
@@ -106,10 +104,8 @@ class Dialect:
         self, functions: Collection[str] | None, *, in_thought: bool, calls_are_held: bool = False
     ) -> Reader:
         """The reader of one answer. `functions`: those that it may call, by name with the schemas of their
-        arguments; None: calls are text.
-
-        calls_are_held: a grammar holds every call, so that arguments are given out as they come.
-        """
+        arguments; None: calls are text. calls_are_held: a grammar holds every call, so that arguments are
+        given out as they come."""
         if functions is None and self.is_plain:
             return Trimmed(PlainReader())
         turn = (
@@ -162,9 +158,7 @@ def dialect_of(
     turn: TurnForm | None = None,
 ) -> Dialect:
     """The dialect of a chat template whose turns have the form `turn`. `forced`: one of FORMATS, or "auto".
-
-    ServingError for another.
-    """
+    ServingError for another."""
     turn = turn or TurnForm()
     if forced not in ("auto", *FORMATS):
         raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")

@@ -76,8 +76,7 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
 
 def grammar_of_calls(turn: TurnForm, wanted: Wanted, control: Mapping[str, int]) -> str:
     """Llguidance's Lark for one call or more, from the mark on that opens them. `control`: ids of control
-    tokens by their texts. RequestError where a schema is too large.
-    """
+    tokens by their texts. RequestError where a schema is too large."""
     assert turn.call is not None
     return _Grammar(turn.call, control).of(wanted, turn)
 

@@ -53,10 +53,8 @@ _LONGEST_HEADER = 512
 
 class TurnReader:
     """Reads thoughts, and then calls of `functions`, names with the schemas of their arguments, within text.
-
     in_thought: the prompt has begun the thoughts. is_held: a grammar holds every call, so that its arguments
-    are given out as they come, and what is cut within a call's head is nothing.
-    """
+    are given out as they come, and what is cut within a call's head is nothing."""
 
     def __init__(
         self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
@@ -142,8 +140,7 @@ class TurnReader:
 
     def _up_to(self, marks: Collection[str], kind: type[Text] | type[Reasoning] | None) -> Step:
         """The text before the first of these marks, for `kind`. False: the answer ends before; a whole tag
-        with which a mark begins is left out then.
-        """
+        with which a mark begins is left out then."""
         any_mark = re.compile("|".join(map(re.escape, marks)))
         while (mark := any_mark.search(self._text, self._at)) is None and not self._is_final:
             self._take(len(self._text) - self._n_kept(*marks), kind)

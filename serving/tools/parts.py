@@ -77,10 +77,8 @@ class PlainReader:
 
 
 class Trimmed:
-    """Another reader's parts without the white space where their kind changes.
-
-    Models put line ends around calls and thoughts; an answer of text alone is left as it is.
-    """
+    """Another reader's parts without the white space where their kind changes. Models put line ends around
+    calls and thoughts; an answer of text alone is left as it is."""
 
     def __init__(self, inner: Reader) -> None:
         self._inner = inner
@@ -125,11 +123,9 @@ class Trimmed:
 
 
 class ValueEnd:
-    """Finds the end of a value past brackets and quotes, in a text that only grows. Linear in it.
-
-    The end is behind its last bracket, or, with none open, before one of `stops`. `quotes`: the marks around
-    strings; a backslash takes the sense from one of one character.
-    """
+    """Finds the end of a value past brackets and quotes, in a text that only grows. Linear in it. The end is
+    behind its last bracket, or, with none open, before one of `stops`. `quotes`: the marks around strings; a
+    backslash takes the sense from one of one character."""
 
     def __init__(self, stops: str = "", quotes: Sequence[str] = ('"',)) -> None:
         self._stops, self._quotes = stops, quotes

@@ -99,7 +99,6 @@ class Boundary:
         set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
         set_("phasewise.workflows.opening.first_start.pull_what_fits", self._pull)
-        set_("phasewise.workflows.receipt_keys.signing_key", lambda path: path)
         set_("phasewise.workflows.serve.opened_models.open_predictor", self._predictor)
         set_("phasewise.cli.explain_text.uses_text", self._explained)
         set_("phasewise.cluster.real.local_instances.LocalInstances", self._instances)

@@ -109,8 +109,6 @@ def test_what_an_extra_has_is_no_dependency() -> None:
             marks=pytest.mark.slow,
         ),
         ("ray", "ray", ["cluster", "status"]),
-        ("cryptography", "sign", ["serve", "MODEL", "--receipts", "--receipt-key", "MODEL", "--port", "0"]),
-        ("cryptography", "sign", ["replay", "MODEL", "--model", "MODEL", "--signer", "MODEL"]),
     ],
 )
 def test_the_absence_of_an_extra_is_one_line_that_names_it(

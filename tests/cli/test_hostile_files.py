@@ -32,10 +32,10 @@ from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log
 from phasewise.tuner.predictor.files import load_predictor
-from phasewise.workflows.capacity.load import Load, arrivals_of
+from phasewise.workflows.capacity.simulate import Load, arrivals_of
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.scorer import read_text as _calibration
+from phasewise.workflows.evaluate.run import read_text as _calibration
 from phasewise.workflows.generate.answer_settings import _read as _prompt
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve.address import http_limits, tls_of

@@ -171,7 +171,6 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--cors-origin": one("--cors-origin", "https://chat.example"),
         "--no-page": one("--no-page"),
         "--receipts": one("--receipts"),
-        "--receipt-key": one("--receipt-key", key),
         "--access-log": one("--access-log", here / "access"),
         "--log-level": one("--log-level", "debug"),
         "--log-format": one("--log-format", "json"),

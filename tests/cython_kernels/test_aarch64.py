@@ -30,13 +30,7 @@ from tests.support.kernels.cross import (
     link,
     product,
 )
-from tests.support.kernels.gemm_reference import (
-    DENSITIES,
-    FORMATS,
-    make_weight,
-    pruned,
-    random_blocks,
-)
+from tests.support.kernels.gemm_reference import DENSITIES, FORMATS, make_weight, pruned, random_blocks
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 RUNGS = isa_flags("aarch64")

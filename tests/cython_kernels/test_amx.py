@@ -30,14 +30,7 @@ from tests.support.kernels.cross import (
     product,
     product_here,
 )
-from tests.support.kernels.gemm_reference import (
-    DENSITIES,
-    FORMATS,
-    Array,
-    make_weight,
-    pruned,
-    random_blocks,
-)
+from tests.support.kernels.gemm_reference import DENSITIES, FORMATS, Array, make_weight, pruned, random_blocks
 from tests.support.tiers import examples
 
 TILED = ("bf16", "q8 column")

@@ -47,18 +47,6 @@ def test_every_edge_of_n_and_k_keeps_the_bound(name: str, fmt: str) -> None:
                 assert_within_bound(x, w, _native.gemm(x, w))
 
 
-@formats
-@pytest.mark.parametrize("n", [16, 33, 80])
-def test_rows_have_the_same_bits_however_many_there_are(name: str, fmt: str, n: int) -> None:
-    """By default, whatever tiles their number is cut into, in one pass over the inputs and in several."""
-    rng = np.random.default_rng(7)
-    w, x = make_weight(fmt, n, 1600, rng), random_x(65, 1600, rng)
-    with isa.using(name):
-        alone = np.concatenate([_native.gemm(row[None], w) for row in x])
-        for m in (*range(2, 20), 31, 64, 65):
-            assert np.array_equal(_native.gemm(x[:m], w), alone[:m]), m
-
-
 def random_schedule(rng: np.random.Generator) -> dict[str, Any]:
     """Any schedule, sensible or not: out-of-range values are clamped by the kernels."""
     wild = rng.random() < 0.3

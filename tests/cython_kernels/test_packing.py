@@ -103,18 +103,6 @@ def test_every_element_lies_where_the_layout_says() -> None:
             assert q8_panels.scales[panel, i // 32, column] == q8.scales[row, i // 32]
 
 
-@pytest.mark.parametrize("with_mins", [False, True])
-def test_padding_contributes_nothing(with_mins: bool) -> None:
-    packed = packing.pack_quant(random_rows(17, 32, 8, 32, with_mins))
-    dense = packing.pack_dense(random_matrix(17, 31), "f32")
-
-    assert packed.scales is not None
-    assert not packed.scales[1, :, 1:].any()
-    assert packed.mins is None or not packed.mins[1, :, 1:].any()
-    assert not dense.values[1, :, 1:].any()
-    assert not dense.values[:, 31].any()
-
-
 @given(sizes, st.sampled_from([(8, True), (8, False), (4, True), (4, False)]), st.integers(0, 2**32 - 1))
 def test_quantise_is_within_half_a_step_and_a_scale_rounding(
     size: tuple[int, int], scheme: tuple[int, bool], seed: int

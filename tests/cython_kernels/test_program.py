@@ -288,20 +288,6 @@ def test_other_ranks_join_the_first_ones_program() -> None:
     divided(rank=1).seal_shared(128, memory)
 
 
-def test_one_rank_shares_nothing() -> None:
-    alone = divided(((1,), (2,)))
-
-    with pytest.raises(ProgramError, match="one rank shares no memory"):
-        alone.seal_shared(128, mmap.mmap(-1, 1 << 20))
-    alone.seal(128)
-    for act in (alone.stop, alone.fail, lambda: alone.observed(0), lambda: alone.serve([None, None])):
-        with pytest.raises(ProgramError, match="has one rank"):
-            act()
-    assert alone.run(Team(None, members=2), [TOKEN], table=1) == 1
-    with pytest.raises(ValueError, match="a team of 2 for rank 0"):
-        alone.run(Team(None, members=2), [TOKEN], table=0)
-
-
 def test_rank_0_runs_and_the_others_serve() -> None:
     first, second = sealed()
     team = Team(None, members=1)

@@ -38,9 +38,7 @@ def opened(width: int, rows: Array) -> Program:
     shape = {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8, "hidden": width, "ffn": width}
     room = {"kv_slots": 16, "max_tokens": N_TOKENS, "max_slices": 1, "max_logit_rows": N_TOKENS}
     program = Program(
-        {**shape, "vocab": width, "norm_eps": EPS},
-        {**room, "max_threads": 2, "kv_format": "f32"},
-        np.ones(4),
+        {**shape, "vocab": width, "norm_eps": EPS}, {**room, "max_threads": 2, "kv_format": "f32"}, np.ones(4)
     )
     table = np.zeros((max(width, N_TOKENS), width), np.float32)
     table[:N_TOKENS] = rows

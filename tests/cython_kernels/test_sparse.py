@@ -92,9 +92,7 @@ def test_packed_bytes_are_those_of_the_formula() -> None:
 @examples(3)
 @given(
     shape=st.tuples(
-        st.integers(1, 150),
-        st.integers(1, 1300),
-        st.sampled_from((1, 2, 3, 4, 5, 8, 9, 14, 16, 17, 33, 70)),
+        st.integers(1, 150), st.integers(1, 1300), st.sampled_from((1, 2, 3, 4, 5, 8, 9, 14, 16, 17, 33, 70))
     ),
     density=st.sampled_from(DENSITIES),
     walk=st.fixed_dictionaries(

@@ -169,20 +169,6 @@ def test_a_recurrence_is_that_of_float64_and_has_the_same_bits_however_it_is_cut
     assert len(bits) == 1
 
 
-def test_a_sequence_goes_on_from_a_state_that_a_step_has_kept() -> None:
-    shape, tokens = Shape(), list(range(30))
-    keys, values = shape.widths
-    table, team = _table(2 * keys + values + 2 * shape.heads, 5), native.Team(None, 2)
-    program = _recurrence(table, shape, 2)
-    whole = _run(program, tokens, [], team)
-    first = SequenceSlice(tokens[:20], 0, 0, True, state=0, keeps=((7, 4), (15, 5), (20, 3)))
-    program.run(team, [first], every_row=True)
-    for position, place in first.keeps:
-        program.copy_kv(team, 256 + place, 256 + 1, 1)
-        n = program.run(team, [SequenceSlice(tokens[position:], position, 0, True, state=1)], every_row=True)
-        assert np.asarray(program)[:n].tobytes() == whole[position:].tobytes()
-
-
 @pytest.mark.parametrize(
     ("places", "keeps", "what"),
     [

@@ -233,7 +233,7 @@ def make_perplexity(gguf: Path) -> None:
     from perplexity import N_TOKENS, WINDOW_TOKENS, english_text
 
     from phasewise.workflows.evaluate.figures import perplexity, token_losses
-    from phasewise.workflows.evaluate.scorer import windows
+    from phasewise.workflows.evaluate.run import windows
 
     (ids,) = llama_ids(gguf, [english_text()])
     model = load_gguf_model(gguf)

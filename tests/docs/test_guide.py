@@ -45,7 +45,6 @@ WITHOUT_INDEX = re.compile(
 NEEDS_EXTRA = {
     "kernels": r"phasewise kernels raise|--against \S+\.c\b",
     "quantise": r"phasewise quantise",
-    "sign": r"--receipt-key|--signer ",
     "postgres": r"postgresql",
     "ray": r"--cluster|ray start|phasewise cluster",
     "cuda": r"--embed-accelerators",

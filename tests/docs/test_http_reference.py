@@ -11,7 +11,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
-from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServedEmbeddings
 from tests.serving.drafts.test_draft_laws import lookup_drafter
@@ -76,8 +75,7 @@ def test_with_several_models_what_each_does_has_its_label(generator: ModuleType)
     products = {name: {"tuned": index} for index, name in enumerate(MODELS, 3)}
     metrics = Metrics(Gauges(lambda: generator.LOAD._replace(by_model=loads), products=products), MODELS)
     for n_tokens, name in enumerate(MODELS, 1):
-        metrics.sent(Submit(name, (1,) * n_tokens, model=name), RequestFacts((1,), 0.0, None, 1, None))
-        metrics.asked(name, "", "")
+        metrics.sent(Submit(name, (1,) * n_tokens, model=name))
         metrics.delivered((Answer(name, "", (), n_tokens, 0, "stop"),), StepStats("decode", 1, 1, 1, name))
     text = metrics.exposition().decode()
     page, sampled = rows(generator), exposed(text)

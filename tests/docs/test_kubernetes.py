@@ -62,10 +62,7 @@ def pods() -> list[tuple[Object, Object]]:
     """For each server the pod that states its grace period, and its container."""
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     kserve = of_kind("InferenceService")["spec"]["predictor"]
-    return [
-        (pod, pod["containers"][0]),
-        (kserve, of_kind("ServingRuntime")["spec"]["containers"][0]),
-    ]
+    return [(pod, pod["containers"][0]), (kserve, of_kind("ServingRuntime")["spec"]["containers"][0])]
 
 
 PODS = pytest.mark.parametrize(("pod", "container"), pods(), ids=["Deployment", "KServe"])
@@ -195,26 +192,3 @@ def test_metrics_that_others_read_are_gauges_of_the_server() -> None:
     assert read <= gauges
     assert metric["pods"]["metric"]["name"] == rule["seriesQuery"].partition("{")[0]
     assert metric["pods"]["metric"]["name"] in gauges
-
-
-def test_all_that_is_kept_lies_on_the_volume_home() -> None:
-    """Models, packed weights and the tuning database; the rest of the file system cannot be written."""
-    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    (volume,) = re.findall(r"^# Models, packed weights and the.*\nVOLUME (\S+)$", CONTAINER, re.M)
-    names = {str(each.get("name")) for each in container["env"]}
-
-    assert container["securityContext"]["readOnlyRootFilesystem"]
-    assert mounts["home"] == volume
-    assert not any(name.startswith(("XDG_", "PHASEWISE_DB", "PHASEWISE_CACHE")) for name in names)
-
-
-def test_kserve_names_its_runtime() -> None:
-    model = of_kind("InferenceService")["spec"]["predictor"]["model"]
-    runtime = of_kind("ServingRuntime")
-    (container,) = runtime["spec"]["containers"]
-
-    assert model["runtime"] == runtime["metadata"]["name"]
-    assert model["modelFormat"]["name"] in [own["name"] for own in runtime["spec"]["supportedModelFormats"]]
-    assert container["args"][1] == "/mnt/models"
-    assert model["storageUri"]

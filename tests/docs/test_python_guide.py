@@ -138,13 +138,7 @@ def test_the_database_is_the_variable_s(tiny: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("THREADS", "none"),
-        ("THREADS", "0"),
-        ("SPARSE", "often"),
-        ("CONFIG", "/no"),
-    ],
+    ("name", "value"), [("THREADS", "none"), ("THREADS", "0"), ("SPARSE", "often"), ("CONFIG", "/no")]
 )
 def test_a_variable_that_cannot_be_is_named(
     tiny: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch

@@ -6,11 +6,10 @@ import re
 
 from phasewise._json import MOST_CONTAINERS, MOST_VALUES
 from phasewise.serving.grammar import grammar_limits, guides
-from phasewise.serving.http.answers import last_answers
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests import request_threads as preparation
 from phasewise.serving.http.requests import schemas
-from phasewise.serving.http.routes import embeddings
+from phasewise.serving.http.routes import embeddings, responses
 from phasewise.serving.text import chat
 from tests.soak.hostile import ROWS
 from tests.support import ROOT
@@ -68,8 +67,7 @@ def test_its_limits_are_those_of_the_code() -> None:
             f"{embeddings._MOST_ORDINARY}, {embeddings._MOST_LONG}; then 429"
         ),
         "responses kept for `previous_response_id`; their characters; seconds": (
-            f"{last_answers.MOST_KEPT:,}; {last_answers.MOST_KEPT_CHARACTERS >> 20} Mi; "
-            f"{last_answers.STORED_S:,.0f}"
+            f"{responses.MOST_KEPT:,}; {responses.MOST_KEPT_CHARACTERS >> 20} Mi; {responses.STORED_S:,.0f}"
         ),
         "compiling a grammar": (
             f"{guides.BOUNDS.seconds:g} s of processor time, {guides.BOUNDS.memory_bytes // MIB} MiB"

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.loadtest.metrics import hit_rate
-from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.metrics import FailureKind, RequestOutcome, hit_rate
 from phasewise.loadtest.prompts import IdPrompts, TextPrompts
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError

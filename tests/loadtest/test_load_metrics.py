@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import LatencySlo
 from phasewise.loadtest.metrics import (
+    FailureKind,
     Measured,
+    RequestOutcome,
     attainment,
     failures,
     flat_result,
     is_kept,
 )
-from phasewise.loadtest.outcome import FailureKind, RequestOutcome
-from phasewise.loadtest.session import Judge, longest_s
+from phasewise.loadtest.session import longest_s
 
 SLO = LatencySlo(200.0, 50.0)
 
@@ -104,16 +105,6 @@ def test_goodput_counts_whole_answers_that_kept_everything(all_outcomes: list[Re
 
     assert flat_result(Measured(all_outcomes, 4.0, 0.0), SLO)["request_goodput"] == pytest.approx(good / 4)
     assert attainment(all_outcomes, SLO) == pytest.approx(good / len(all_outcomes))
-
-
-@given(all_outcomes=st.lists(outcomes(), min_size=1, max_size=40))
-def test_a_judge_calls_a_probe_lost_only_when_it_is(all_outcomes: list[RequestOutcome]) -> None:
-    """Whatever came after it would not have helped; and at the end judge and verdict agree."""
-    judge = Judge(SLO, len(all_outcomes))
-    for outcome in all_outcomes:
-        judge(outcome)
-
-    assert judge.is_lost == (not is_kept(all_outcomes, SLO))
 
 
 def test_each_promise_is_judged_by_itself_at_p90() -> None:

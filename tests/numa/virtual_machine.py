@@ -83,10 +83,7 @@ class VirtualMachine:
     def arguments(self) -> Iterator[str]:
         """QEMU's, of its processors and memory."""
         n_sockets = self.n_cpus // (self.cores * self.threads)
-        yield from (
-            "-smp",
-            f"{self.n_cpus},sockets={n_sockets},cores={self.cores},threads={self.threads}",
-        )
+        yield from ("-smp", f"{self.n_cpus},sockets={n_sockets},cores={self.cores},threads={self.threads}")
         yield from ("-m", f"{sum(node.mib for node in self.nodes)}M")
         for number, node in enumerate(self.nodes):
             parts = ["node", f"nodeid={number}", *(f"cpus={cpu}" for cpu in node.cpus)]

@@ -112,12 +112,7 @@ class Soak:
     """One run against one server."""
 
     def __init__(
-        self,
-        server: ServerProcess,
-        model: str,
-        classes: Sequence[Request],
-        leavers: float,
-        n_warm: int,
+        self, server: ServerProcess, model: str, classes: Sequence[Request], leavers: float, n_warm: int
     ) -> None:
         self.server = server
         self.n_warm = n_warm

@@ -31,12 +31,7 @@ from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from phasewise.workflows.options import (
-    ARITHMETIC_CHOICES,
-    PATHS,
-    ArithmeticChoice,
-    check_arithmetic,
-)
+from phasewise.workflows.options import ARITHMETIC_CHOICES, PATHS, ArithmeticChoice, check_arithmetic
 from tests.support.servers.fake_engine import run_all
 from tests.support.servers.pools import PoolServer, Told, plans_of, pools, tiny_model
 

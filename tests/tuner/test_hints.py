@@ -55,10 +55,7 @@ def hints_of(database: str, shipped: Iterable[Measurement] = ()) -> Hints:
 
 
 def fought(
-    database: str,
-    machine: SyntheticMachine,
-    budget_s: float = FIRST_S,
-    shipped: Iterable[Measurement] = (),
+    database: str, machine: SyntheticMachine, budget_s: float = FIRST_S, shipped: Iterable[Measurement] = ()
 ) -> HintsOutcome:
     with open_store(database) as store:
         hints = waiting_hints(store, MACHINE, NEW.kernel_abi, shipped)

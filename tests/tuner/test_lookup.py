@@ -13,13 +13,7 @@ from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.packing import PackedWeight, pack_dense
 from phasewise.cython_kernels.schedules import MAX_ROW_RANGES
 from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample, Schedule
-from phasewise.tuner.lookup import (
-    NEAR,
-    REPEAT_FROM,
-    ScheduleTable,
-    even_tiles,
-    read_table,
-)
+from phasewise.tuner.lookup import NEAR, REPEAT_FROM, ScheduleTable, even_tiles, read_table
 from phasewise.tuner.native import default_schedule, is_default_for
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight

@@ -330,10 +330,7 @@ def test_a_list_of_cores_reads_back_in_order(cores: list[int]) -> None:
     assert list(parse_cores(list_cores(cores))) == cores
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=6), min_size=1, max_size=3),
-    st.data(),
-)
+@given(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=6), min_size=1, max_size=3), st.data())
 def test_ranks_by_hand_divide_the_cores_and_keep_to_their_nodes(
     shape: list[list[int]], data: st.DataObject
 ) -> None:

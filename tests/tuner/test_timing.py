@@ -16,25 +16,10 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels import limit_loops as loops
 from phasewise.kerneldb.records import MAX_GAIN
 from phasewise.tuner import timing
-from phasewise.tuner.conditions import (
-    Conditions,
-    CpuTicks,
-    Look,
-    Watch,
-    between,
-    children_s,
-    is_disturbed,
-)
+from phasewise.tuner.conditions import Conditions, CpuTicks, Look, Watch, between, children_s, is_disturbed
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth, read_in_pieces
 from phasewise.tuner.native import RETRIES, CoreLoops, Yardstick, steadily
-from phasewise.tuner.timing import (
-    Samples,
-    compare,
-    duel,
-    estimate_ns,
-    plan_turn,
-    race,
-)
+from phasewise.tuner.timing import Samples, compare, duel, estimate_ns, plan_turn, race
 from tests.support.tiers import examples
 
 NS = st.integers(1, 10**12)
@@ -166,15 +151,6 @@ def test_what_children_use_is_our_own(tmp_path: Path) -> None:
 
     assert children_s(tmp_path, ticks_a_second=100) == 2.0
     assert children_s(tmp_path / "none", ticks_a_second=100) == 0.0
-
-
-@pytest.mark.parametrize("name", isa.usable())
-@pytest.mark.parametrize("kind", loops.KINDS)
-def test_twice_the_rounds_is_twice_the_work(name: str, kind: str) -> None:
-    """On every instruction set; odd counts, because the loops may round up to one."""
-    with isa.using(name):
-        assert loops.peak(kind, 2001) > 0
-        assert loops.peak(kind, 4001) / loops.peak(kind, 2001) == pytest.approx(4001 / 2001)
 
 
 @pytest.mark.parametrize("name", isa.usable())

@@ -13,8 +13,7 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.run import evaluate, until_interrupted
-from phasewise.workflows.evaluate.scorer import Chunk, Scorer
+from phasewise.workflows.evaluate.run import Chunk, Scorer, evaluate, until_interrupted
 from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.opening.open_model import open_model
 from tests.support.models.tiny_models import TinyShape, write_calibration, write_tiny_gguf

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate import figures
-from phasewise.workflows.evaluate.scorer import halves, windows
+from phasewise.workflows.evaluate.run import halves, windows
 from tests.support.tiers import examples
 
 

@@ -27,7 +27,7 @@ from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, Sto
 from phasewise.kerneldb.remote_index import NAME, Bundle, RemoteIndex
 from phasewise.kerneldb.store import open_store
 from phasewise.workflows.database.remote import Leaving, pull, push
-from phasewise.workflows.database.signed_index import Trust, sign
+from phasewise.workflows.database.remote_files import Trust, sign
 from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
     ORIGIN,

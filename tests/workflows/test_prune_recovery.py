@@ -14,8 +14,8 @@ from phasewise.serving.loaders import open_source
 from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.prune import masks
+from phasewise.workflows.prune.calibration import recover
 from phasewise.workflows.prune.directory import bf16_bits
-from phasewise.workflows.prune.recovery import recover
 from phasewise.workflows.prune.run import prune
 from phasewise.workflows.prune.settings import Pattern, PruneSettings
 from tests.support.models.tiny_models import write_calibration, write_tiny_gguf, write_tiny_hf

@@ -20,7 +20,7 @@ from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 from phasewise.workflows.opening import tuned_schedules
 from phasewise.workflows.opening.open_model import storage_choice
 from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
-from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
+from phasewise.workflows.tune_kernels.run import fight_storage_duels, storage_problems
 from tests.support.machines.kerneldb_examples import STORAGE_DUEL
 from tests.support.models.tiny_models import TinyShape, write_sparse_hf
 

@@ -23,7 +23,7 @@ from phasewise.topology import (
 )
 from phasewise.tuner.plans import PHASES, ServicePlan, machine_key, placed_json, rank_on, resolve_plans
 from phasewise.workflows.database.remote import Leaving, pull, push
-from phasewise.workflows.database.signed_index import Trust
+from phasewise.workflows.database.remote_files import Trust
 from tests.support.machines.kerneldb_examples import MEASUREMENT, PROMOTION
 
 XML = Path(__file__).parents[1] / "data" / "topology" / "lstopo_v2.xml"

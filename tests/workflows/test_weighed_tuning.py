@@ -18,7 +18,7 @@ from phasewise.topology import CpuKind, read_machine
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.bench.kernels import OurKernels
 from phasewise.workflows.tune_kernels.rounds import Round, evaluator_on
-from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels
+from phasewise.workflows.tune_kernels.run import fight_storage_duels
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))[:2]
 KINDS = tuple(CpuKind(f"kind {cpu}", (cpu,)) for cpu in CPUS)

@@ -25,8 +25,8 @@ from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool,
 from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.cluster.simulated.spec_file import DEFAULT_MODEL, MachineCatalogue, StepSources, read_machines
 from phasewise.cluster.simulated.steps import StepTimes
-from phasewise.workflows.capacity.load import lengths_of
-from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish, reference_steps, step_sources
+from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish
+from phasewise.workflows.capacity.simulate import lengths_of, reference_steps, step_sources
 from phasewise.workflows.report import Report
 
 NAMED_DESIGNS = {

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from phasewise._options import changed, option, refuse_unused
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import DB
-from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    from phasewise.cluster.simulated.spec_file import MachineCatalogue, StepSources
-    from phasewise.cluster.simulated.steps import StepTimes
-
-DB_MACHINE, XML_MACHINE = "db", "xml"
-"""Names of the machine types that `machine_from_db` and `machine_from_xml` give step times."""
 
 
 @dataclass(frozen=True)
@@ -131,32 +123,3 @@ class ProvisionWish:
         """UsageError where these exclude each other."""
         if sum(amount is not None for amount in (self.rate, self.cost, self.power)) != 1:
             raise UsageError("give exactly one of --rate, --cost and --power")
-
-
-def step_sources(inputs: ClusterInputs, report: Report = silent) -> StepSources:
-    """The source of step times, besides the machine types' own curves. ClusterError or KernelDbError."""
-    from phasewise.cluster.simulated.spec_file import StepSources
-    from phasewise.cluster.simulated.steps import read_profile
-    from phasewise.workflows.capacity.load import steps_from_db, steps_from_xml
-
-    profile = None if inputs.perf_model is None else read_profile(inputs.perf_model)
-    timed: dict[str, StepTimes] = {}
-    if inputs.machine_from_db is not None:
-        timed[DB_MACHINE] = steps_from_db(inputs.db, inputs.machine_from_db, report)
-    if inputs.machine_from_xml is not None:
-        xml, _, model = inputs.machine_from_xml.partition(":")
-        if not xml or not model:
-            raise UsageError(f"--machine-from-xml takes XML:MODEL, not {inputs.machine_from_xml!r:.60}")
-        timed[XML_MACHINE] = steps_from_xml(xml, model, "native", report)
-    return StepSources(profile, timed)
-
-
-def reference_steps(name: str, catalogue: MachineCatalogue, report: Report) -> StepTimes | None:
-    """None where the catalogue's model is not known on that type: then nothing is told as a slowdown."""
-    from phasewise.cluster.errors import ClusterError
-
-    try:
-        return catalogue[name].steps
-    except ClusterError as error:
-        report(f"no slowdowns: {error}")
-        return None

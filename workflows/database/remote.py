@@ -37,15 +37,20 @@ from phasewise.kerneldb.remote_index import (
     read_index,
 )
 from phasewise.kerneldb.store import Store, open_store
-from phasewise.workflows.database.remote_files import RemoteFiles
-from phasewise.workflows.database.shared_plans import SharedPlans
+from phasewise.workflows.database.remote_files import (
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_SUFFIX,
+    RemoteFiles,
+    Trust,
+    sign,
+)
 from phasewise.workflows.database.sharing import (
+    SharedPlans,
     core_signature_here,
     existing_store,
     no_rows_of,
     wanted_machines,
 )
-from phasewise.workflows.database.signed_index import MAX_SIGNATURE_BYTES, SIGNATURE_SUFFIX, Trust, sign
 from phasewise.workflows.report import Report, silent
 
 LEAST_CHARS = 3

@@ -1,8 +1,4 @@
-"""The files of a remote: a folder, which may be a git working tree, or an address of static files.
-
-An address is read by HTTPS, any other by fsspec (`hf://`, `s3://`), which comes with huggingface_hub, and by
-the driver that it needs for it.
-"""
+"""Files of a remote (a folder, or an address of static files), and trust in its index."""
 
 from __future__ import annotations
 
@@ -12,17 +8,18 @@ import hashlib
 import math
 import os
 import posixpath
+import re
 import secrets
 import shutil
-import threading
+import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
@@ -32,17 +29,86 @@ from phasewise.kerneldb.location import redacted
 from phasewise.kerneldb.remote_index import Bundle, RemoteError
 from phasewise.workflows.report import Report, silent
 
+NAMESPACE = "phasewise"
+"""The namespace of signatures: one that was made for something else is not one of ours."""
+SIGNATURE_SUFFIX = ".sig"
+MAX_SIGNATURE_BYTES = 64 * 1024
+_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The reason to believe an index: one of the two, or both."""
+
+    digest: str | None = None
+    """SHA-256 of the index, in hex."""
+    allowed_signers: Path | None = None
+    """A file as `ssh-keygen` reads it: names and public keys."""
+
+    @property
+    def is_given(self) -> bool:
+        """There is something to check an index by."""
+        return self.digest is not None or self.allowed_signers is not None
+
+    def check(self, index: bytes, signature: bytes | None, name: str) -> None:
+        """RemoteError, in one line, where the index is not believed."""
+        if self.digest is not None:
+            digest = hashlib.sha256(index).hexdigest()
+            if digest != self.digest.lower():
+                raise RemoteError(
+                    f"the index of {name} has the digest {digest}, not the one that --digest pins"
+                )
+        if self.allowed_signers is not None:
+            if not self.allowed_signers.is_file():
+                raise RemoteError(f"there is no file of allowed signers {self.allowed_signers}")
+            if signature is None:
+                raise RemoteError(f"the index of {name} is not signed: there is no {SIGNATURE_SUFFIX} file")
+            _verify(index, signature, self.allowed_signers, name)
+
+
+def _verify(index: bytes, signature: bytes, allowed_signers: Path, name: str) -> None:
+    """By any signer of the file, whose names the signature's key is looked up in."""
+    with TemporaryDirectory(prefix="phasewise-") as folder:
+        file = Path(folder) / "index.sig"
+        file.write_bytes(signature)
+        looked_up = _ssh_keygen("find-principals", "-s", str(file), "-f", str(allowed_signers))
+        for line in looked_up.stdout.decode("utf-8", "replace").splitlines():
+            signer = line.split(",")[0].strip()
+            options = ("-s", str(file), "-f", str(allowed_signers), "-I", signer, "-n", NAMESPACE)
+            if _ssh_keygen("verify", *options, content=index).returncode == 0:
+                return
+    raise RemoteError(f"the index of {name} is signed by nobody whom {allowed_signers} allows")
+
+
+def sign(index: bytes, key: Path) -> bytes:
+    """The signature of an index by a private key, or the public half of one that an agent holds."""
+    with TemporaryDirectory(prefix="phasewise-") as folder:
+        file = Path(folder) / "index"
+        file.write_bytes(index)
+        done = _ssh_keygen("sign", "-f", str(key.expanduser()), "-n", NAMESPACE, str(file))
+        signature = file.with_name(file.name + SIGNATURE_SUFFIX)
+        if done.returncode or not signature.is_file():
+            said = re.sub(r"\s+", " ", done.stderr.decode("utf-8", "replace")).strip()
+            raise RemoteError(f"the index cannot be signed with {key}: {said:.160}")
+        return signature.read_bytes()
+
+
+def _ssh_keygen(verb: str, *arguments: str, content: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    command = ["ssh-keygen", "-Y", verb, *arguments]
+    try:
+        return subprocess.run(command, input=content, capture_output=True, check=False, timeout=_TIMEOUT_S)
+    except FileNotFoundError:
+        raise RemoteError("signatures need ssh-keygen, of OpenSSH 8.2 or newer: install it") from None
+    except subprocess.TimeoutExpired:
+        raise RemoteError(f"ssh-keygen took more than {_TIMEOUT_S} s") from None
+
+
 TIMEOUT_S = 30
 LOCK_S = 60.0
 """A push waits no longer for another one."""
 _LOOK_AGAIN_S = 0.05
 _CHUNK_BYTES = 1 << 20
 _LOCK = ".phasewise-lock"
-_HTTPS = "https://"
-_REFUSED = ("", "http", "ftp", "file", "local")
-"""Schemes of addresses that anybody on the way could change, and of folders."""
-_CHAIN = "::"
-"""Between two addresses of fsspec, one of which reads the other: it would hide a refused scheme."""
 
 
 def identity_of(remote: str) -> str:
@@ -51,8 +117,7 @@ def identity_of(remote: str) -> str:
         return os.path.realpath(os.path.expanduser(remote))
     address = urlsplit(remote)
     path = posixpath.normpath(f"/{quote(unquote(address.path))}").lstrip("/")
-    host = _https_host(address) if address.scheme == "https" else address.netloc
-    return urlunsplit((address.scheme, host, path, address.query, ""))
+    return urlunsplit((address.scheme, _https_host(address), path, address.query, ""))
 
 
 def _https_host(address: SplitResult) -> str:
@@ -71,17 +136,13 @@ class RemoteFiles:
         self.name = redacted(remote)
         self._seconds, self._deadline_s = seconds, time.monotonic() + seconds
         scheme, mark, rest = remote.partition("://")
+        if mark and scheme.lower() != "https":
+            raise RemoteError(f"{self.name}: a remote is a folder or an https:// address of static files")
         self._url = f"{scheme.lower()}{mark}{rest.rstrip('/')}" if mark else None
         try:
             self.identity = identity_of(remote)
         except ValueError as error:
             raise RemoteError(f"{self.name} is no address: {error}") from None
-        is_chain = scheme.lower() != "https" and _CHAIN in remote
-        if mark and (scheme.strip().lower() in _REFUSED or is_chain):
-            raise RemoteError(
-                f"{self.name}: a remote is a folder or an https:// address of static files, or another that "
-                "fsspec reads, such as hf:// or s3://"
-            )
         self._folder = Path(remote).expanduser()
 
     def read(self, path: str, most_bytes: int) -> bytes | None:
@@ -122,7 +183,9 @@ class RemoteFiles:
         try:
             if self._url is not None:
                 left_s = self._deadline_s - time.monotonic()
-                with _open(f"{self._url}/{path}", max(0.1, min(TIMEOUT_S, left_s))) as answer:
+                opener = urllib.request.build_opener(_OnlyHttps())
+                timeout_s = max(0.1, min(TIMEOUT_S, left_s))
+                with opener.open(f"{self._url}/{path}", timeout=timeout_s) as answer:
                     yield answer
             else:
                 with open_file(self._folder / path) as stream:
@@ -210,55 +273,3 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         if not newurl.startswith("https://"):
             raise ValueError("it redirects to an address without TLS")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-class _Driven:
-    """A file that a driver of fsspec's has opened. Its errors are of any class, here all OSErrors."""
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        """timeout_s: of each call, whatever the driver waits for."""
-        self._timeout_s = timeout_s
-        self._stream = self._driven(lambda: _fsspec_file(url))
-
-    def read1(self, n_bytes: int) -> bytes:
-        return bytes(self._driven(lambda: self._stream.read(n_bytes)))
-
-    def __enter__(self) -> _Driven:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._driven(self._stream.close)
-
-    def _driven(self, act: Callable[[], Any]) -> Any:
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(act())
-            except Exception as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="phasewise-driver", daemon=True).start()
-        try:
-            return done.result(self._timeout_s)
-        except FutureTimeout:
-            raise OSError(errno.ETIMEDOUT, f"nothing came in {self._timeout_s:.0f} s") from None
-        except OSError:
-            raise
-        except Exception as error:
-            raise OSError(" ".join(f"{error}".split()) or type(error).__name__) from error
-
-
-def _fsspec_file(url: str) -> Any:
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(url)
-    return filesystem.open(path, "rb")
-
-
-def _open(url: str, timeout_s: float) -> Any:
-    return _open_https(url, timeout_s) if url.startswith(_HTTPS) else _Driven(url, timeout_s)
-
-
-def _open_https(url: str, timeout_s: float) -> Any:
-    return urllib.request.build_opener(_OnlyHttps()).open(url, timeout=timeout_s)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO
 
 from phasewise._files import open_file, open_input
+from phasewise._words import counted
 from phasewise.kerneldb.errors import ExportFileError, ForeignDatabaseError, KernelDbError
 from phasewise.kerneldb.location import locate, redacted
 from phasewise.kerneldb.portable import (
@@ -25,13 +27,53 @@ from phasewise.kerneldb.portable import (
     rows_of,
     too_many,
 )
+from phasewise.kerneldb.records import PlanRecord
 from phasewise.kerneldb.store import Store, open_store
-from phasewise.workflows.database.shared_plans import SharedPlans
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.diff import Diff
     from phasewise.kerneldb.records import MachineKey, StoredRow
+    from phasewise.topology import Machine
+
+
+class SharedPlans:
+    """Names the places of plans that an earlier version kept by cores; only their own machine can."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._left_out = 0
+
+    @cached_property
+    def _machine(self) -> Machine:
+        from phasewise.topology import read_machine
+
+        return read_machine()
+
+    def as_shared(self, record: PlanRecord) -> PlanRecord | None:
+        """The record as it may leave; None where its cores are another machine's, or make no plan here."""
+        from phasewise.tuner import plans
+        from phasewise.tuner.errors import PlanError
+
+        try:
+            if record.phase not in plans.PHASES or plans.is_placed(record.plan_json):
+                return record
+            if record.origin.machine == plans.machine_key(self._machine):
+                plan = plans.ServicePlan.from_json(record.plan_json)
+                return replace(record, plan_json=plans.placed_json(plan, self._machine))
+        except PlanError:
+            pass  # counted below
+        self._left_out += 1
+        return None
+
+    def close(self) -> None:
+        """Say what was left out."""
+        if self._left_out:
+            self._report(
+                f"{counted(self._left_out, 'plan')} of another machine left out: earlier versions kept cores,"
+                " whose places only `db export` there can name"
+            )
+
 
 MAX_REFUSALS_SHOWN = 20
 HERE = "here"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.product_counts import ProductCounts
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.workflows.database.signed_index import Trust
+    from phasewise.workflows.database.remote_files import Trust
     from phasewise.workflows.opening.open_model import OpenModel, Weights
     from phasewise.workflows.tune_kernels.rounds import Round
 
@@ -69,7 +69,7 @@ class Remote:
 
     def trust(self) -> Trust:
         """UsageError where there is no reason to believe the remote."""
-        from phasewise.workflows.database.signed_index import Trust
+        from phasewise.workflows.database.remote_files import Trust
 
         trust = Trust(self.remote_digest, self.remote_signers)
         if not trust.is_given:

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import Origin, PredictorScore
 from phasewise.kerneldb.store import open_store
+from phasewise.serving.pools.buckets import learnt
+from phasewise.serving.pools.contract import PoolSettings
 from phasewise.topology import read_machine
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.plans import machine_key
-from phasewise.tuner.predictor.files import load_predictor
-from phasewise.tuner.predictor.log import Example, PromptFacts, part_of_folds
-from phasewise.tuner.predictor.model import LengthPredictor
-from phasewise.workflows.errors import UsageError
-from phasewise.workflows.predict_len.compare import (
-    Fold,
-    LogReport,
-    Split,
-    report_log,
-    rivals_of,
-    strangers,
+from phasewise.tuner.predictor.evaluate import (
+    Calibration,
+    FixedBuckets,
+    Given,
+    LearntBuckets,
+    Score,
+    calibration,
+    constant,
+    score,
+    told,
 )
+from phasewise.tuner.predictor.files import load_predictor
+from phasewise.tuner.predictor.log import Example, PromptFacts, held_out, part_of_folds
+from phasewise.tuner.predictor.model import LengthPredictor
+from phasewise.tuner.predictor.train import TrainOptions, train
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.predict_len.inputs import (
     ModelTokens,
     predictor_file,
@@ -35,6 +45,193 @@ from phasewise.workflows.predict_len.inputs import (
 )
 from phasewise.workflows.predict_len.settings import EvalWish
 from phasewise.workflows.report import Report, silent
+
+OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"
+KEY_DIGITS = 32
+
+
+@dataclass(frozen=True)
+class Split:
+    """The share of the prompts that is held out, and the seed by which they are chosen."""
+
+    share: float
+    seed: int
+
+    def of(self, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+        kept, out = held_out(examples, self.share, self.seed)
+        if not kept or not out:
+            raise PredictorError("a log does not divide into prompts to learn from and others: collect more")
+        return kept, out
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """All methods, learnt from the same answers."""
+
+    ours: LearntBuckets
+    s3: FixedBuckets
+    usual_bucket: int
+    """The fixed bucket that most answers of training fall into: the constant."""
+    hold: float
+
+    def own_points(self, examples: Sequence[Example]) -> dict[str, Given]:
+        """Each as it would be used."""
+        longest = max(example.facts.limit for example in examples)
+        return {
+            OURS: self.ours.give(examples, self.hold),
+            S3: self.s3.give(examples),
+            CONSTANT: constant(examples, self.usual_bucket),
+            STATIC: constant(examples, longest),
+        }
+
+    def at_s3(self, examples: Sequence[Example], s3: Given) -> dict[str, Given]:
+        """Ours and the constant with as much memory as S3 takes."""
+        ours = self.ours.give_within(examples, s3.mean)
+        return {OURS: ours, S3: s3, CONSTANT: constant(examples, s3.mean)}
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """The answers that ours learnt from (in the mean, of several folds), and a hash over those that judged
+    it.
+    """
+
+    learnt_answers: int
+    answers_key: str
+
+    @staticmethod
+    def of(folds: Sequence[Fold]) -> Grounds:
+        predictors = [fold.rivals.ours.predictor for fold in folds]
+        learnt = [predictor.trained_on.get("answers", 1) for predictor in predictors]
+        examples = [example for fold in folds for example in fold.examples]
+        return Grounds(round(sum(learnt) / len(learnt)), answers_key(examples))
+
+
+def answers_key(examples: Sequence[Example]) -> str:
+    """The same for the same answers in any order; nothing of a prompt can be read from it."""
+    answers = [
+        example.prompt_key + repr((example.output_tokens, example.was_cut, example.facts.limit)).encode()
+        for example in examples
+    ]
+    return hashlib.sha256(b"\n".join(sorted(answers))).hexdigest()[:KEY_DIGITS]
+
+
+@dataclass(frozen=True)
+class LogReport:
+    """One log's held-out answers. `scores`: by point of comparison, then by method."""
+
+    name: str
+    n_answers: int
+    scores: Mapping[str, tuple[Score, ...]]
+    grounds: Grounds
+    calibration: Calibration
+
+    def figures_of_ours(self) -> dict[str, float]:
+        """Ours as it would be used, and beside S3 with the memory that S3 takes."""
+        own = next(scored for scored in next(iter(self.scores.values())) if scored.method == OURS)
+        figures = {
+            name: value
+            for name, value in asdict(own).items()
+            if isinstance(value, float) and name != "overflow"
+        }
+        figures["points_over_s3"] = self.points_gained([*self.scores][-1])
+        shares = enumerate(self.calibration.coverage, 1)
+        figures |= {f"coverage_{10 * tenth}": share for tenth, share in shares}
+        figures["mean_error_tokens"] = self.calibration.mean_error_tokens
+        figures["constant_error_tokens"] = self.calibration.constant_error_tokens
+        return figures
+
+    def points_gained(self, point: str) -> float:
+        """Ours above S3, in percentage points of accuracy."""
+        accuracy = {scored.method: scored.accuracy for scored in self.scores[point]}
+        return 100 * (accuracy[OURS] - accuracy[S3])
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "log": self.name,
+            "answers": self.n_answers,
+            "points": {
+                point: {
+                    "points_gained_over_s3": self.points_gained(point),
+                    "methods": [asdict(scored) for scored in scores],
+                }
+                for point, scores in self.scores.items()
+            },
+            "calibration": asdict(self.calibration),
+        }
+
+
+def rivals_of(
+    kept: Sequence[Example],
+    model_name: str,
+    hold: float,
+    seed: int,
+    predictor: LengthPredictor | None,
+) -> Rivals:
+    """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
+    longest = max(example.facts.max_tokens or example.output_tokens for example in kept)
+    options = TrainOptions(seed=seed)
+    inner = FixedBuckets.inner_bounds(longest)
+    ours = predictor or train(kept, model_name, options)
+    classifier = train(kept, model_name, options, bounds=inner)
+    lengths = [example.output_tokens for example in kept]
+    bounds = [*inner, longest]
+    usual = int(np.bincount(np.minimum(np.searchsorted(bounds, lengths), len(inner))).argmax())
+    shuffled = random.Random(seed).sample(lengths, len(lengths))  # logs lie end to end; a window is a mixture
+    learning = LearntBuckets(ours, shuffled, _learn)
+    return Rivals(learning, FixedBuckets(classifier, longest), bounds[usual], hold)
+
+
+def _learn(lengths: Sequence[int]) -> Sequence[int]:
+    """As the pool does, with its default settings."""
+    settings = PoolSettings(longest_request=max(lengths))
+    return learnt(tuple(sorted(lengths)), settings.n_buckets, settings.top_level).buckets
+
+
+class Fold(NamedTuple):
+    """Answers of one log, and methods that learnt from none of their prompts."""
+
+    examples: Sequence[Example]
+    rivals: Rivals
+
+
+def report_log(name: str, folds: Sequence[Fold]) -> LogReport:
+    """All comparisons on one log's answers, those of all folds together."""
+    points = [_points(*fold) for fold in folds]
+    examples = [example for fold in folds for example in fold.examples]
+    scores = {
+        point: tuple(
+            score(method, examples, Given.together([fold_points[point][method] for fold_points in points]))
+            for method in methods
+        )
+        for point, methods in points[0].items()
+    }
+    parts = [
+        told(rivals.ours.predictor, own, rivals.hold, rivals.ours.first_lengths) for own, rivals in folds
+    ]
+    return LogReport(name, len(examples), scores, Grounds.of(folds), calibration(parts))
+
+
+def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, Given]]:
+    own = rivals.own_points(examples)
+    return {
+        "own point": own,
+        "memory of S3": rivals.at_s3(examples, own[S3]),
+    }
+
+
+def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:
+    """Examples whose prompts are not among the ones that were learnt from."""
+    learnt_keys = {example.prompt_key for example in kept}
+    return [example for example in others if example.prompt_key not in learnt_keys]
+
+
+def with_split(predictor: LengthPredictor, split: Split) -> LengthPredictor:
+    """A predictor that says which prompts it did not learn from."""
+    facts = {**predictor.trained_on, "held_out_share": split.share, "held_out_seed": split.seed}
+    return replace(predictor, trained_on=facts)
+
 
 SHARES_TOLD = (0.5, 0.9, 0.99)
 READS = "tokens"

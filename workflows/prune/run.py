@@ -19,10 +19,17 @@ from phasewise.serving.loaders.families.family import HF_LLAMA, HF_OUTSIDE
 from phasewise.serving.loaders.source import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.scorer import read_text
+from phasewise.workflows.evaluate.run import read_text
 from phasewise.workflows.new_path import new_path
 from phasewise.workflows.prune import masks
-from phasewise.workflows.prune.calibration import Activations, gather, windows
+from phasewise.workflows.prune.calibration import (
+    Activations,
+    Recovery,
+    RecoveryTally,
+    gather,
+    recover,
+    windows,
+)
 from phasewise.workflows.prune.directory import (
     Tensor,
     bf16_bits,
@@ -31,7 +38,6 @@ from phasewise.workflows.prune.directory import (
     write_tensors,
     write_texts,
 )
-from phasewise.workflows.prune.recovery import Recovery, RecoveryTally, recover
 from phasewise.workflows.prune.settings import EMBEDDINGS, READERS, Method, Pattern, PruneSettings
 from phasewise.workflows.report import Report, silent
 
@@ -318,7 +324,7 @@ def _perplexity(
     told_as: what progress calls it; None: by its name.
     """
     from phasewise.workflows.evaluate.figures import perplexity
-    from phasewise.workflows.evaluate.scorer import Chunk, Scorer, losses_of
+    from phasewise.workflows.evaluate.run import Chunk, Scorer, losses_of
     from phasewise.workflows.opening.kept_cores import KeptCores
     from phasewise.workflows.opening.open_model import Weights, open_model
 

@@ -31,7 +31,6 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.open_engine import ModelText
-    from phasewise.serving.engine.receipt_signing import Signer
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.ranks.ranks_contract import Ranks
     from phasewise.serving.sampling.sampling import Sampler
@@ -81,7 +80,7 @@ class GivenReceipt:
 
 
 def read_receipts(path: Path) -> Iterator[GivenReceipt]:
-    """The receipts of a file: one, a list of them as `/v1/receipts/{id}` gives it, those of an answer, or of
+    """The receipts of a file: one, a list of them, those of an answer, or of
     a batch's lines of answers. A file or a line that cannot be read is given as its error.
     """
     n_given = 0
@@ -165,22 +164,15 @@ def replay_files(
     weights: Weights = NATIVE,
     placement: ModelCores = ANYWHERE,
     *,
-    signer: Path | None = None,
     report: Report = silent,
 ) -> list[ReceiptVerdict]:
     """Check all receipts of some files against `model`, in their order.
 
-    signer: a file with the key that must have signed each of them; None: signatures are not looked at.
-    Each is judged by itself. Raises ReceiptError for a file without a key, and what `open_model` raises.
+    Each is judged by itself. Raises what `open_model` raises.
     """
-    trusted_signer = None
-    if signer is not None:
-        from phasewise.workflows.receipt_keys import known_signer
-
-        trusted_signer = known_signer(signer)
     check_settings(model, weights, report=report)
     opened = open_model(model, weights, placement.threads, placement.db, report, placement.ranks)
-    with _Replayer(opened, signer=trusted_signer) as replayer:
+    with _Replayer(opened) as replayer:
         verdicts = (replayer.verdict(given) for path in paths for given in read_receipts(path))
         return [*KeptCores(report).between(verdicts)]
 
@@ -196,10 +188,9 @@ def replay_receipts(
 class _Replayer:
     """A model, and ranks that stay open from one receipt to the next where they fit both."""
 
-    def __init__(self, opened: OpenModel, *, pinned: bool = True, signer: Signer | None = None) -> None:
+    def __init__(self, opened: OpenModel, *, pinned: bool = True) -> None:
         self._found = opened
         self._pinned = pinned
-        self._signer = signer
         self._ends = frozenset(opened.model.config.eos_token_ids)
         self._known_guides: GuideCompiler | None = None
         self._ranks: Ranks | None = None
@@ -234,8 +225,6 @@ class _Replayer:
         if isinstance(receipt, ReceiptError):
             return ReceiptVerdict(given.source, "", 0, (str(receipt),))
         problems, first = receipt.contradictions(), None
-        unsigned = None if self._signer is None else self._signer.refusal(receipt)
-        problems += [] if unsigned is None else [unsigned]
         refusal = self._cannot_check(receipt)
         if refusal is not None:
             problems.append(refusal)

@@ -23,12 +23,11 @@ from phasewise.workflows.serve.address import (
 )
 from phasewise.workflows.serve.opened_models import OpenedModel, Opener
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
-from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, joined_plans, way_of
+from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, way_of
 
 if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.monitoring.access_log import Level, Logging
-    from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.transport.listening import TlsContext
     from phasewise.serving.model_table import AnswerPolicy
     from phasewise.serving.service import ServiceSettings
@@ -171,7 +170,7 @@ def _called(
 def _told(
     opened: Sequence[OpenedModel], opener: Opener, service: ServiceSettings, explain: Explain | None
 ) -> ServiceSettings:
-    """Tell of the models that stay; what the server's page and metrics say of them."""
+    """Tell of the models that stay; what the server's metrics say of them."""
     from phasewise.workflows.opening.open_model import hint_at_tuning
 
     report = opener.report
@@ -179,8 +178,7 @@ def _told(
     if explain is not None:
         for served in opened:
             _explain(served, opener, explain)
-    page = None if service.page is None else _machine_facts(opened[0], opener)
-    service = replace(service, page=page, products=_products(opened, opener))
+    service = replace(service, products=_products(opened, opener))
     _tell(opened, service, report)
     return service
 
@@ -244,7 +242,6 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
 def _service_settings(
     settings: ServeSettings, limits: HttpLimits, tls: TlsContext | None, report: Report
 ) -> ServiceSettings:
-    from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.requests.lengths import LengthLog
     from phasewise.serving.service import ServiceSettings
 
@@ -255,7 +252,7 @@ def _service_settings(
         length_log=None if settings.length_log is None else LengthLog(settings.length_log, report),
         cors_origins=tuple(settings.answering.cors_origin or ()),
         logging=_logging(settings),
-        page=None if settings.answering.no_page else MachineFacts(),
+        page=not settings.answering.no_page,
         read_keys=reader_of_keys(settings.accepting, report),
         batch_dir=batches.batch_dir or user_folder("state") / "batches",
         batch_bytes=batches.batch_bytes,
@@ -263,18 +260,10 @@ def _service_settings(
 
 
 def _answers(settings: ServeSettings) -> AnswerPolicy:
-    """ReceiptError where --receipt-key names no key."""
     from phasewise.serving.model_table import AnswerPolicy
 
-    answering, sign_receipt = settings.answering, None
-    if answering.receipt_key is not None:
-        from phasewise.workflows.receipt_keys import signing_key
-
-        sign_receipt = signing_key(answering.receipt_key)
-    gives_receipts = answering.receipts or sign_receipt is not None
-    return AnswerPolicy(
-        settings.accepting.max_prompt_tokens, answering.tool_format, gives_receipts, sign_receipt
-    )
+    answering = settings.answering
+    return AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
 
 
 def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Mapping[str, int]]:
@@ -299,22 +288,6 @@ def _logging(settings: ServeSettings) -> Logging:
 
     logged = settings.logged
     return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
-
-
-def _machine_facts(first: OpenedModel, opener: Opener) -> MachineFacts:
-    """Facts of this host; nothing where the model computes on others."""
-    from phasewise.serving.http.monitoring.live import MachineFacts
-    from phasewise.topology import read_machine
-    from phasewise.workflows.topo.plan_json import picture_of_plans, schedule_rows
-
-    if isinstance(opener.way, OnNodes):
-        return MachineFacts()
-    plans = joined_plans(opener.way.instances) or first.sized.open_model.plans
-    uses: list[ScheduleUse] = []
-    for instance, opened in opener.opened_as(first):
-        computed = (use for use in first.uses(opened) if instance is None or instance.computes(use.phase))
-        uses += [use for use in computed if instance is None or use not in uses]
-    return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
 
 
 def _level(name: str) -> Level:

@@ -371,7 +371,7 @@ class Answering:
     )
     no_page: bool = option(
         False,
-        "serve no page with a chat and a live view at /",
+        "serve no page with a chat at /",
         "--no-page",
         envvar="PHASEWISE_NO_PAGE",
         config_only=True,
@@ -381,12 +381,6 @@ class Answering:
         'give a receipt of each answer whose request has "receipt": true; phasewise replay checks it',
         "--receipts",
         envvar="PHASEWISE_RECEIPTS",
-    )
-    receipt_key: Path | None = option(
-        None,
-        "with receipts, each signed by this Ed25519 key, PEM or OpenSSH (phasewise[sign])",
-        metavar="FILE",
-        envvar="PHASEWISE_RECEIPT_KEY",
     )
 
 

@@ -375,17 +375,6 @@ class PlannedInstance:
         return self.role in ("mixed", "prompt" if phase == "prefill" else "token")
 
 
-def joined_plans(instances: Sequence[PlannedInstance]) -> dict[Phase, ServicePlan]:
-    """For each phase the ranks of all instances that compute it."""
-    plans: dict[Phase, ServicePlan] = {}
-    for instance in instances:
-        for phase, plan in instance.plans.items():
-            if instance.computes(phase):
-                ranks = plans[phase].ranks if phase in plans else ()
-                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks))
-    return plans
-
-
 def _check_roles(roles: set[Role]) -> None:
     if "mixed" not in roles and roles != {"prompt", "token"}:
         missing = "token" if roles == {"prompt"} else "prompt"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
 from phasewise._json import read_json
 from phasewise.topology import Machine
-from phasewise.topology.picture import GROUP_FILLS, PuGroup, draw_svg
+from phasewise.topology.picture import GROUP_FILLS, PuGroup
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import (
     MAX_BANDS,
@@ -23,7 +23,7 @@ from phasewise.tuner.plans import (
 )
 
 if TYPE_CHECKING:
-    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
+    pass
 
 
 Plans = Mapping[Phase, ServicePlan]
@@ -110,11 +110,6 @@ def _ranks(plan: Any) -> Iterator[RankCores]:
         yield RankCores(tuple(cores), rank.get("numa_node"))
 
 
-def picture_of_plans(machine: Machine, plans: Plans) -> str:
-    """The machine as SVG, the cores of every rank of each phase coloured."""
-    return draw_svg(machine, picture_groups(plans))
-
-
 def picture_groups(plans: Plans) -> tuple[PuGroup, ...]:
     """Every rank of every phase; no colour means one phase here and another there."""
     groups = []
@@ -134,19 +129,6 @@ def _fills(plans: Plans) -> dict[Phase, Sequence[str]]:
     half = len(GROUP_FILLS) // 2
     n_first = min(len(plans[first].ranks), len(GROUP_FILLS) - min(len(plans[second].ranks), half))
     return {first: GROUP_FILLS[:n_first], second: GROUP_FILLS[n_first:]}
-
-
-def schedule_rows(uses: Iterable[ScheduleUse]) -> Iterator[dict[str, str]]:
-    """A row of texts for each entry of `tuned_schedules.explain`."""
-    for use in uses:
-        yield {
-            "phase": use.phase if use.from_sequences == 1 else f"{use.phase} from {use.from_sequences}",
-            "used_for": use.used_for,
-            "problem": f"{use.format} {use.n} x {use.k}",
-            "rows": str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}",
-            "why": use.why,
-            "schedule": schedule_words(use.schedule),
-        }
 
 
 def schedule_words(schedule: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +16,10 @@ from phasewise.cli.option_sets import spread
 from phasewise.cli.options import Form
 from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.cli.status_line import StatusLine, status_line
-from phasewise.loadtest.outcome import RequestOutcome
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
+
+if TYPE_CHECKING:
+    from phasewise.loadtest.metrics import RequestOutcome
 
 _printed = partial(typer.Option, rich_help_panel="What is printed")
 
@@ -60,7 +62,7 @@ def serve(
     from phasewise.loadtest.session import run_load_test
 
     check_target(plot)
-    test = load_test_of(url, model, times, lengths, asking, promises, plot=plot)
+    test = load_test_of(url, model, times, lengths, asking, promises)
     report = run_load_test(test, note, load_progress)
     if not owns_stdout(plot):
         say(FORMATS[output](report), end="")

@@ -9,7 +9,6 @@ import typer
 
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.commands.db import remote as db_remote
 from phasewise.cli.commands.db import rows as db_rows
 from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db.rows import ListedSchedules, Section
@@ -29,8 +28,8 @@ app.command("export")(db_sharing.export)
 app.command("import")(db_sharing.import_)
 app.command("merge")(db_sharing.merge)
 app.command("diff")(db_sharing.diff)
-app.command("push")(db_remote.push)
-app.command("pull")(db_remote.pull)
+app.command("push")(db_sharing.push)
+app.command("pull")(db_sharing.pull)
 app.command("gc")(db_sharing.gc)
 
 

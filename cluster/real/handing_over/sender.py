@@ -72,7 +72,7 @@ class _Job:
 
 
 class Sender:
-    """Hands over what one engine computes (`engine.messages.Outbox`, `ranks_contract.Follower`).
+    """Hands over what one engine computes (`engine.hand_over.Outbox`, `ranks_contract.Follower`).
 
     n_parts: of a state. progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread,
     once for each request; on_failed(request id, one word for a counter, why) on the sender's thread or the

@@ -24,7 +24,7 @@ from phasewise.serving.engine.messages import (
     Submit,
 )
 from phasewise.serving.errors import QueueFull, RequestError, ServingError, Stopping
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
+from phasewise.serving.http.http_settings import HttpLimits
 
 _add_to_eventfd = ctypes.PyDLL(None).eventfd_write
 """eventfd(2) through ctypes. A `PyDLL` call keeps the GIL."""
@@ -33,11 +33,9 @@ _add_to_eventfd.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 class LoopWakeup:
     """`wake` makes `loop` call `on_wake`; several calls of `wake` before that make one call.
-
     `call_soon_threadsafe` releases the GIL to write to a socket. The loop's thread then takes the GIL, and
-    the calling thread goes on only when the loop is idle, or after half a millisecond. Writing to an
-    eventfd without releasing the GIL avoids that.
-    """
+    the calling thread goes on only when the loop is idle, or after half a millisecond. Writing to an eventfd
+    without releasing the GIL avoids that."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_wake: Callable[[], None]) -> None:
         self._on_wake = on_wake
@@ -83,12 +81,9 @@ class AnswerReader(Protocol):
 
 
 class AnswerStream:
-    """The pieces of one HTTP answer.
-
-    `most_unread`: most pieces that may wait here for a reader that is behind; with one more the stream closes
-    itself and cuts it. Pieces that wait for this process's own turn are no fault of the reader's.
-    `reader`: None for an answer that is sent whole.
-    """
+    """The pieces of one HTTP answer. `most_unread`: most pieces that may wait here for a reader that is
+    behind; with one more the stream closes itself and cuts it. Pieces that wait for this process's own turn
+    are no fault of the reader's. `reader`: None for an answer that is sent whole."""
 
     def __init__(
         self,
@@ -117,8 +112,8 @@ class AnswerStream:
         """Cleared only while a task waits in `take`."""
         self._most_unread = most_unread
         self._reader = reader
-        self.at_once: Callable[[Iterable[Out]], bool] | None = None
-        """Offered what has come while a task waits in `take`; True: it has passed all of it on."""
+        self.at_once: Callable[[Pieces], bool] | None = None
+        """Offered what has come while a task waits in `take`, unless it ends; True: it has passed it on."""
         self.closed = self._is_refused = False
 
     @property
@@ -166,18 +161,17 @@ class AnswerStream:
 
     def wake(self) -> None:
         """Pass on what has come, `at_once` or through `take`. A switch of tasks costs more than an event."""
-        is_awaited = not self._something.is_set()
-        if is_awaited and self.at_once is not None and self.at_once(self._arrived):
+        if self.at_once is None or self._something.is_set() or any(map(_is_end, self._arrived)):
+            self._something.set()
+        elif self.at_once([(self._index[out.request_id], out) for out in self._arrived]):  # type: ignore[misc]
             self._arrived.clear()
             self._release()
         else:
             self._something.set()
 
     async def take(self) -> Pieces:
-        """All pieces that have come, at least one; none after the last, and once the stream is closed.
-
-        Raises what the engine says where a request fails.
-        """
+        """All pieces that have come, at least one; none after the last, and once the stream is closed. Raises
+        what the engine says where a request fails."""
         while not self._arrived:
             if not self._open or self.closed:
                 return []
@@ -193,7 +187,7 @@ class AnswerStream:
                 self._open.discard(out.request_id)
                 raise out.error
             self._arrived.popleft()
-            if isinstance(out, Answer) and out.finish_reason is not None:
+            if _is_end(out):
                 self._open.discard(out.request_id)
             pieces.append((self._index[out.request_id], out))
         if self._reader is not None:
@@ -210,16 +204,16 @@ class AnswerStream:
         if self.closed:
             return
         self.closed = True
-        ended = {
-            out.request_id
-            for out in self._arrived
-            if isinstance(out, Failure) or (isinstance(out, Answer) and out.finish_reason is not None)
-        }
+        ended = {out.request_id for out in self._arrived if _is_end(out)}
         self._arrived.clear()
         self._release()
         self._client.forget(self, self._index, self._open - ended)
         self._open = set()
         self._something.set()
+
+
+def _is_end(out: Out) -> bool:
+    return isinstance(out, Failure) or (isinstance(out, Answer) and out.finish_reason is not None)
 
 
 def _bytes_of(piece: Answer) -> int:
@@ -235,7 +229,7 @@ def _bytes_of(piece: Answer) -> int:
 class Observer:
     """Sees the traffic, for metrics and for the length log."""
 
-    def sent(self, request: Submit, facts: RequestFacts) -> None:
+    def sent(self, request: Submit) -> None:
         """A request goes to the engine."""
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
@@ -303,17 +297,13 @@ class EngineClient:
     def open(
         self,
         requests: Sequence[Submit],
-        facts: Sequence[RequestFacts],
         reader: AnswerReader | None = None,
         *,
         tells_progress: bool = False,
     ) -> AnswerStream:
-        """Send requests to the engine, `facts` being what is known of each. QueueFull: not now; Stopping.
-
-        reader: of an answer that is sent as it comes; where it is too far behind, it is cut and all aborted.
-        They take places of their client's share. Requests in shadow take none: there are as many of them as
-        whoever sends batches lets be.
-        """
+        """Send requests to the engine. QueueFull: not now; Stopping. reader: of an answer that is sent as it
+        comes; where it is too far behind, it is cut and all aborted. They take places of their client's
+        share. Requests in shadow take none: there are as many of them as whoever sends batches lets be."""
         owner = requests[0].client
         if self._has_ended:
             raise Stopping("the server is stopping")
@@ -330,12 +320,12 @@ class EngineClient:
         now_s = time.monotonic()
         if not (self.n_live or in_shadow):  # how fast answers ended before a pause says nothing of now
             self._ends_s.clear()
-        for request, request_facts in zip(requests, facts, strict=True):
+        for request in requests:
             self._streams[request.request_id] = stream
             if not in_shadow:
                 self._started_s[request.request_id] = now_s
             for observer in self._observers:
-                observer.sent(request, request_facts)
+                observer.sent(request)
             self._send(request)
         return stream
 
@@ -395,9 +385,7 @@ class EngineClient:
 
     def retry_after_s(self, n_too_many: int) -> int:
         """Seconds until `n` places will be free, if answers go on ending at the rate at which the last did.
-
-        Before any has ended: the age of the oldest, for it has at least begun.
-        """
+        Before any has ended: the age of the oldest, for it has at least begun."""
         now_s = time.monotonic()
         if len(self._ends_s) > 1:
             # To now, not to the last end: an engine that has stopped ending answers is slow.
@@ -463,7 +451,7 @@ class EngineClient:
         told: dict[AnswerStream, None] = {}
         for out in outs:
             stream = self._streams.get(out.request_id)
-            if isinstance(out, Failure) or out.finish_reason is not None:
+            if _is_end(out):
                 self._end(out.request_id)
             if stream is not None:
                 stream.put(out)
@@ -492,13 +480,10 @@ class EngineClient:
 def displaced(
     n_missing: int, owner: str, n_new: int, held: Mapping[str, int], waiting: Sequence[AnswerStream]
 ) -> list[AnswerStream]:
-    """Answers that must end so that `owner` gets `n_new` places, `n_missing` of which are taken.
-
-    Each is the newest that waits of the client which then holds most places. Only a client that holds more
-    than `owner` will hold gives way. Empty where that frees too few: then none gives way.
-
-    held: places of each client, computed and waiting. waiting: in order of arrival.
-    """
+    """Answers that must end so that `owner` gets `n_new` places, `n_missing` of which are taken. Each is the
+    newest that waits of the client which then holds most places. Only a client that holds more than `owner`
+    will hold gives way. Empty where that frees too few: then none gives way. held: places of each client,
+    computed and waiting. waiting: in order of arrival."""
     left = dict(held)
     queues: dict[str, list[AnswerStream]] = {}
     for answer in waiting:

@@ -9,14 +9,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Progress, Submit
+from phasewise.serving.engine.messages import Answer, Evidence, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
-from phasewise.serving.http.answers.scoring import NOT_SCORED, Echo, Scoring, text_offsets
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import INPUT
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken
-from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text, parsed
+from phasewise.serving.tools.parts import (
+    Begun,
+    Call,
+    Part,
+    Piece,
+    PlainReader,
+    Reader,
+    Reasoning,
+    Text,
+    parsed,
+)
 
 
 class CustomCall(Call):
@@ -70,45 +80,28 @@ COMMENT, PING, SPACE = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+NOTHING_YET = Answer("", "", (), 0, 0)
+"""The last piece of an answer that has none."""
+
+
 @dataclass(slots=True)
 class Choice:
     """The arrived part of one choice."""
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
-    n_generated: int = 0
-    n_cached: int = 0
-    finish_reason: FinishReason | None = None
-    drafts: DraftCounts | None = None
-    evidence: Evidence | None = None
-    stop_text: str | None = None
+    last: Answer = NOTHING_YET
+    """The counts and ends of the newest piece."""
     first_ns: int = 0
-    last_ns: int = 0
-    """The time at which its first and its newest token were chosen, on `time.perf_counter_ns`."""
+    """The time at which its first token was chosen."""
     prompt: tuple[PromptToken, ...] | None = None
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
         self.tokens.extend(piece.tokens)
-        self.n_generated = piece.n_generated
-        self.n_cached = piece.n_cached
-        self.finish_reason = piece.finish_reason
-        self.drafts = piece.drafts
-        self.evidence = piece.evidence
-        self.stop_text = piece.stop_text
+        self.last = piece.counts
         self.first_ns = self.first_ns or piece.at_ns
-        self.last_ns = piece.at_ns
         self.prompt = self.prompt or piece.prompt
-
-
-class Used(NamedTuple):
-    """Tokens of one choice."""
-
-    n_generated: int
-    n_cached: int
-    """Tokens of its prompt that were not computed again."""
-    drafts: DraftCounts | None
-    """None where drafts are off."""
 
 
 class EventWriter(ABC):
@@ -124,10 +117,6 @@ class EventWriter(ABC):
     @abstractmethod
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """The answer's parts from pieces, each with the index of its request."""
-
-    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
-        """The same, quickly, where each has text and nothing else to say; None: ask `of`."""
-        return None
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
@@ -152,42 +141,37 @@ class Reply:
     """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
 
     requests: Sequence[Submit]
-    facts: Sequence[RequestFacts]
     n_choices_per_prompt: int
-    rendering: Rendering
+    rendering: Rendering | Form
     streamed: bool
     include_usage: bool
-    continuous_usage: bool = False
-    """The usage so far in every event."""
     tells_progress: bool = False
     """Events tell how much of each prompt is computed."""
-    form: Form | None = None
-    """The form in which it is written out; None: as choices of a completion or a chat."""
     receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
     """Makes and keeps the receipt of a choice that has ended; None where none is asked for."""
     clamped: int | None = None
     """The tokens that there is room for, where an answer of more was asked for."""
 
-    def with_receipt(self, index: int, said: Json, ended: Answer | Choice) -> Json:
+    def with_receipt(self, index: int, said: Json, ended: Answer) -> Json:
         """The choice as it is said, and its receipt where it has ended and shall have one."""
         if self.receipt is None or ended.evidence is None or ended.finish_reason is None:
             return said
         return {**said, "receipt": self.receipt(self.requests[index], ended.evidence, ended.finish_reason)}
 
-    def usage(self, counts: Sequence[Used]) -> Json:
-        """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""
+    def usage(self, said: Sequence[Answer]) -> Json:
+        """Tokens of all prompts, each once, and of all answers. said: the last piece of each choice."""
         firsts = self.requests[:: self.n_choices_per_prompt]
         n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
-        n_generated = sum(used.n_generated for used in counts)
+        n_generated = sum(piece.n_generated for piece in said)
         usage: Json = {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_generated,
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {
-                "cached_tokens": sum(used.n_cached for used in counts[:: self.n_choices_per_prompt])
+                "cached_tokens": sum(piece.n_cached for piece in said[:: self.n_choices_per_prompt])
             },
         }
-        drafts = [used.drafts for used in counts if used.drafts is not None]
+        drafts = [piece.drafts for piece in said if piece.drafts is not None]
         if drafts:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": sum(each.accepted for each in drafts),
@@ -213,10 +197,8 @@ class _ReadChoice:
         self._n_calls = 0
 
     def delta(self, text: str, *, is_last: bool) -> Json:
-        """The new part: `content`, `reasoning_content` and `tool_calls`, each where there is any.
-
-        A call comes with its name and id at once, and its arguments with it or in pieces of the same index.
-        """
+        """The new part: `content`, `reasoning_content` and `tool_calls`, each where there is any. A call
+        comes with its name and id at once, and its arguments with it or in pieces of the same index."""
         parts = self._reader.feed(text)
         if is_last:
             parts += self._reader.finish()
@@ -256,11 +238,69 @@ class _ReadChoice:
         calls[-1]["function"]["arguments"] += piece
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that an answer's text begins with. n_top: likeliest tokens of each place; None: no numbers."""
+
+    text: str
+    n_top: int | None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True if it comes with log-probabilities, which are known once it is computed."""
+        return self.n_top is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The numbers of its prompts that a response tells. n_top: likeliest tokens of each place in
+    `prompt_logprobs`; None: there is no such field. echoes: of each choice; none: nothing is echoed."""
+
+    n_top: int | None = None
+    echoes: tuple[Echo, ...] = ()
+
+    def echo(self, index: int) -> Echo | None:
+        """That of a choice."""
+        return self.echoes[index] if self.echoes else None
+
+
+NOT_SCORED = Scoring()
+"""Nothing."""
+
+
+def echoes_of(body: CompletionRequest, requests: Sequence[Submit], model: ServedModel) -> tuple[Echo, ...]:
+    """For each choice its prompt: a text as it was sent, tokens as the text that they spell."""
+    if not body.echo:
+        return ()
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    n_choices = body.n or 1
+    if not isinstance(texts[0], str):
+        firsts = requests[::n_choices]
+        texts = [
+            b"".join(map(model.piece, request.prompt_token_ids)).decode("utf-8", "replace")
+            for request in firsts
+        ]
+    return tuple(Echo(str(text), body.logprobs) for text in texts for _ in range(n_choices))
+
+
+def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
+    """The character of `text` at which each token begins. A token that the text does not spell, such as one
+    that every prompt begins with, takes no place. The tokens of a sentence may begin with a space that it has
+    not."""
+    spelled, byte_index, n_characters, offsets = text.encode(), 0, 0, []
+    for piece in pieces:
+        is_inside = byte_index < len(spelled) and spelled[byte_index] & 0xC0 == 0x80
+        offsets.append(n_characters - is_inside)
+        if byte_index == 0 and piece[:1] == b" " and not spelled.startswith(piece):
+            piece = piece[1:]
+        if spelled.startswith(piece, byte_index):
+            byte_index += len(piece)
+            n_characters += sum(byte & 0xC0 != 0x80 for byte in piece)
+    return offsets
+
+
 class Rendering(ABC):
     """The form of one kind of response: the fields of every object, and how tokens are written out."""
-
-    is_plain = True
-    """True if an event may carry a piece's text as it is."""
 
     def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = NOT_SCORED) -> None:
         self._fixed = {
@@ -343,12 +383,12 @@ class CompletionRendering(Rendering):
 
     def whole(self, index: int, choice: Choice) -> Json:
         echo = self._scoring.echo(index)
-        said, text = [self._generated(index, choice.tokens, choice.finish_reason)], choice.text
+        said, text = [self._generated(index, choice.tokens, choice.last.finish_reason)], choice.text
         if echo is not None:
             text = echo.text + text
             if echo.has_logprobs and choice.prompt is not None:
                 said.insert(0, self._echoed(echo, choice.prompt))
-        whole = self._choice(index, text, _joined(said), choice.finish_reason)
+        whole = self._choice(index, text, _joined(said), choice.last.finish_reason)
         if self._scoring.n_top is not None and choice.prompt is not None:
             whole["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
         return whole
@@ -403,7 +443,6 @@ class ChatRendering(Rendering):
         super().__init__(response_id, model, scoring)
         self._reading = reading
         self._streamed: dict[int, _ReadChoice] = {}
-        self.is_plain = reading is None
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "chat.completion.chunk" if streamed else "chat.completion"}
@@ -430,7 +469,7 @@ class ChatRendering(Rendering):
 
     def whole(self, index: int, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        reason: str | None = choice.finish_reason
+        reason: str | None = choice.last.finish_reason
         logprobs = self._logprobs(self._scored(choice.tokens, reason))
         if self._reading is not None:
             read = _ReadChoice(self._reading)
@@ -469,3 +508,47 @@ class ChatRendering(Rendering):
 
 def _chat_choice(index: int, key: str, content: Json, logprobs: Json | None, reason: str | None) -> Json:
     return {"index": index, key: content, "logprobs": logprobs, "finish_reason": reason}
+
+
+@dataclass(frozen=True)
+class KnownBefore:
+    """The parts of an answer that are known before it is made."""
+
+    model_id: str
+    n_prompt: int
+    reading: AnswerReading | None
+
+    def open(self) -> Reader:
+        return self.reading.open() if self.reading else PlainReader()
+
+    def parts(self, choice: Choice) -> list[Part]:
+        """Those of a whole answer."""
+        reader = self.open()
+        return [*reader.feed(choice.text), *reader.finish()]
+
+
+class PartEvents(EventWriter):
+    """The events of one answer, written from its parts as its text is read."""
+
+    def __init__(self, facts: KnownBefore) -> None:
+        self._reader = facts.open()
+        self._choice = Choice()
+
+    def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
+        """(0, piece); these forms have no word for the progress of a prompt."""
+        out: list[str] = []
+        for _, piece in pieces:
+            if isinstance(piece, Progress):
+                continue
+            self._choice.add(piece)
+            self._choice.text = ""  # it has been said
+            self._choice.tokens.clear()
+            parts = self._reader.feed(piece.text)
+            if piece.finish_reason is not None:
+                parts += self._reader.finish()
+            out += self._written(piece, parts)
+        return "".join(out).encode()
+
+    @abstractmethod
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterable[str]:
+        """The events of a piece that has these parts."""

@@ -20,7 +20,87 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.errors import ApiError, unknown_model
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
-from phasewise.serving.http.models.model_room import ModelRoom
+
+
+@dataclass(slots=True)
+class Resident:
+    """A model in memory. `n_users`: requests that it is held for. `used_s`: when the last of them ended."""
+
+    name: str
+    n_bytes: int
+    used_s: float
+    keep_s: float
+    """The time that it stays unused; infinite: until others need its room."""
+    n_users: int = 0
+    is_leaving: bool = False
+    """It takes no new requests, and goes when it has no users."""
+
+    @property
+    def ends_s(self) -> float:
+        """The time at which it goes if nobody uses it before; infinite while somebody does."""
+        return math.inf if self.n_users else self.used_s + self.keep_s
+
+
+class ModelRoom:
+    """The models in memory. budget_bytes: the most of all together; None: as much as they take."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.residents: dict[str, Resident] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(resident.n_bytes for resident in self.residents.values())
+
+    def holds_alone(self, n_bytes: int) -> bool:
+        """True if a model of this size fits where there is no other."""
+        return self.budget_bytes is None or n_bytes <= self.budget_bytes
+
+    def fits(self, n_bytes: int) -> bool:
+        """True if it fits beside those that are here."""
+        return self.budget_bytes is None or self.n_bytes + n_bytes <= self.budget_bytes
+
+    def makes_way(self, n_bytes: int) -> list[Resident]:
+        """Those that must leave for a model of this size, in their order."""
+        chosen: list[Resident] = []
+        in_order = sorted(
+            self.residents.values(), key=lambda resident: (resident.n_users > 0, resident.used_s)
+        )
+        left = self.n_bytes + n_bytes - (self.budget_bytes or 0)
+        for resident in in_order:
+            if self.budget_bytes is None or left <= 0:
+                break
+            chosen.append(resident)
+            left -= resident.n_bytes
+        return chosen
+
+    def enter(self, name: str, n_bytes: int, now_s: float, keep_s: float) -> Resident:
+        """A model is in memory from now on. It fits."""
+        assert self.fits(n_bytes), f"no room for {name}"
+        resident = self.residents[name] = Resident(name, n_bytes, now_s, keep_s)
+        return resident
+
+    def leave(self, name: str) -> None:
+        """It is in memory no more."""
+        assert not self.residents[name].n_users, f"{name} answers"
+        del self.residents[name]
+
+    def end(self, name: str, now_s: float, keep_s: float) -> Resident:
+        """One user less; the model stays for `keep_s` then."""
+        resident = self.residents[name]
+        resident.n_users -= 1
+        resident.used_s, resident.keep_s = now_s, keep_s
+        return resident
+
+    def overdue(self, now_s: float) -> list[Resident]:
+        """Those that were not used for as long as they stay."""
+        return [resident for resident in self.residents.values() if resident.ends_s <= now_s]
+
+    @property
+    def next_end_s(self) -> float:
+        """The time at which the next one is overdue; infinite: none will be."""
+        return min((resident.ends_s for resident in self.residents.values()), default=math.inf)
+
 
 FAILED_S = 5.0
 """The time for which a model that could not be loaded is not tried again."""
@@ -65,8 +145,7 @@ class MeasuredModel(Protocol):
 @dataclass(frozen=True)
 class ModelsOnDisk:
     """The folder. `files`: by the names that requests use, as they are now. `measure`: of a name in it; it
-    takes no memory to speak of, and may raise ServingError. Both are called on threads.
-    """
+    takes no memory to speak of, and may raise ServingError. Both are called on threads."""
 
     files: Callable[[], Mapping[str, ModelFile]]
     measure: Callable[[str], MeasuredModel]
@@ -86,8 +165,7 @@ class ShelfCounts:
 
 class ModelShelf:
     """The models of one folder. keep_s: the time that a model stays unused. end_shadows: ends the requests of
-    batches that hold a model, whose room is needed.
-    """
+    batches that hold a model, whose room is needed."""
 
     def __init__(
         self,
@@ -109,8 +187,6 @@ class ModelShelf:
         """Requests that wait for a model, by its name; True for one of a batch."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Loads under way or in line, by name."""
-        self._refused: set[str] = set()
-        """Models that were asked for by requests that do not wait."""
         self._lost: set[str] = set()
         """Loaded models whose engines have given up."""
         self._fresh: LoadedModel | None = None
@@ -152,11 +228,9 @@ class ModelShelf:
 
     # ---- holding -----------------------------------------------------------------------------------------
 
-    async def hold(self, name: str, *, waits: bool = True, in_shadow: bool = False) -> ServedModel:
-        """The model, loaded, until `release`. ApiError: there is none, it cannot be loaded, or it is not
-        loaded yet and the request does not wait. in_shadow: it is of a batch, for which no other model is
-        unloaded: where there is no room it does not wait.
-        """
+    async def hold(self, name: str, *, in_shadow: bool = False) -> ServedModel:
+        """The model, loaded, until `release`. ApiError: there is none, or it cannot be loaded. in_shadow: it
+        is of a batch, for which no other model is unloaded: where there is no room it does not wait."""
         resident = self.room.residents.get(name)
         if resident is not None and not resident.is_leaving:
             resident.n_users += 1
@@ -164,14 +238,13 @@ class ModelShelf:
         files = await self.files()
         if name not in files:
             raise unknown_model(name, ", ".join(files) or "an empty folder")
-        self._refuse_failed(name)
-        if not waits:
-            self._refused.add(name)
-            self._begin_loading(name)
-            raise self._not_yet(f"the model {name} is being loaded")
+        until_s, error = self._failed.get(name, (0.0, None))
+        if error is not None and time.monotonic() < until_s:
+            raise error
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, {})[waiter] = in_shadow
-        self._begin_loading(name)
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.ensure_future(self._load(name))
         try:
             await waiter
         except asyncio.CancelledError:
@@ -193,21 +266,13 @@ class ModelShelf:
         after_s = max(1, math.ceil(expected_s))
         return ApiError(503, f"{why}; try again in {after_s} s", code="model_loading", retry_after_s=after_s)
 
-    def _refuse_failed(self, name: str) -> None:
-        until_s, error = self._failed.get(name, (0.0, None))
-        if error is not None and time.monotonic() < until_s:
-            raise error
-
     # ---- loading -----------------------------------------------------------------------------------------
-
-    def _begin_loading(self, name: str) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = asyncio.ensure_future(self._load(name))
 
     async def _load(self, name: str) -> None:
         try:
             async with self._one_at_a_time:
-                await self._unload_lost(name)
+                while (resident := self.room.residents.get(name)) is not None and resident.is_leaving:
+                    await self._when_unused([name])  # one that is here and takes no requests goes first
                 if name not in self.room.residents:
                     await self._bring(name)
         except Exception as error:
@@ -216,15 +281,9 @@ class ModelShelf:
             self._hand_out(name)
         finally:
             del self._tasks[name]
-            self._refused.discard(name)
             for resident in self.room.residents.values():  # room enough was made
                 resident.is_leaving = resident.name in self._lost
         self._look()
-
-    async def _unload_lost(self, name: str) -> None:
-        """One that is here and takes no requests goes first."""
-        while (resident := self.room.residents.get(name)) is not None and resident.is_leaving:
-            await self._when_unused([name])
 
     async def _bring(self, name: str) -> None:
         began_s = time.monotonic()
@@ -269,9 +328,7 @@ class ModelShelf:
     def _is_wanted(self, name: str) -> bool:
         """By a request that is of no batch."""
         waiters = self._waiting.get(name, {})
-        return name in self._refused or any(
-            not (waiter.done() or in_shadow) for waiter, in_shadow in waiters.items()
-        )
+        return any(not (waiter.done() or in_shadow) for waiter, in_shadow in waiters.items())
 
     def _hand_out(self, name: str) -> None:
         """Everybody who waits holds it from now on, so that it is not unloaded before they come to it. Where

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phasewise.serving.http.answers.openai_objects import COMMENT, EVENT_STREAM, JSON_LINES, PING, SPACE
-from phasewise.serving.http.answers.send_answer import minds_signs
 from phasewise.serving.http.errors import ApiError, bad_request, other_purpose, unknown_model
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelShelf, ModelState
@@ -24,89 +20,25 @@ from phasewise.serving.http.requests.request_threads import while_there
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import client_of
 
-_PLACE = "phasewise.while_loading"
-"""The place in an ASGI scope of its `WhileLoading`."""
-
-Made = TypeVar("Made")
+_HELD = "phasewise.held_models"
+"""The place in an ASGI scope of its `HeldModels`."""
 
 
-class WhileLoading:
-    """One request, between its model and its answer."""
+@dataclass(slots=True)
+class HeldModels:
+    """The models that one request holds until its answer is sent."""
 
-    def __init__(self, path: str, send: Send) -> None:
-        self.keep_s: float | None = None
-        """The time that its model shall stay unused; None: the server's."""
-        self._send = send
-        self._is_messages = path.startswith("/v1/messages")
-        self._is_lines = path.startswith("/api/")
-        self._has_begun = False
-        self._failure = bytearray()
-        self._has_failed = False
-        self._releases: list[Callable[[float | None], None]] = []
-
-    def holds(self, release: Callable[[float | None], None]) -> None:
-        """`release` is called at the end, with `keep_s`."""
-        self._releases.append(release)
-
-    def end(self) -> None:
-        for release in self._releases:
-            release(self.keep_s)
-        self._releases.clear()
-
-    async def wait(self, request: Request, work: Awaitable[Made], every_s: float | None) -> Made:
-        """The result of `work`, a sign of life for every `every_s` before it; None: no signs. ClientLeft."""
-        making = asyncio.ensure_future(while_there(request, work))
-        try:
-            while not making.done():
-                await asyncio.wait((making,), timeout=every_s)
-                if not making.done():
-                    await self._sign()
-            return await making
-        finally:
-            making.cancel()
-
-    async def send(self, message: Message) -> None:
-        """A message of the route."""
-        if not self._has_begun:
-            await self._send(message)
-        elif message["type"] == "http.response.start":
-            self._has_failed = message["status"] != 200
-        elif not self._has_failed:
-            await self._send(message)
-        else:
-            self._failure += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._send({"type": "http.response.body", "body": self._told(), "more_body": False})
-
-    async def _sign(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            media_type = JSON_LINES if self._is_lines else f"{EVENT_STREAM}; charset=utf-8"
-            headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        sign = SPACE if self._is_lines else PING if self._is_messages else COMMENT
-        await self._send({"type": "http.response.body", "body": sign, "more_body": True})
-
-    def _told(self) -> bytes:
-        """The refusal, as a stream of this API has it."""
-        failure = json.dumps(json.loads(self._failure), ensure_ascii=False)
-        if self._is_lines:
-            return f"{failure}\n".encode()
-        event = "event: error\n" if self._is_messages else ""
-        return f"{event}data: {failure}\n\n".encode()
-
-
-def while_loading(request: Request) -> WhileLoading:
-    """That of this request."""
-    own: WhileLoading = request.scope[_PLACE]
-    return own
+    releases: list[Callable[[float | None], None]] = field(default_factory=list)
+    """Called at the end, with `keep_s`."""
+    keep_s: float | None = None
+    """The time that its model shall stay unused; None: the server's."""
 
 
 def keep_for(request: Request, keep_s: float | None) -> None:
     """Its model shall stay unused for this time; None: for the server's. Models that are kept just stay."""
-    own: WhileLoading | None = request.scope.get(_PLACE)
-    if own is not None:
-        own.keep_s = keep_s
+    held: HeldModels | None = request.scope.get(_HELD)
+    if held is not None:
+        held.keep_s = keep_s
 
 
 class HoldModels:
@@ -119,22 +51,18 @@ class HoldModels:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        own = WhileLoading(scope["path"], send)
+        held = HeldModels()
         try:
-            await self._app({**scope, _PLACE: own}, receive, own.send)
+            await self._app({**scope, _HELD: held}, receive, send)
         finally:
-            own.end()
-
-
-LOADING_HEADER = "X-Model-Loading"
-"""`refuse`: a request whose model is not loaded gets 503 at once, and loading begins."""
+            for release in held.releases:
+                release(held.keep_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
     """A model in a listing. `served`: None where it is not loaded. `ends_s`: Unix time when it goes unless it
-    is used; None: it stays, or is not here.
-    """
+    is used; None: it stays, or is not here."""
 
     model_id: str
     names: tuple[str, ...]
@@ -168,28 +96,21 @@ class ListedModel:
 
 class ServedModels:
     """The models that requests may name: those that stay, and those of a `shelf`, which come and go.
-
-    every_s: between signs of life of streams. embedder: served beside, for other routes.
-    """
+    embedder: served beside, for other routes."""
 
     def __init__(
         self,
         models: Sequence[ServedModel] = (),
         shelf: ModelShelf | None = None,
-        every_s: float = 0.0,
         embedder: EmbeddingModel | None = None,
     ) -> None:
         self.shelf = shelf
         self._models = tuple(models)
-        self._every_s = every_s
         self._embedder = embedder
 
-    async def hold(self, request: Request, name: str | None, *, streams: bool = False) -> ServedModel:
+    async def hold(self, request: Request, name: str | None) -> ServedModel:
         """The one that a request names, until its answer is sent; without a name the first that stays, or the
-        only one that there is. ApiError where there is none.
-
-        streams: its answer is a stream, which has signs of life while the model is loaded.
-        """
+        only one that there is. ApiError where there is none."""
         model = next((model for model in self._models if name is None or name in model.names), None)
         if model is not None:
             note_model(request.scope, model.engine_id, model.adapter)
@@ -199,22 +120,18 @@ class ServedModels:
             raise other_purpose(str(name), "makes vectors and no text", path)
         if self.shelf is None:
             raise unknown_model(str(name), ", ".join(model.model_id for model in self._models))
-        return await self._hold_loaded(self.shelf, request, name, streams=streams)
+        return await self._hold_loaded(self.shelf, request, name)
 
-    async def _hold_loaded(
-        self, shelf: ModelShelf, request: Request, name: str | None, *, streams: bool
-    ) -> ServedModel:
+    async def _hold_loaded(self, shelf: ModelShelf, request: Request, name: str | None) -> ServedModel:
         if name is None:
             name = await _only_name(shelf)
-        own = while_loading(request)
-        waits, in_shadow = request.headers.get(LOADING_HEADER) != "refuse", client_of(request.scope).in_shadow
+        held: HeldModels = request.scope[_HELD]
         base, adapter = name, ""
         if ":" in name and name not in await shelf.files():
             base, _, adapter = name.rpartition(":")
-        held = shelf.hold(base, waits=waits, in_shadow=in_shadow)
-        every_s = self._every_s if streams and not minds_signs(request) else None
+        loading = shelf.hold(base, in_shadow=client_of(request.scope).in_shadow)
         try:
-            model = await own.wait(request, _held(held, partial(shelf.release, base), own.holds), every_s)
+            model = await while_there(request, _held(loading, partial(shelf.release, base), held.releases))
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 note_model(request.scope, base)
@@ -250,12 +167,12 @@ class ServedModels:
 
 
 async def _held(
-    held: Awaitable[ServedModel],
+    loading: Awaitable[ServedModel],
     release: Callable[[float | None], None],
-    holds: Callable[[Callable[[float | None], None]], None],
+    releases: list[Callable[[float | None], None]],
 ) -> ServedModel:
-    model = await held
-    holds(release)
+    model = await loading
+    releases.append(release)
     return model
 
 

@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from phasewise.serving.engine.messages import Answer, Failure, StepStats, Submit
@@ -27,10 +26,8 @@ Level = Literal["debug", "info", "warning", "error", "off"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
 RECORD = "phasewise.record"
 """The place in an ASGI scope that holds a request's record."""
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked for again and again: only in a log of level debug."""
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-"""W3C's Trace Context, version 00."""
 _MOST_NAMED = 16
 
 
@@ -64,8 +61,6 @@ class Record:
     last_ns: int = 0
     ended_ns: int = 0
     ignored: tuple[str, ...] = ()
-    trace: str = ""
-    """Its `traceparent`; empty: it brought none."""
     address: str = ""
     """The address it came from, as the connection has it; empty: a socket file, or a batch."""
     key: str = ""
@@ -97,8 +92,6 @@ class Record:
         out["total_ms"] = _ms(self.ended_ns - self.began_ns)
         if self.reasons:
             out["finish"] = "+".join(sorted(self.reasons))
-        if self.trace:
-            out["traceparent"] = self.trace
         if self.ignored:
             out["ignored"] = ",".join(self.ignored)
         return out
@@ -124,17 +117,9 @@ def note_ignored(scope: Scope, names: Iterable[str]) -> None:
         record.ignored = tuple(sorted({*record.ignored, *names})[:_MOST_NAMED])
 
 
-def trace_of(scope: Scope) -> str:
-    """The `traceparent` of a request; empty where it has none that can be read."""
-    given = Headers(scope=scope).get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else ""
-
-
 class AccessLog(Observer):
-    """Collects what is known of each request, and writes its line. On the event loop.
-
-    `write`: takes a line; never waits.
-    """
+    """Collects what is known of each request, and writes its line. On the event loop. `write`: takes a line;
+    never waits."""
 
     def __init__(self, write: Callable[[str], None], level: Level = "info", *, as_json: bool = False) -> None:
         self._write = write

@@ -36,23 +36,13 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.monitoring.instance_metrics import (
-    Family,
-    Labels,
-    Row,
-    families,
-    instance_families,
-)
-from phasewise.serving.http.monitoring.live import LiveView
 from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1)
-_MOST_NAMED = 1000
-"""Models, adapters and keys come and go; a counter with a line for each of them must not grow without end."""
+Labels = tuple[str, ...]
 Metric = TypeVar("Metric", Counter, Histogram)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -70,9 +60,6 @@ class Gauges:
     """Threads of each phase, as they run now; nothing where instances compute."""
     n_lengths_lost: Callable[[], int] = lambda: 0
     n_access_lines_lost: Callable[[], int] = lambda: 0
-    joules: Callable[[], Mapping[str, float]] = dict
-    phase_joules: Callable[[], Mapping[str, float]] = dict
-    """Energy since the start, by zone of the machine; empty where it cannot be read."""
     models: Callable[[], ModelCounts | None] = lambda: None
     """Models that come and go; None where all stay."""
     instances: Callable[[], Sequence[InstanceState]] = tuple
@@ -98,8 +85,6 @@ class ModelCounts:
 @dataclass(slots=True)
 class _Life:
     labels: Labels
-    of: tuple[str, str]
-    """Model and adapter."""
     sent_ns: int
     in_shadow: bool = False
     first_ns: int | None = None
@@ -108,11 +93,9 @@ class _Life:
 
 
 class Metrics(Observer):
-    """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest.
-
-    models: ids of those that are served; None: they come and go. But for a single one, what is counted of
-    requests, tokens, steps and KV slots has the label `model`.
-    """
+    """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest. models: ids
+    of those that are served; None: they come and go. But for a single one, what is counted of requests,
+    tokens, steps and KV slots has the label `model`."""
 
     def __init__(self, gauges: Gauges, models: Sequence[str] | None = ()) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, unused line for each count
@@ -130,12 +113,6 @@ class Metrics(Observer):
         self._slow = self._counter("slow_readers_cut", "connections closed because their reader stopped")
         self._prompt = self._counter("prompt_tokens", "tokens in prompts", *self._model)
         self._generated = self._counter("generated_tokens", "tokens generated", *self._model)
-        by_key = "requests that a model was asked, by the label of their key"
-        self._asked = self._counter("model_requests", by_key, "model", "adapter", "key")
-        of_model = "tokens of prompts and answers, by model and adapter"
-        self._of_model = self._counter("model_tokens", of_model, "model", "adapter", "kind")
-        self._named: set[tuple[str, ...]] = set()
-        """Labels that those two have: at most `_MOST_NAMED`."""
         self._ttft = self._histogram("ttft_seconds", "time to first token", _LATENCY_S)
         self._tpot = self._histogram("tpot_seconds", "time per token after the first", _PER_TOKEN_S)
         self._itl = self._histogram("itl_seconds", "time between two tokens", _PER_TOKEN_S)
@@ -143,28 +120,17 @@ class Metrics(Observer):
         self._tokens = self._by_phase("batch_tokens", "tokens per step", _SIZES)
         self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
         self._lives: dict[str, _Life] = {}
-        self.live = LiveView()
-        """The same for the page, in short."""
 
-    def sent(self, request: Submit, facts: RequestFacts) -> None:
+    def sent(self, request: Submit) -> None:
         labels = self._labels(request.model)
-        of = (request.model, request.adapter)
-        self._lives[request.request_id] = _Life(labels, of, time.perf_counter_ns(), request.in_shadow)
-        n_prompt = len(request.prompt_token_ids)
-        _child(self._prompt, labels).inc(n_prompt)
-        self._of_model.labels(*self._bounded(*of, "prompt")).inc(n_prompt)
+        self._lives[request.request_id] = _Life(labels, time.perf_counter_ns(), request.in_shadow)
+        _child(self._prompt, labels).inc(len(request.prompt_token_ids))
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        generated: dict[tuple[Labels, tuple[str, str]], int] = {}
         for out in outs:
             life = self._lives.get(out.request_id)
-            if life is not None:  # else it is no more
-                whose = (life.labels, life.of)
-                generated[whose] = generated.get(whose, 0) + self._piece(out, life)
-        for (labels, of), n_tokens in generated.items():
-            if n_tokens:
-                _child(self._generated, labels).inc(n_tokens)
-                self._of_model.labels(*self._bounded(*of, "answer")).inc(n_tokens)
+            if life is not None and (n_tokens := self._piece(out, life)):
+                _child(self._generated, life.labels).inc(n_tokens)
         if stats is not None:
             self._step(stats)
 
@@ -173,19 +139,6 @@ class Metrics(Observer):
         life = self._lives.pop(request_id, None)
         if life is not None:
             self._ended.labels(*life.labels, "aborted").inc()
-
-    def asked(self, model: str, adapter: str, key: str) -> None:
-        """A request for a model has been answered, or refused after it was read. key: the label."""
-        self._asked.labels(*self._bounded(model, adapter, key)).inc()
-
-    def _bounded(self, *labels: str) -> tuple[str, ...]:
-        """Themselves, or `other` for each beyond those that are counted apart."""
-        if labels in self._named:
-            return labels
-        if len(self._named) >= _MOST_NAMED:
-            return ("other",) * len(labels)
-        self._named.add(labels)
-        return labels
 
     def refused(self, error: ApiError) -> None:
         """An error of ours is being answered."""
@@ -234,7 +187,6 @@ class Metrics(Observer):
             life.first_ns = out.at_ns
             ttft_s = (out.at_ns - life.sent_ns) / 1e9
             _child(self._ttft, life.labels).observe(ttft_s)
-            self.live.ttft_ms.append(1e3 * ttft_s)
         else:
             _child(self._itl, life.labels).observe((out.at_ns - life.last_ns) / 1e9)
         life.last_ns = out.at_ns
@@ -242,8 +194,6 @@ class Metrics(Observer):
             if out.n_generated > 1 and not life.in_shadow:
                 tpot_s = (out.at_ns - life.first_ns) / 1e9 / (out.n_generated - 1)
                 _child(self._tpot, life.labels).observe(tpot_s)
-                self.live.tpot_ms.append(1e3 * tpot_s)
-            self.live.n_ended += 1
             self._end(out.request_id, out.finish_reason)
         n_new = max(0, out.n_generated - life.n_generated)  # tokens held back may be sampled again
         life.n_generated += n_new
@@ -258,7 +208,6 @@ class Metrics(Observer):
         self._sequences.labels(*labels).observe(stats.n_sequences)
         self._tokens.labels(*labels).observe(stats.n_tokens)
         self._seconds.labels(*labels).observe(stats.duration_ns / 1e9)
-        self.live.tokens[stats.phase] += stats.n_tokens
 
 
 def _child(metric: Metric, labels: Labels) -> Metric:
@@ -266,123 +215,137 @@ def _child(metric: Metric, labels: Labels) -> Metric:
 
 
 class _Read(Collector):
-    """Gauges of values known elsewhere, read when asked for. model: the label of what is known of each
-    model, if any.
-    """
+    """Gauges of values known elsewhere, read when asked for. model: the label of what is known of each model,
+    if any."""
 
     def __init__(self, gauges: Gauges, model: Labels) -> None:
         self._gauges = gauges
         self._model = model
 
     def collect(self) -> Iterator[Family]:
-        gauges = self._gauges
-        yield _gauge("ready", "1 where requests may come", gauges.is_ready())
-        yield _gauge("connections", "open connections", gauges.n_connections())
-        recoveries = gauges.recoveries()
-        yield _count("ranks_replaced", "times that ranks were started anew", recoveries.ranks_replaced)
-        rerun, continued = recoveries.requests_rerun, recoveries.answers_continued
-        yield _count("requests_rerun", "requests run again from their beginning", rerun)
-        yield _count("answers_continued", "begun answers that went on after a loss", continued)
-        without = "starts, of instances too, that went on without the tuning database"
-        yield _count("starts_without_database", without, gauges.n_without_database())
-        yield from _threads(gauges)
-        yield _gauge("python_blocks", "blocks of memory that Python has given out", sys.getallocatedblocks())
-        malloc_bytes = malloc_bytes_in_use()
-        if malloc_bytes is not None:
-            yield _gauge("malloc_bytes", "bytes that malloc has given out", malloc_bytes)
-        joules = gauges.joules()
-        if joules:
-            family = CounterMetricFamily("phasewise_energy_joules", "energy of the machine", labels=("zone",))
-            for zone, spent in joules.items():
-                family.add_metric((zone,), spent)
-            yield family
-            meaning = "energy of the machine, by the time of steps; idle: of no step"
-            family = CounterMetricFamily("phasewise_energy_phase_joules", meaning, labels=("phase",))
-            for phase, spent in gauges.phase_joules().items():
-                family.add_metric((phase,), spent)
-            yield family
-        yield _gauge("energy_measured", "1 where the machine's energy counters can be read", bool(joules))
-        models = gauges.models()
-        if models is not None:
-            yield from _of_models(models)
+        gauges, recoveries = self._gauges, self._gauges.recoveries()
+        yield _metric(GAUGE, "ready", "1 where requests may come", gauges.is_ready())
+        yield _metric(GAUGE, "connections", "open connections", gauges.n_connections())
+        for name, meaning, count in (
+            ("ranks_replaced", "times that ranks were started anew", recoveries.ranks_replaced),
+            ("requests_rerun", "requests run again from their beginning", recoveries.requests_rerun),
+            ("answers_continued", "begun answers that went on after a loss", recoveries.answers_continued),
+            (
+                "starts_without_database",
+                "starts, of instances too, that went on without the tuning database",
+                gauges.n_without_database(),
+            ),
+            ("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost()),
+            ("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost()),
+        ):
+            yield _metric(COUNTER, name, meaning, count)
+        threads: dict[Labels, int] = {(phase,): count for phase, count in gauges.threads().items()}
+        if threads:
+            yield _metric(GAUGE, "threads", "threads of a phase, as it runs now", threads, ("phase",))
+            moves = "times that an engine went on by other plans because its cores had changed"
+            yield _metric(COUNTER, "core_moves", moves, recoveries.core_moves)
+        yield _metric(
+            GAUGE, "python_blocks", "blocks of memory that Python has given out", sys.getallocatedblocks()
+        )
+        if (malloc_bytes := malloc_bytes_in_use()) is not None:
+            yield _metric(GAUGE, "malloc_bytes", "bytes that malloc has given out", malloc_bytes)
+        if (models := gauges.models()) is not None:
+            yield from _of_rows(_OF_MODELS, {(): models})
         if gauges.products:
-            yield self._of_products(gauges.products)
-        yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
-        yield _count("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost())
-        adapters = gauges.adapters()
-        if adapters:
-            yield lora_requests_info(adapters)
-        load = gauges.load()
-        if load is not None:
-            yield from _of_loads(self._by_labels(load), self._model)
-            yield kv_cache_info(self._by_labels(load), self._model)
+            states: dict[Labels, int] = {
+                (model, state) if self._model else (state,): count
+                for model, states in gauges.products.items()
+                for state, count in states.items()
+            }
+            meaning = "products of the model in the tuning database at the start, by state"
+            yield _metric(GAUGE, "products", meaning, states, (*self._model, "state"))
+        if adapters := gauges.adapters():
+            yield _lora_requests_info(adapters)
+        if (load := gauges.load()) is not None:
+            loads: dict[Labels, EngineLoad] = (
+                {(): load} if not self._model else {(name,): of for name, of in (load.by_model or {}).items()}
+            )
+            yield from _of_loads(loads, self._model)
             if load.hand_overs is not None:
                 yield from _of_hand_overs(load.hand_overs)
-        yield from instance_families(gauges.instances())
+        if instances := gauges.instances():
+            yield from _of_instances({(state.name, state.role): state for state in instances})
 
-    def _of_products(self, products: Mapping[str, Mapping[str, int]]) -> Family:
-        family = GaugeMetricFamily(
-            "phasewise_products",
-            "products of the model in the tuning database at the start, by state",
-            labels=(*self._model, "state"),
-        )
-        for model, states in products.items():
-            for state, count in states.items():
-                family.add_metric((model, state) if self._model else (state,), count)
-        return family
 
-    def _by_labels(self, load: EngineLoad) -> dict[Labels, EngineLoad]:
-        if not self._model:
-            return {(): load}
-        return {(name,): own for name, own in (load.by_model or {}).items()}
+Family = CounterMetricFamily | GaugeMetricFamily
+GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+Row = tuple[type[Family], str, str, str]
+"""Its type, its name, its meaning, and the field that it is read from."""
+
+
+def _metric(
+    kind: type[Family], name: str, meaning: str, values: Mapping[Labels, float] | float, names: Labels = ()
+) -> Family:
+    """A metric with a value for each of the labels, or with one value."""
+    family = kind(f"phasewise_{name}", meaning, labels=names)
+    for labels, value in values.items() if isinstance(values, Mapping) else (((), values),):
+        family.add_metric(labels, value)
+    return family
+
+
+def _of_rows(
+    rows: Sequence[Row], states: Mapping[Labels, object], names: Labels = (), prefix: str = ""
+) -> Iterator[Family]:
+    """The metrics of some rows, each with the values of all states. names: of the labels of a state."""
+    for kind, name, meaning, read_from in rows if states else ():
+        values = {labels: getattr(state, read_from) for labels, state in states.items()}
+        yield _metric(kind, f"{prefix}{name}", meaning, values, names)
 
 
 _OF_LOADS: tuple[Row, ...] = (
-    ("requests_waiting", "requests without KV slots", "n_waiting", GaugeMetricFamily),
-    ("clients_waiting", "clients that take turns at being admitted", "n_clients_waiting", GaugeMetricFamily),
-    ("requests_running", "requests with KV slots", "n_running", GaugeMetricFamily),
-    ("requests_of_batches", "requests in shadow, waiting or running", "n_in_shadow", GaugeMetricFamily),
-    ("kv_slots_used", "KV slots in use", "kv_slots_used", GaugeMetricFamily),
-    ("kv_slots", "KV slots in all", "kv_slots", GaugeMetricFamily),
-    ("kv_use", "share of the KV slots in use, from 0 to 1", "kv_use", GaugeMetricFamily),
-    ("preemptions", "running requests that were queued again", "preemptions", CounterMetricFamily),
-    ("prefix_hits", "requests that took over a prompt computed before", "prefix_hits", CounterMetricFamily),
-    ("prefix_tokens_reused", "tokens not computed again", "prefix_tokens_reused", CounterMetricFamily),
-    ("phase_switches", "changes between prefill and decode", "phase_switches", CounterMetricFamily),
-    ("steps_over_tpot", "decode steps that took longer than --tpot", "steps_over_tpot", CounterMetricFamily),
+    (GAUGE, "requests_waiting", "requests without KV slots", "n_waiting"),
+    (GAUGE, "clients_waiting", "clients that take turns at being admitted", "n_clients_waiting"),
+    (GAUGE, "requests_running", "requests with KV slots", "n_running"),
+    (GAUGE, "requests_of_batches", "requests in shadow, waiting or running", "n_in_shadow"),
+    (GAUGE, "kv_slots_used", "KV slots in use", "kv_slots_used"),
+    (GAUGE, "kv_slots", "KV slots in all", "kv_slots"),
+    (GAUGE, "kv_use", "share of the KV slots in use, from 0 to 1", "kv_use"),
+    (COUNTER, "preemptions", "running requests that were queued again", "preemptions"),
+    (COUNTER, "prefix_hits", "requests that took over a prompt computed before", "prefix_hits"),
+    (COUNTER, "prefix_tokens_reused", "tokens not computed again", "prefix_tokens_reused"),
+    (COUNTER, "phase_switches", "changes between prefill and decode", "phase_switches"),
+    (COUNTER, "steps_over_tpot", "decode steps that took longer than --tpot", "steps_over_tpot"),
 )
 _OF_DRAFTS: tuple[Row, ...] = (
-    ("drafted_tokens", "tokens of answers that were drafted", "drafted", CounterMetricFamily),
-    ("drafted_tokens_accepted", "those of them that came", "accepted", CounterMetricFamily),
+    (COUNTER, "drafted_tokens", "tokens of answers that were drafted", "drafted"),
+    (COUNTER, "drafted_tokens_accepted", "those of them that came", "accepted"),
 )
 _OF_STORES: tuple[Row, ...] = (
-    ("stored_prefix_hits", "requests whose beginning was read from disk", "hits", CounterMetricFamily),
-    ("stored_prefix_tokens", "tokens read from disk, not computed", "tokens_restored", CounterMetricFamily),
-    ("stored_prefix_read_bytes", "bytes of prefixes read", "bytes_read", CounterMetricFamily),
-    ("stored_prefix_written_bytes", "bytes of prefixes written", "bytes_written", CounterMetricFamily),
-    ("stored_prefix_kept_bytes", "bytes in the prefix cache's folder", "bytes_kept", GaugeMetricFamily),
-    ("stored_prefix_evictions", "blocks removed for room", "evictions", CounterMetricFamily),
-    ("stored_prefix_writes_failed", "prefixes that were not kept", "writes_failed", CounterMetricFamily),
+    (COUNTER, "stored_prefix_hits", "requests whose beginning was read from disk", "hits"),
+    (COUNTER, "stored_prefix_tokens", "tokens read from disk, not computed", "tokens_restored"),
+    (COUNTER, "stored_prefix_read_bytes", "bytes of prefixes read", "bytes_read"),
+    (COUNTER, "stored_prefix_written_bytes", "bytes of prefixes written", "bytes_written"),
+    (GAUGE, "stored_prefix_kept_bytes", "bytes in the prefix cache's folder", "bytes_kept"),
+    (COUNTER, "stored_prefix_evictions", "blocks removed for room", "evictions"),
+    (COUNTER, "stored_prefix_writes_failed", "prefixes that were not kept", "writes_failed"),
 )
 _OF_POOLS: tuple[Row, ...] = (
-    (
-        "kv_slots_largest_reservable",
-        "KV slots a request could get now",
-        "largest_reservable",
-        GaugeMetricFamily,
-    ),
-    ("kv_migrations", "requests moved to a larger block", "migrations", CounterMetricFamily),
-    ("kv_overflows", "requests that outgrew their first block", "overflows", CounterMetricFamily),
-    ("kv_to_large", "requests sent to the large bucket at once", "to_large", CounterMetricFamily),
-    ("kv_mispredictions", "answers that fell into another bucket", "mispredicted", CounterMetricFamily),
-    ("kv_bucket_refreshes", "times that new bounds came into use", "refreshes", CounterMetricFamily),
+    (GAUGE, "kv_slots_largest_reservable", "KV slots a request could get now", "largest_reservable"),
+    (COUNTER, "kv_migrations", "requests moved to a larger block", "migrations"),
+    (COUNTER, "kv_overflows", "requests that outgrew their first block", "overflows"),
+    (COUNTER, "kv_to_large", "requests sent to the large bucket at once", "to_large"),
+    (COUNTER, "kv_mispredictions", "answers that fell into another bucket", "mispredicted"),
+    (COUNTER, "kv_bucket_refreshes", "times that new bounds came into use", "refreshes"),
 )
 _OF_BUCKETS: tuple[Row, ...] = (
-    ("kv_bucket_bound_tokens", "longest answer a bucket is meant for", "bound_tokens", GaugeMetricFamily),
-    ("kv_bucket_blocks_used", "blocks in use", "blocks_used", GaugeMetricFamily),
-    ("kv_bucket_slots_used", "KV slots in use", "slots_used", GaugeMetricFamily),
-    ("kv_bucket_slots_ended", "KV slots of requests that ended", "slots_ended", CounterMetricFamily),
-    ("kv_bucket_slots_wasted", "those of them that were never used", "slots_wasted", CounterMetricFamily),
+    (GAUGE, "kv_bucket_bound_tokens", "longest answer a bucket is meant for", "bound_tokens"),
+    (GAUGE, "kv_bucket_blocks_used", "blocks in use", "blocks_used"),
+    (GAUGE, "kv_bucket_slots_used", "KV slots in use", "slots_used"),
+    (COUNTER, "kv_bucket_slots_ended", "KV slots of requests that ended", "slots_ended"),
+    (COUNTER, "kv_bucket_slots_wasted", "those of them that were never used", "slots_wasted"),
+)
+_OF_MODELS: tuple[Row, ...] = (
+    (GAUGE, "models_loaded", "models in memory", "loaded"),
+    (GAUGE, "models_bytes", "bytes that they take of --models-memory", "n_bytes"),
+    (COUNTER, "model_loads", "models loaded", "loads"),
+    (COUNTER, "model_load_failures", "models that could not be loaded", "failures"),
+    (COUNTER, "model_unloads", "models unloaded", "unloads"),
+    (COUNTER, "model_load_seconds", "time of all loads", "load_seconds"),
 )
 
 
@@ -390,88 +353,110 @@ def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Fam
     """By the labels `names`."""
     pools = {labels: load.pool for labels, load in loads.items() if load.pool is not None}
     drafts = {labels: load.drafts for labels, load in loads.items() if load.drafts is not None}
-    buckets = {(*labels, bucket.name): bucket for labels, pool in pools.items() for bucket in pool.buckets}
-    yield from families(_OF_LOADS, loads, names)
-    yield from families(_OF_DRAFTS, drafts, names)
-    yield from families(_OF_POOLS, pools, names)
-    yield from families(_OF_BUCKETS, buckets, (*names, "bucket"))
     stores = {labels: load.stored for labels, load in loads.items() if load.stored is not None}
-    yield from families(_OF_STORES, stores, names)
+    buckets = {(*labels, bucket.name): bucket for labels, pool in pools.items() for bucket in pool.buckets}
+    yield from _of_rows(_OF_LOADS, loads, names)
+    yield from _of_rows(_OF_DRAFTS, drafts, names)
+    yield from _of_rows(_OF_POOLS, pools, names)
+    yield from _of_rows(_OF_BUCKETS, buckets, (*names, "bucket"))
+    yield from _of_rows(_OF_STORES, stores, names)
     if stores:
-        name, meaning = "phasewise_stored_prefix_refused", "records of prefixes not believed, by reason"
-        refused = CounterMetricFamily(name, meaning, labels=(*names, "reason"))
-        for labels, store in stores.items():
-            for reason, count in sorted((store.refused or {}).items()):
-                refused.add_metric((*labels, reason), count)
-        yield refused
-
-
-def _of_models(counts: ModelCounts) -> Iterator[Family]:
-    yield _gauge("models_loaded", "models in memory", counts.loaded)
-    yield _gauge("models_bytes", "bytes that they take of --models-memory", counts.n_bytes)
-    yield _count("model_loads", "models loaded", counts.loads)
-    yield _count("model_load_failures", "models that could not be loaded", counts.failures)
-    yield _count("model_unloads", "models unloaded", counts.unloads)
-    yield _count("model_load_seconds", "time of all loads", counts.load_seconds)
+        refused = {
+            (*labels, reason): count
+            for labels, store in stores.items()
+            for reason, count in sorted((store.refused or {}).items())
+        }
+        meaning = "records of prefixes not believed, by reason"
+        yield _metric(COUNTER, "stored_prefix_refused", meaning, refused, (*names, "reason"))
+    # A picker that remembers prompts knows from it how many tokens one block holds, and when a server has
+    # forgotten the oldest.
+    blocks = {(*labels, str(ALIGNMENT), str(load.kv_slots // ALIGNMENT)): 1 for labels, load in loads.items()}
+    meaning = "always 1; how the KV cache is divided"
+    yield _metric(GAUGE, "kv_cache_info", meaning, blocks, (*names, "block_size", "num_gpu_blocks"))
 
 
 def _of_hand_overs(counts: HandOverCounts) -> Iterator[Family]:
-    yield _count("hand_overs", "requests divided between two instances", counts.divided)
-    yield _by_reason("hand_overs_failed", "hand-overs that failed", counts.failed)
-    yield _by_reason("kv_frames_refused", "frames of keys and values thrown away", counts.frames_refused)
+    yield _metric(COUNTER, "hand_overs", "requests divided between two instances", counts.divided)
+    for name, meaning, failed in (
+        ("hand_overs_failed", "hand-overs that failed, by reason", counts.failed),
+        ("kv_frames_refused", "frames of keys and values thrown away, by reason", counts.frames_refused),
+    ):
+        values: dict[Labels, int] = {(reason,): count for reason, count in sorted(failed.items())}
+        yield _metric(COUNTER, name, meaning, values, ("reason",))
 
 
-def _by_reason(name: str, meaning: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"phasewise_{name}", f"{meaning}, by reason", labels=("reason",))
-    for reason, count in sorted(counts.items()):
-        family.add_metric((reason,), count)
-    return family
-
-
-def _threads(gauges: Gauges) -> Iterator[Family]:
-    """The plans in use, where the engine follows its cores."""
-    threads = gauges.threads()
-    if not threads:
-        return
-    family = GaugeMetricFamily("phasewise_threads", "threads of a phase, as it runs now", labels=("phase",))
-    for phase, count in threads.items():
-        family.add_metric((phase,), count)
-    yield family
-    moves = "times that an engine went on by other plans because its cores had changed"
-    yield _count("core_moves", moves, gauges.recoveries().core_moves)
-
-
-def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"phasewise_{name}", meaning, value=value)
-
-
-def _count(name: str, meaning: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"phasewise_{name}", meaning, value=value)
-
-
-def kv_cache_info(loads: Mapping[tuple[str, ...], EngineLoad], names: Sequence[str]) -> GaugeMetricFamily:
-    """Blocks of the KV cache, by the labels `names`. A picker that remembers prompts knows from it how many
-    tokens one block holds, and when a server has forgotten the oldest.
-    """
-    family = GaugeMetricFamily(
-        "phasewise_kv_cache_info",
-        "always 1; how the KV cache is divided",
-        labels=(*names, "block_size", "num_gpu_blocks"),
-    )
-    for labels, load in loads.items():
-        family.add_metric((*labels, str(ALIGNMENT), str(load.kv_slots // ALIGNMENT)), 1)
-    return family
-
-
-def lora_requests_info(adapters: Sequence[Sequence[str]]) -> GaugeMetricFamily:
+def _lora_requests_info(adapters: Sequence[Sequence[str]]) -> Family:
     """Adapters, each by the names that requests may give it. All are in memory from the start, and a step may
-    use every one: none is loaded for a request, so none waits.
-    """
-    family = GaugeMetricFamily(
-        "phasewise_lora_requests_info",
-        "when it was read, in Unix time; which adapters are in memory",
-        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-    )
+    use every one: none is loaded for a request, so none waits."""
     names = ",".join(name for adapter in adapters for name in adapter)
-    family.add_metric((str(len(adapters)), names, ""), time.time())
-    return family
+    meaning = "when it was read, in Unix time; which adapters are in memory"
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    return _metric(
+        GAUGE, "lora_requests_info", meaning, {(str(len(adapters)), names, ""): time.time()}, labels
+    )
+
+
+# ---- by instance, where a server has several -------------------------------------------------------------
+
+_OF_INSTANCE_LOADS: tuple[Row, ...] = (
+    (GAUGE, "requests_waiting", "its requests without KV slots", "n_waiting"),
+    (GAUGE, "requests_running", "its requests with KV slots", "n_running"),
+    (GAUGE, "kv_slots_used", "its KV slots in use", "kv_slots_used"),
+    (GAUGE, "kv_slots", "its KV slots in all", "kv_slots"),
+    (COUNTER, "prefix_tokens_reused", "tokens that it did not compute again", "prefix_tokens_reused"),
+)
+_OF_INSTANCES: tuple[Row, ...] = (
+    (GAUGE, "prefix_tokens_held", "tokens of beginnings of prompts that it holds", "prefix_tokens_held"),
+    (COUNTER, "prompts", "prompts routed to it", "prompts"),
+    (COUNTER, "prompt_tokens", "tokens of prompts routed to it", "prompt_tokens"),
+    (
+        COUNTER,
+        "prefix_tokens_expected",
+        "those of them that it was expected to have",
+        "prefix_tokens_expected",
+    ),
+    (COUNTER, "answers", "answers routed to it", "answers"),
+    (COUNTER, "pool_changes", "times that it changed its pool", "pool_changes"),
+    (GAUGE, "handing_over", "prompts on their way from it, and blocks of it being filled", "handing_over"),
+    (COUNTER, "hand_overs", "its prompts that arrived elsewhere", "hand_overs"),
+    (
+        COUNTER,
+        "hand_over_seconds",
+        "time from the ends of such prompts to their arrivals",
+        "hand_over_seconds",
+    ),
+    (COUNTER, "hand_over_bytes", "bytes of their keys and values", "hand_over_bytes"),
+    (COUNTER, "restarts", "times that it was started anew", "restarts"),
+    (
+        COUNTER,
+        "prefix_reports_refused",
+        "what it said of prefixes and could not be true",
+        "reports_refused",
+    ),
+)
+_OF_PLACES = ("node", "label", "format", "kv_format", "sparse_weights", "prefill_plan", "decode_plan")
+_NO_LOAD = EngineLoad(0, 0, 0, 0)
+
+
+def _of_instances(states: Mapping[Labels, InstanceState]) -> Iterator[Family]:
+    """By instance and role. One that does not run has no `info`."""
+    names, prefix = ("instance", "role"), "instance_"
+    loads = {labels: state.load or _NO_LOAD for labels, state in states.items()}
+    ready = {labels: float(state.load is not None) for labels, state in states.items()}
+    yield _metric(GAUGE, f"{prefix}ready", "1 where it can be given requests", ready, names)
+    yield from _of_rows(_OF_INSTANCE_LOADS, loads, names, prefix)
+    kv_bytes = {labels: state.info.kv_bytes if state.info else 0 for labels, state in states.items()}
+    yield _metric(GAUGE, f"{prefix}kv_bytes", "bytes of its memory for keys and values", kv_bytes, names)
+    token_s = {labels: load.prompt_token_ns / 1e9 for labels, load in loads.items()}
+    meaning = "time that a prompt goes on there for each of its tokens, of late"
+    yield _metric(GAUGE, f"{prefix}prompt_token_seconds", meaning, token_s, names)
+    yield from _of_rows(_OF_INSTANCES, states, names, prefix)
+    pools = {(*labels, state.pool): 1 for labels, state in states.items()}
+    yield _metric(GAUGE, f"{prefix}pool", "1 for the pool that it is in now", pools, (*names, "pool"))
+    infos: dict[Labels, float] = {}
+    for labels, state in states.items():
+        if (info := state.info) is not None:
+            told = (info.node, info.label, info.weight_format, info.kv_format, str(info.n_sparse_weights))
+            infos[*labels, *told, info.prefill_plan, info.decode_plan] = 1
+    meaning = "always 1; where and how an instance that runs does so"
+    yield _metric(GAUGE, f"{prefix}info", meaning, infos, (*names, *_OF_PLACES))

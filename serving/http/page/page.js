@@ -1,15 +1,11 @@
 import { ask, KeyNeeded, useKey } from "./server.js";
 import { startChat } from "./chat.js";
-import { showLive } from "./live.js";
 
 const byId = (id) => document.getElementById(id);
 
 function show(view) {
-  for (const name of ["key", "chat", "live"]) byId(`${name}-view`).hidden = name !== view;
+  for (const name of ["key", "chat"]) byId(`${name}-view`).hidden = name !== view;
   document.body.dataset.view = view;
-  byId("show-chat").setAttribute("aria-pressed", view === "chat");
-  byId("show-live").setAttribute("aria-pressed", view === "live");
-  showLive(view === "live");
 }
 
 async function start() {
@@ -19,8 +15,6 @@ async function start() {
     if (!model) throw new Error("there is no model in the server's folder");
     byId("model").textContent = model.max_model_len ? `${model.id}, context ${model.max_model_len} tokens` : `${model.id}, ${model.state}`;
     startChat(model);
-    byId("show-chat").addEventListener("click", () => show("chat"));
-    byId("show-live").addEventListener("click", () => show("live"));
     show("chat");
     byId("question").focus();
   } catch (error) {

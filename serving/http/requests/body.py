@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
+import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,9 +16,55 @@ from starlette.requests import ClientDisconnect, Request
 from phasewise._json import MOST_CONTAINERS, MOST_VALUES, is_flood
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
 from phasewise.serving.http.monitoring.access_log import note_ignored
-from phasewise.serving.http.requests.fair_lane import RestedThread
 from phasewise.serving.http.requests.schemas import OpenRequest
 from phasewise.serving.http.transport.connection import connection_of
+
+Made = TypeVar("Made")
+REST = 3.0
+"""Rest over work. The event loop has Python's lock to itself for at least three quarters of the time, so that
+a short request beside large ones seldom waits for the lock."""
+
+
+class RestedThread:
+    """Runs one work at a time, in the order of arrival, used on one event loop. Work that comes while the
+    thread rests waits; the first after a rest does not. The rest is REST times the processor time that the
+    work took, whether or not its client still waits for it."""
+
+    def __init__(self, executor: Executor | None = None) -> None:
+        """executor: where it runs; None: on a thread of the event loop's."""
+        self._free = asyncio.Semaphore(1)
+        self._executor = executor
+
+    async def run(self, work: Callable[[], Made], before: Callable[[], None] | None = None) -> Made:
+        """Return the result of `work`. `before` runs on the loop at its turn; if it raises, the turn passes
+        on."""
+        spent_s = 0.0
+
+        def timed() -> Made:
+            nonlocal spent_s
+            began_s = time.thread_time()
+            try:
+                return work()
+            finally:
+                spent_s = time.thread_time() - began_s
+
+        def rest(ended: asyncio.Future[Made]) -> None:
+            if not ended.cancelled():
+                ended.exception()  # its client may have left
+            loop.call_later(REST * spent_s, self._free.release)
+
+        await self._free.acquire()
+        try:
+            if before is not None:
+                before()
+            loop = asyncio.get_running_loop()
+            done = loop.run_in_executor(self._executor, timed)
+        except BaseException:
+            self._free.release()
+            raise
+        done.add_done_callback(rest)
+        return await asyncio.shield(done)
+
 
 _MAP_FROM_BYTES = 64 * 1024
 """Smaller bodies lie in malloc's heap. Larger ones have pages of their own, which go back to the system."""
@@ -23,12 +72,10 @@ _MAP_FROM_BYTES = 64 * 1024
 
 @dataclass(slots=True)
 class UnfinishedBodies:
-    """Bodies of requests that have not come whole, at most `max_bytes` of one server together.
-
-    A sender decides when its body ends: were each limited alone, a few hundred senders that never end theirs
-    would hold gigabytes. Where one more piece does not fit, the body that began first makes room: a client
-    that sends without pause is done long before its body is the oldest.
-    """
+    """Bodies of requests that have not come whole, at most `max_bytes` of one server together. A sender
+    decides when its body ends: were each limited alone, a few hundred senders that never end theirs would
+    hold gigabytes. Where one more piece does not fit, the body that began first makes room: a client that
+    sends without pause is done long before its body is the oldest."""
 
     max_bytes: int
     n_bytes: int = 0
@@ -108,7 +155,6 @@ class UnfinishedBody:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-Made = TypeVar("Made")
 
 _N_BYTES = "phasewise.body_bytes"
 """The place in an ASGI scope that says how long the body was."""
@@ -218,8 +264,7 @@ _OF_BROWSERS = {"origin", "sec-fetch-site"}
 
 def refuse_other_types(request: Request) -> None:
     """ApiError for what a browser sends that is not JSON: a page of another origin may post a form or plain
-    text without asking, and no JSON (CSRF). Browsers name their origin; who does not means JSON.
-    """
+    text without asking, and no JSON (CSRF). Browsers name their origin; who does not means JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not _OF_BROWSERS & set(request.headers):
         return

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, StepStats, Submit
 from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.requests.chat_schemas import SYSTEM_ROLES, ChatRequest
-from phasewise.serving.http.requests.schemas import GenerationRequest
+from phasewise.serving.http.requests.chat_schemas import SYSTEM_ROLES, ChatMessage
+from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.processes.line_log import LineLog
 
 _ID_BYTES = 8
@@ -35,79 +35,56 @@ class RealisedLength(NamedTuple):
     """The adapter that answered; empty: the model alone."""
 
 
-class _Sent(NamedTuple):
-    facts: RequestFacts
-    arrived_at_s: float
-    adapter: str
-
-
 class LengthObserver(Observer):
     """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
-    known. model: its id, as `Submit.model` has it.
-    """
+    known. model: its id, as `Submit.model` has it."""
 
     def __init__(self, learn: Callable[[RealisedLength], None], model: str) -> None:
         self._learn = learn
         self._model = model
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, tuple[Submit, float]] = {}
+        """Each with the time of its arrival."""
 
-    def sent(self, request: Submit, facts: RequestFacts) -> None:
+    def sent(self, request: Submit) -> None:
         if request.model == self._model:
-            self._sent[request.request_id] = _Sent(facts, time.time(), request.adapter)
+            self._sent[request.request_id] = request, time.time()
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:
             if isinstance(out, Failure):
                 self.forgotten(out.request_id)
                 continue
-            sent = self._sent.get(out.request_id)
-            if sent is None:
-                continue
-            if out.finish_reason is not None:
-                del self._sent[out.request_id]
-                ended = (out.n_generated, out.finish_reason, sent.arrived_at_s, time.time())
-                self._learn(RealisedLength(sent.facts, *ended, out.drafts, sent.adapter))
+            if out.finish_reason is not None and out.request_id in self._sent:
+                request, arrived_at_s = self._sent.pop(out.request_id)
+                ended = (out.n_generated, out.finish_reason, arrived_at_s, time.time())
+                self._learn(RealisedLength(facts_of(request), *ended, out.drafts, request.adapter))
 
     def forgotten(self, request_id: str) -> None:
         self._sent.pop(request_id, None)
 
 
-def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[RequestFacts]:
-    """The facts of each request that `body` became. The choices of one prompt share theirs."""
-    n_messages, system_prompt_id = _conversation(body)
-    facts: list[RequestFacts] = []
-    for request in requests:
-        if not facts or facts[-1].token_ids is not request.prompt_token_ids:
-            temperature = request.sampling.temperature
-            fields = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
-            facts.append(RequestFacts(*fields))
-        else:
-            facts.append(facts[-1])
-    return facts
+def facts_of(request: Submit) -> RequestFacts:
+    """The facts by which the length of its answer is predicted."""
+    temperature, system = request.sampling.temperature, request.system_prompt_id
+    return RequestFacts(request.prompt_token_ids, temperature, request.max_tokens, request.n_messages, system)
 
 
-def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: ServedModel) -> list[Submit]:
+def estimated(requests: Sequence[Submit], model: ServedModel) -> Sequence[Submit]:
     """The requests with how long their answers will be, where the model can tell. A prompt is asked once."""
     if model.estimate is None:
-        return list(requests)
-    estimates = {
-        id(request_facts): model.estimate(request_facts)
-        for request_facts in {id(request_facts): request_facts for request_facts in facts}.values()
-    }
-    return [
-        replace(request, estimate=estimates[id(request_facts)])
-        for request, request_facts in zip(requests, facts, strict=True)
-    ]
+        return requests
+    estimates: dict[int, Estimate] = {}
+    for request in requests:
+        if id(request.prompt_token_ids) not in estimates:
+            estimates[id(request.prompt_token_ids)] = model.estimate(facts_of(request))
+    return [replace(request, estimate=estimates[id(request.prompt_token_ids)]) for request in requests]
 
 
-def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
-    if not isinstance(body, ChatRequest):
-        return 1, None
-    texts = [message.text for message in body.messages if message.role in SYSTEM_ROLES]
-    if not texts:
-        return len(body.messages), None
+def system_prompt_id(messages: Sequence[ChatMessage]) -> str | None:
+    """A digest of the system prompt of a conversation; None without one."""
+    texts = [message.text for message in messages if message.role in SYSTEM_ROLES]
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)
-    return len(body.messages), digest.hexdigest()
+    return digest.hexdigest() if texts else None
 
 
 SCHEMA_VERSION = 3

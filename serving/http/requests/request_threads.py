@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from phasewise.serving.engine.messages import Submit
-from phasewise.serving.errors import ServingError
+from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.grammar.guides import GuideCompiler, MatcherGuide
 from phasewise.serving.http.errors import ClientLeft, from_engine
-from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.monitoring.access_log import note_ignored, trace_of
+from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.monitoring.access_log import note_ignored
 from phasewise.serving.http.requests.body import n_bytes_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
-from phasewise.serving.http.requests.fair_lane import FairLane
-from phasewise.serving.http.requests.lengths import estimated, facts_of
+from phasewise.serving.http.requests.lengths import estimated
 from phasewise.serving.http.requests.request_to_messages import (
     RequestOrigin,
     RequiredGrammar,
@@ -35,6 +36,7 @@ from phasewise.serving.http.requests.request_to_messages import (
 from phasewise.serving.http.requests.schemas import GenerationRequest
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.sandbox.confined import Abandoned, CancelToken
+from phasewise.serving.scheduling.waiting_line import ClientTurns
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Made = TypeVar("Made")
@@ -44,6 +46,81 @@ _N_ORDINARY = 2
 _MOST_ORDINARY = 256
 _MOST_LONG = 16
 _MOST_GRAMMARS = 16
+
+
+class FairLane:
+    """`n_threads` jobs run at a time, and at most `most_waiting` wait. Used on one event loop. Where too many
+    wait, the last job of the client with most jobs is refused, so no client can keep another one out."""
+
+    def __init__(self, name: str, n_threads: int, most_waiting: int) -> None:
+        self._name = name
+        self._n_threads = n_threads
+        self._most_waiting = most_waiting
+        self._executor = ThreadPoolExecutor(n_threads, thread_name_prefix=f"phasewise-{name}")
+        self._n_running = 0
+        self._waiting: ClientTurns[asyncio.Future[None]] = ClientTurns()
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def run(self, client: str, work: Callable[[], Made]) -> Made:
+        """Return the result of `work`, run on a thread once it is this client's turn. QueueFull: too many
+        wait. A cancelled wait leaves the queue; work that has begun goes on, and holds its thread until it
+        ends."""
+        loop = asyncio.get_running_loop()
+        if self._n_running < self._n_threads:
+            self._n_running += 1
+        else:
+            await self._turn(client, loop)
+        done = loop.run_in_executor(self._executor, work)
+        done.add_done_callback(self._next)
+        return await asyncio.shield(done)
+
+    def close(self) -> None:
+        """Work that waits for a thread is dropped."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, client: str, loop: asyncio.AbstractEventLoop) -> None:
+        if self.n_waiting >= self._most_waiting:
+            self._refuse_one_for(client)
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.join(client, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._pass_on()  # the turn came after its client had left
+            else:
+                with suppress(ValueError):  # it was refused
+                    self._waiting.remove(client, turn)
+            raise
+
+    def _refuse_one_for(self, client: str) -> None:
+        """Make room for one more job of `client`; QueueFull where its own queue is the longest."""
+        longest = self._waiting.longest
+        if longest is None or self._waiting.count(longest) <= self._waiting.count(client) + 1:
+            raise self._full()
+        last = self._waiting.take_last(longest)
+        if not last.done():
+            last.set_exception(self._full())
+
+    def _full(self) -> QueueFull:
+        return QueueFull(f"too many requests wait for their {self._name}; try again later", 1)
+
+    def _next(self, done: asyncio.Future[Made]) -> None:
+        if not done.cancelled():
+            done.exception()  # the client that asked for it may have left
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """The thread that has become free goes to the client that has waited longest for a turn."""
+        while self._waiting:
+            turn = self._waiting.take()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._n_running -= 1
 
 
 class Preparation:
@@ -61,22 +138,17 @@ class Preparation:
         body: Body,
         make: Callable[[Body, ServedModel, RequestOrigin], Sequence[Submit]],
         model: ServedModel,
-    ) -> tuple[list[Submit], list[RequestFacts]]:
-        """Messages to `model` that `make` makes of `body`, with what is known of each. ApiError, or
-        ClientLeft.
-        """
+    ) -> Sequence[Submit]:
+        """Messages to `model` that `make` makes of `body`. ApiError, or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()
-        trace = trace_of(request.scope)
-        sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, trace, cancel)
+        sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, cancel)
 
-        def work() -> tuple[list[Submit], list[RequestFacts], RequiredGrammar | None]:
-            requests = make(body, model, sender)
-            facts = facts_of(requests, body)
-            return estimated(requests, facts, model), facts, held_to(body, model)
+        def work() -> tuple[Sequence[Submit], RequiredGrammar | None]:
+            return estimated(make(body, model, sender), model), held_to(body, model)
 
         lane = self._lane_of(request, body)
         try:
-            requests, facts, wanted = await while_there(request, lane.run(client.name, work), cancel)
+            requests, wanted = await while_there(request, lane.run(client.name, work), cancel)
             guide: MatcherGuide | None = None
             if wanted is not None:
                 wanted, guide = await self._guide(request, wanted, client.name, model.guides, cancel)
@@ -89,14 +161,13 @@ class Preparation:
             raise ClientLeft from error
         except ServingError as error:
             raise from_engine(error) from error
-        return requests, facts
+        return requests
 
     async def tokenize(
         self, request: Request, make: Callable[[CancelToken], Made], *, is_text: bool = False
     ) -> Made:
         """The result of `make`, which writes out a conversation or a text as tokens, in the lanes of prompts.
-        ApiError, or ClientLeft.
-        """
+        ApiError, or ClientLeft."""
         lane = self._texts if is_text else self._conversations
         lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
         cancel = CancelToken()
@@ -134,8 +205,7 @@ class Preparation:
 
 async def while_there(request: Request, work: Awaitable[Made], cancel: CancelToken | None = None) -> Made:
     """Return the result of `work`; where the client closes its connection before, ClientLeft. `cancel` ends
-    then, and where the wait is cancelled.
-    """
+    then, and where the wait is cancelled."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:

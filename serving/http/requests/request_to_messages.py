@@ -35,6 +35,7 @@ from phasewise.serving.http.requests.calls import (
     n_tool_characters,
 )
 from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
+from phasewise.serving.http.requests.lengths import system_prompt_id
 from phasewise.serving.http.requests.schemas import (
     CompletionRequest,
     GenerationRequest,
@@ -50,14 +51,11 @@ from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """The facts of a sender that preparing a request needs: which prompts it may reuse, whose turn it waits
-    for, whether it is a batch, its `traceparent`, and its wait.
-    """
+    """The sender of a request: which prompts it may reuse, whose turn it waits for, whether it is a batch."""
 
     cache_space: str = ""
     client: str = ""
     in_shadow: bool = False
-    trace: str = ""
     cancel: CancelToken = field(default_factory=CancelToken)
     """Ends when the client leaves."""
 
@@ -112,6 +110,8 @@ def chat_requests(
         prompt_logprobs=body.prompt_logprobs,
         shown=model.dialect.shown if is_read(body, model) else frozenset(),
         turns=_turns(body, prompt, model),
+        n_messages=len(body.messages),
+        system_prompt_id=system_prompt_id(body.messages),
     )
 
 
@@ -135,10 +135,8 @@ def _choices(
     sender: RequestOrigin,
     **more: Any,
 ) -> Sequence[Submit]:
-    """The first choice alone computes the numbers of their prompt, where its answer is not streamed.
-
-    An answer of more tokens than the context has room for gets those that there are. more: fields of each.
-    """
+    """The first choice alone computes the numbers of their prompt, where its answer is not streamed. An
+    answer of more tokens than the context has room for gets those that there are. more: fields of each."""
     _refuse_too_long(prompt, model)
     max_tokens, salt = body.most_tokens, body.cache_salt
     if max_tokens is not None and max_tokens > model.context_length - len(prompt):
@@ -157,7 +155,6 @@ def _choices(
         receipt=body.receipt,
         adapter=model.adapter,
         in_shadow=sender.in_shadow,
-        trace=sender.trace,
         **more,
     )
     other = first if body.stream or max_tokens == 0 else replace(first, prompt_logprobs=None)
@@ -295,10 +292,8 @@ def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelTok
 
 class RequiredGrammar(NamedTuple):
     """The grammar that an answer is held to. `field` asks for it. `triggers`: held from the first of these
-    texts on.
-
-    is_needed: an answer that cannot be held to it is refused. calls: those in it, and the grammar of others.
-    """
+    texts on. is_needed: an answer that cannot be held to it is refused. calls: those in it, and the grammar
+    of others."""
 
     grammar: Grammar
     field: str

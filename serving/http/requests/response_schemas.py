@@ -185,10 +185,8 @@ class ResponsesRequest(AnswerRequest):
 
 
 def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
-    """The chat request that a request means; `before`: messages of the responses that it continues.
-
-    ApiError where there is none.
-    """
+    """The chat request that a request means; `before`: messages of the responses that it continues. ApiError
+    where there is none."""
     body.refuse_unsupported()
     messages = [*before, *messages_of(body.input)]
     tools = [each for tool in body.tools or () for each in tool.flat()]

@@ -105,9 +105,6 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(
-        False, description="an extension: the usage so far in every event of the stream"
-    )
 
 
 class NamedSchema(Strict):

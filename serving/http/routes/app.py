@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -18,19 +17,16 @@ from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.http import errors
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.answers.last_answers import ResponseStore
 from phasewise.serving.http.answers.openai_objects import (
     ChatRendering,
     CompletionRendering,
-    Form,
+    Scoring,
+    echoes_of,
 )
-from phasewise.serving.http.answers.response_events import Responding, ResponseEvents, whole
-from phasewise.serving.http.answers.scoring import Scoring, echoes_of
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.models.served_models import HoldModels, ServedModels
+from phasewise.serving.http.models.served_models import HoldModels, ListedModel, ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog
-from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.calls import reading_of
@@ -42,12 +38,6 @@ from phasewise.serving.http.requests.request_to_messages import (
     completion_requests,
     control_texts,
     tokenized,
-)
-from phasewise.serving.http.requests.response_schemas import (
-    ResponsesRequest,
-    chat_of,
-    messages_of,
-    namespaces_of,
 )
 from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest, Strict
 from phasewise.serving.http.routes.batch_runner import BatchRunner
@@ -61,30 +51,17 @@ from phasewise.serving.http.routes.middleware import (
     CheckHost,
     RecordRequests,
     RequireKey,
-    client_of,
 )
 from phasewise.serving.http.routes.ollama import add_ollama
-from phasewise.serving.http.routes.openapi import Json, Routes, document
-from phasewise.serving.http.routes.page_routes import OPEN_PATHS, add_page
+from phasewise.serving.http.routes.openapi import OPEN_PATHS, Json, Routes, add_page, document
+from phasewise.serving.http.routes.responses import add_responses
 from phasewise.serving.http.transport.server import Lifecycle
 
 Body = TypeVar("Body", bound=Strict)
 
 _IN_CHAT = {"prompt": "messages"}
-_IN_RESPONSES = {
-    "prompt": "input",
-    "messages": "input",
-    "response_format": "text",
-    "reasoning_effort": "reasoning",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-}
 """The names in these requests of the fields of the others that they are made into."""
-NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
-"""The names that requests may use for a model, and what /v1/models says of it."""
-Cards = Callable[[], Awaitable[list[NamedCard]]]
-"""The models as they are now."""
-_EXPOSED = (*("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After"),)
+_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After")
 
 
 @dataclass(frozen=True)
@@ -93,8 +70,8 @@ class ServerContext:
 
     cors_origins: tuple[str, ...] = ()
     log: AccessLog | None = None
-    page: MachineFacts | None = None
-    """The machine in the live view of the page at `/`; None: there is no page."""
+    page: bool = False
+    """True if there is a page at `/`."""
 
 
 @dataclass(frozen=True)
@@ -123,23 +100,19 @@ def create_app(
     embeddings: ServedEmbeddings | None = None,
 ) -> Starlette:
     """The application of a server which generates text, embeds, or does both. Clients must be attached to the
-    loop that runs it. `app.state.bodies` reads bodies, `app.state.keys` are its API keys.
-    """
+    loop that runs it. `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
     routes, keys = Routes(), ApiKeys(limits.api_keys)
     bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
-    cards: list[Cards] = []
     _add_health(routes, life, metrics)
     if generation is not None:
         _add_generation(routes, generation, bodies, life, metrics, surroundings)
-        cards.append(_cards_of(generation.models))
     if embeddings is not None:
         generates = _nothing if generation is None else generation.models.generates
         metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
         most_bytes, model = limits.max_response_bytes, embeddings.model
         own = EmbeddingRoutes(model, embeddings.client, bodies, life, most_bytes, generates)
         add_embedding_routes(routes, own)
-        cards.append(_cards_of_embedder(model))
-    _add_models(routes, cards)
+    _add_models(routes, generation, embeddings)
     layers = _layers(limits, metrics, surroundings, keys, routes)
     if generation is not None and generation.models.shelf is not None:
         layers.append(Middleware(HoldModels))
@@ -169,13 +142,12 @@ def _add_generation(
     service = GenerationService(generation.models, client, bodies, Preparation(), life, log)
     _add_completions(routes, service)
     _add_chat(routes, service)
-    _add_responses(routes, service)
+    add_responses(routes, service)
     add_messages(routes, service)
     add_ollama(routes, service)
-    _add_receipts(routes, service)
     _add_tokens(routes, service)
-    if surroundings.page is not None:
-        add_page(routes, metrics.live, client, life, surroundings.page)
+    if surroundings.page:
+        add_page(routes)
     if generation.batches is not None:
         add_batches(routes, generation.batches, bodies)
 
@@ -199,14 +171,14 @@ def _layers(
             )
         )
     if limits.api_keys:
-        pages = OPEN_PATHS if surroundings.page is not None else frozenset()
+        pages = OPEN_PATHS if surroundings.page else frozenset()
         layers.append(Middleware(RequireKey, keys=keys, metrics=metrics, also_open=pages))
     return layers
 
 
 def _name_of(paths: frozenset[str], path: str) -> str:
     """The name of a path in counts and in the log: a stranger's is not repeated."""
-    for place in ("/v1/responses/", "/v1/receipts/", "/v1/files/", "/v1/batches/"):
+    for place in ("/v1/responses/", "/v1/files/", "/v1/batches/"):
         if path.startswith(place):
             return f"{place}ID"
     return path if path in paths or path in OPEN_PATHS else "other"
@@ -222,9 +194,7 @@ def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
     @routes.add("/ready", "GET")
     async def ready(_request: Request) -> JSONResponse:
         """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks.
-
-        `threads`: of each phase, where the engine follows the cores that it may use.
-        """
+        `threads`: of each phase, where the engine follows the cores that it may use."""
         told: dict[str, Any] = {"status": life.state}
         if threads := metrics.threads():
             told["threads"] = dict(threads)
@@ -247,39 +217,26 @@ def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
         return told()
 
 
-def _cards_of_embedder(model: EmbeddingModel) -> Cards:
-    async def cards() -> list[NamedCard]:
-        return [(model.names, model.card)]
-
-    return cards
-
-
-def _cards_of(models: ServedModels) -> Cards:
-    async def cards() -> list[NamedCard]:
-        return [(model.names, model.card) for model in await models.listed()]
-
-    return cards
-
-
-def _add_models(routes: Routes, sources: Sequence[Cards]) -> None:
-    """sources: of the models' names and cards."""
-
-    async def named_cards() -> list[NamedCard]:
-        return [card for cards in sources for card in await cards()]
+def _add_models(
+    routes: Routes, generation: TextGeneration | None, embeddings: ServedEmbeddings | None
+) -> None:
+    async def served() -> list[ListedModel | EmbeddingModel]:
+        generating = [] if generation is None else await generation.models.listed()
+        return [*generating, *(() if embeddings is None else (embeddings.model,))]
 
     @routes.add("/v1/models", "GET")
     async def list_models(_request: Request) -> Json:
         """The models that are served."""
-        return {"object": "list", "data": [card() for _, card in await named_cards()]}
+        return {"object": "list", "data": [model.card() for model in await served()]}
 
     @routes.add("/v1/models/{name:path}", "GET")
     async def show_model(_request: Request, name: str) -> Json:
         """The model, by its id or by the name it was started with."""
-        cards = await named_cards()
-        for names, card in cards:
-            if name in names:
-                return card()
-        raise unknown_model(name, " and ".join(names[0] for names, _ in cards))
+        models = await served()
+        for model in models:
+            if name in model.names:
+                return model.card()
+        raise unknown_model(name, " and ".join(model.names[0] for model in models))
 
 
 def _add_completions(routes: Routes, service: GenerationService) -> None:
@@ -287,11 +244,11 @@ def _add_completions(routes: Routes, service: GenerationService) -> None:
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
-        model = await service.models.hold(request, body.model, streams=bool(body.stream))
-        requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
+        model = await service.models.hold(request, body.model)
+        requests = await service.preparation.prepare(request, body, completion_requests, model)
         scoring = Scoring(body.prompt_logprobs, echoes_of(body, requests, model))
         rendering = CompletionRendering(response_id_of(requests), model, scoring)
-        reply = service.with_receipts(reply_of(body, requests, facts, rendering, model), model, request)
+        reply = service.with_receipts(reply_of(body, requests, rendering, model), model)
         return await service.answer(reply, request)
 
 
@@ -300,75 +257,14 @@ def _add_chat(routes: Routes, service: GenerationService) -> None:
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
-        model = await service.models.hold(request, body.model, streams=bool(body.stream))
+        model = await service.models.hold(request, body.model)
         with naming(_IN_CHAT):
-            requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
+            requests = await service.preparation.prepare(request, body, chat_requests, model)
             reading = reading_of(body, model, requests[0])
             scoring = Scoring(body.prompt_logprobs)
             rendering = ChatRendering(response_id_of(requests), model, reading, scoring)
-            reply = service.with_receipts(reply_of(body, requests, facts, rendering, model), model, request)
+            reply = service.with_receipts(reply_of(body, requests, rendering, model), model)
             return await service.answer(reply, request)
-
-
-def _add_responses(routes: Routes, service: GenerationService) -> None:
-    store = ResponseStore()
-
-    @routes.add("/v1/responses", "POST", ResponsesRequest)
-    async def responses(request: Request) -> Response:
-        """Answer a conversation, perhaps one that was stored here."""
-        body = await service.read(request, ResponsesRequest)
-        client = client_of(request.scope).name
-        previous = body.previous_response_id
-        before = [] if previous is None else store.conversation(client, previous)
-        model = await service.models.hold(request, body.model, streams=bool(body.stream))
-        with naming(_IN_RESPONSES):
-            chat = await service.bodies.convert(request, lambda: chat_of(body, before))
-            requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
-        (asked,) = requests
-        response_id = f"resp_{asked.request_id.split('-')[1]}"
-
-        def keep(answer: dict[str, Any], written: str) -> None:
-            if body.store is not False:
-                store.put(client, response_id, [*before, *messages_of(body.input), answer], written)
-
-        responding = Responding(
-            model_id=model.model_id,
-            n_prompt=len(asked.prompt_token_ids),
-            reading=reading_of(chat, model, asked),
-            response_id=response_id,
-            body=body,
-            sampling={"temperature": asked.sampling.temperature, "top_p": asked.sampling.top_p},
-            system_fingerprint=model.system_fingerprint,
-            count=lambda text: len(model.encode(text, False)),
-            keep=keep,
-            namespaces=namespaces_of(body),
-        )
-        form = Form(partial(whole, responding), partial(ResponseEvents, responding))
-        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model), model), form=form)
-        with naming(_IN_RESPONSES):
-            return await service.answer(reply, request)
-
-    @routes.add("/v1/responses/{response_id}", "GET")
-    async def show_response(request: Request, response_id: str) -> Response:
-        """A response that is stored here."""
-        written = store.stored(client_of(request.scope).name, response_id).written
-        return Response(written, media_type="application/json")
-
-    @routes.add("/v1/responses/{response_id}", "DELETE")
-    async def forget_response(request: Request, response_id: str) -> Json:
-        """Store it no longer."""
-        client = client_of(request.scope).name
-        store.stored(client, response_id)
-        store.drop(client, response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
-
-
-def _add_receipts(routes: Routes, service: GenerationService) -> None:
-    @routes.add("/v1/receipts/{answer_id}", "GET")
-    async def show_receipts(request: Request, answer_id: str) -> Response:
-        """The receipts of an answer, one for each of its choices."""
-        written = service.receipts.receipts(client_of(request.scope).name, answer_id)
-        return Response(written, media_type="application/json")
 
 
 def _add_tokens(routes: Routes, service: GenerationService) -> None:

@@ -4,8 +4,7 @@ A line that has an answer is never sent again; what a restart cuts off is. A ser
 is asked again until the batch's time is over. Where the disk is full the batch waits for room.
 
 Lines are read some at a time, on one thread for all batches, which rests as that of large bodies does. So a
-batch ends between two pieces of its file, and nothing else waits for a large one. A batch fails where reading
-its lines failed twice, by an error or by the end of the server.
+batch ends between two pieces of its file, and nothing else waits for a large one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from starlette.types import ASGIApp, Message, Scope
 from phasewise._files import open_file
 from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_lines, written
 from phasewise.serving.batches.store import ENDS_AS, UNFINISHED, BatchStore, BatchStoreError, StoredBatch
-from phasewise.serving.http.requests.fair_lane import RestedThread
+from phasewise.serving.http.requests.body import RestedThread
 from phasewise.serving.http.routes.middleware import shadow_scope
 from phasewise.serving.http.transport.server import Lifecycle
 
@@ -35,7 +34,6 @@ MOST_LINES = 50_000
 _MOST_LINES_IN_FILE = 2 * MOST_LINES
 """Empty ones too."""
 _READ_AT_ONCE = 64
-_MOST_BROKEN_READS = 2
 _BUSY = (429, 503)
 _MOST_PAUSE_S = 30.0
 _NOT_LOADED = b'"model_not_loaded"'
@@ -93,10 +91,8 @@ class _LinesOfFile:
 
 class BatchRunner:
     """All batches of a server. Used on its event loop; the store is opened when it is first wanted.
-
     most_bytes: of the store; 0: this server takes no batches. n_at_once: lines in progress, of all batches.
-    most_line_bytes: as of a request's body.
-    """
+    most_line_bytes: as of a request's body."""
 
     def __init__(
         self,
@@ -195,8 +191,7 @@ class BatchRunner:
 
     async def _until_its_end(self, store: BatchStore, batch: StoredBatch) -> str | None:
         """Answer its lines until all have an answer, it is cancelled, or its time is over. Returns the status
-        of its end; None: the server ends.
-        """
+        of its end; None: the server ends."""
         answering = asyncio.ensure_future(self._answer_all(store, batch))
         cancelling = asyncio.ensure_future(self._cancelled[batch.id].wait())
         left_s = batch.fields["expires_at"] - time.time()
@@ -234,29 +229,10 @@ class BatchRunner:
         await self._feed(store, batch, await asyncio.to_thread(store.answered, batch.id))
 
     async def _pieces(self, store: BatchStore, batch: StoredBatch) -> AsyncGenerator[list[BatchLine], None]:
-        """Its lines but for empty ones, some at a time. _Unreadable: there are too many, or reading them
-        failed twice.
-        """
+        """Its lines but for empty ones, some at a time. _Unreadable: there are too many."""
         lines = _LinesOfFile(store.path_of(batch.input_id), self._most_line_bytes, batch.fields["endpoint"])
-
-        def read() -> list[BatchLine]:
-            n_broken = store.begin_reading(batch)
-            try:
-                if n_broken >= _MOST_BROKEN_READS:
-                    raise _Unreadable(_BROKEN)
-                some = lines.some()
-            except (_Unreadable, OSError):
-                store.end_reading(batch)
-                raise
-            except Exception as error:
-                if n_broken + 1 >= _MOST_BROKEN_READS:
-                    raise _Unreadable(_BROKEN) from error
-                raise
-            store.end_reading(batch)
-            return some
-
         try:
-            while some := await self._kept(read, self._reading.run):
+            while some := await self._kept(lines.some, self._reading.run):
                 yield some
         finally:
             self._reader.submit(lines.close)  # behind what is being read
@@ -368,7 +344,6 @@ class BatchRunner:
                 await asyncio.sleep(_FULL_PAUSE_S)
 
 
-_BROKEN = "reading its lines failed twice, or ended the server: divide the file, or send shorter lines"
 _SAYS = {"expired": "expired", "cancelled": "been cancelled"}
 
 

@@ -1,5 +1,5 @@
-"""`/v1/embeddings`, `/v1/rerank`, and the same as Ollama and text-embeddings-inference have it: bodies in,
-tokens to the queues of all devices, vectors out.
+"""`/v1/embeddings`, `/v1/rerank` and Ollama's `/api/embed`: bodies in, tokens to the queues of all devices,
+vectors out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,13 +27,12 @@ from phasewise.serving.embedding.encoder.input_tokens import (
     Tokens,
     too_long,
 )
-from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
+from phasewise.serving.embedding.encoder.pooling import PRECISIONS, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.requests.fair_lane import FairLane
-from phasewise.serving.http.requests.request_threads import while_there
+from phasewise.serving.http.requests.request_threads import FairLane, while_there
 from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, kind_of
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
@@ -90,93 +89,49 @@ class EmbeddingRequest(OpenRequest):
     truncate: bool = Field(False, description="cut inputs that are too long; else they are refused")
 
 
-class _OllamaBody(OpenRequest):
+class OllamaEmbedRequest(OpenRequest):
+    """Ollama's; fields that it does not have are ignored."""
+
     without_effect = frozenset({"options"})
 
     model: str
     keep_alive: str | float | None = Field(None, description="ignored: models stay")
-
-    @property
-    def model_id(self) -> str:
-        """The name without the tag that every model has in Ollama's API."""
-        return self.model.removesuffix(":latest")
-
-
-class OllamaEmbedRequest(_OllamaBody):
-    """Ollama's; fields that it does not have are ignored."""
-
     input: str | Annotated[list[str], Field(fail_fast=True, max_length=MOST_INPUTS)]
     dimensions: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
     truncate: bool = Field(True, description="cut inputs that are too long; else they are refused")
-
-
-class OllamaEmbeddingsRequest(_OllamaBody):
-    """Ollama's earlier one, for one text."""
-
-    prompt: str = ""
 
 
 class Document(Strict):
     text: str
 
 
-class TeiEmbedRequest(OpenRequest):
-    """text-embeddings-inference's, and that of clients of Hugging Face's hub."""
-
-    without_effect = frozenset({"truncation_direction"})
-
-    inputs: Input
-    truncate: bool | None = False
-    normalize: Literal[True] | None = Field(True, description="vectors are what the model makes them")
-    prompt_name: Annotated[str, Field(max_length=256)] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
-
-
 class RerankRequest(OpenRequest):
-    """Cohere's and Jina's, with `documents`, or text-embeddings-inference's, with `texts`."""
+    """Cohere's and Jina's."""
 
     model: str | None = Field(None, description="needs not be named: one reranker is served")
     query: str
-    documents: (
-        Annotated[
-            Annotated[Texts, Tag("str")]
-            | Annotated[
-                list[Document], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS), Tag("dict")
-            ],
-            Discriminator(lambda given: kind_of(given).removeprefix("list of ")),
-        ]
-        | None
-    ) = None
-    texts: Texts | None = None
+    documents: Annotated[
+        Annotated[Texts, Tag("str")]
+        | Annotated[list[Document], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS), Tag("dict")],
+        Discriminator(lambda given: kind_of(given).removeprefix("list of ")),
+    ]
     top_n: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
     instruction: str | None = Field(
         None, description="what makes a document fit a query, for models that take it; absent: their own"
     )
     return_documents: bool = False
-    return_text: bool = Field(False, description="the same, with `texts`")
-    raw_scores: bool = Field(False, description="with `texts`: scores as they are, not from 0 to 1")
-    truncate: bool | None = Field(
-        None, description="cut what is too long, as `documents` are unless stated; else it is refused"
-    )
-
-    @model_validator(mode="after")
-    def _has_one(self) -> RerankRequest:
-        if (self.documents is None) == (self.texts is None):
-            raise ValueError("give documents or texts, one of the two")
-        return self
+    truncate: bool = Field(True, description="cut what is too long; else it is refused")
 
     @property
     def given(self) -> list[str]:
         """The texts to be scored."""
-        documents = self.documents or self.texts or []
-        return [document if isinstance(document, str) else document.text for document in documents]
+        return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 @dataclass(frozen=True)
 class EmbeddingModel:
     """`names`: what requests may call it, its id first. `width`: numbers of a vector; `scores`: a
-    cross-encoder.
-    """
+    cross-encoder."""
 
     names: tuple[str, ...]
     created_s: int
@@ -224,7 +179,12 @@ class EmbeddingRoutes:
         """Vectors of texts or of token ids."""
         body = await self._read(request, EmbeddingRequest)
         vectors, n_tokens = await self._embedded(request, body)
-        write = _base64 if body.encoding_format == "base64" else _numbers_as(body.encoding_format or "float")
+
+        def write(vector: Floats) -> str | list[float]:
+            if body.encoding_format == "base64":  # float32, little-endian, as OpenAI's clients read it
+                return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            return _numbers(PRECISIONS[body.encoding_format or "float"](vector))
+
         written = await asyncio.to_thread(_written, vectors, write, self.model.model_id, n_tokens)
         return Response(written, media_type="application/json")
 
@@ -232,28 +192,18 @@ class EmbeddingRoutes:
         """The same of texts, in Ollama's form."""
         began_s = time.monotonic()
         asked = await self._read(request, OllamaEmbedRequest)
-        how = {"dimensions": asked.dimensions, "truncate": asked.truncate}
-        vectors, n_tokens = await self._embedded_texts(request, asked, asked.input, **how)
+        name = asked.model.removesuffix(":latest")  # the tag that every model has in this API
+        how: dict[str, Any] = {"dimensions": asked.dimensions, "truncate": asked.truncate}
+        if asked.input:
+            body = EmbeddingRequest(model=name, input=asked.input, **how)
+            vectors, n_tokens = await self._embedded(request, body)
+        else:  # that is how a client of Ollama loads a model
+            await self._check_model(request, name)
+            vectors, n_tokens = [], 0
         duration_ns = int((time.monotonic() - began_s) * 1e9)
         facts = {"total_duration": duration_ns, "load_duration": 0, "prompt_eval_count": n_tokens}
         rows = await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors])
         return _json({"model": asked.model, "embeddings": rows, **facts})
-
-    async def ollama_embeddings(self, request: Request) -> Response:
-        """The vector of one text, in Ollama's earlier form."""
-        asked = await self._read(request, OllamaEmbeddingsRequest)
-        vectors, _ = await self._embedded_texts(request, asked, asked.prompt, truncate=True)
-        return _json({"embedding": _numbers(vectors[0]) if vectors else []})
-
-    async def _embedded_texts(
-        self, request: Request, asked: _OllamaBody, texts: str | list[str], **how: Any
-    ) -> tuple[list[Floats], int]:
-        """Nothing of no text: that is how a client of Ollama loads a model."""
-        if not texts:
-            await self._check_model(request, asked.model_id)
-            return [], 0
-        body = EmbeddingRequest(model=asked.model_id, input=texts, **how)
-        return await self._embedded(request, body)
 
     async def _embedded(self, request: Request, body: EmbeddingRequest) -> tuple[list[Floats], int]:
         """Vectors, and the tokens of all inputs."""
@@ -283,41 +233,17 @@ class EmbeddingRoutes:
             vectors = [truncated(vector, body.dimensions) for vector in vectors]
         return vectors, sum(len(tokens.ids) for tokens in inputs)
 
-    async def tei_embed(self, request: Request) -> Response:
-        """The vectors alone, as text-embeddings-inference gives them."""
-        asked = await self._read(request, TeiEmbedRequest)
-        body = EmbeddingRequest(
-            model=self.model.model_id,
-            input=asked.inputs,
-            dimensions=asked.dimensions,
-            input_type=asked.prompt_name,
-            truncate=bool(asked.truncate),
-            encoding_format=None,
-            task=None,
-        )
-        vectors, _ = await self._embedded(request, body)
-        return _json(await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors]))
-
     async def rerank(self, request: Request) -> Response:
-        """Scores of documents for a query, the best first, from 0 to 1 unless asked for as they are."""
+        """Scores of documents for a query, from 0 to 1, the best first."""
         body = await self._read(request, RerankRequest)
-        texts, is_tei = body.given, body.texts is not None
+        texts = body.given
         await self._check_model(request, body.model or self.model.model_id)
         if body.instruction is not None and self.model.scores and not self.model.text.takes_instruction:
             raise bad_request(f"{self.model.model_id} takes no instruction", "instruction")
-        truncate = not is_tei if body.truncate is None else body.truncate
         scores, n_tokens = await self._scores(
-            request, body.query, texts, truncate=truncate, instruction=body.instruction
+            request, body.query, texts, truncate=body.truncate, instruction=body.instruction
         )
-        shown = scores if body.raw_scores and is_tei else list(map(_logistic, scores))
-        ranked = sorted(enumerate(shown), key=lambda pair: -pair[1])[: body.top_n]
-        if is_tei:
-            return _json(
-                [
-                    {"index": index, "score": score, **({"text": texts[index]} if body.return_text else {})}
-                    for index, score in ranked
-                ]
-            )
+        ranked = sorted(enumerate(map(_logistic, scores)), key=lambda pair: -pair[1])[: body.top_n]
         results = [
             {
                 "index": index,
@@ -425,12 +351,8 @@ def add_routes(routes: Routes, own: EmbeddingRoutes) -> None:
     """Put them at their paths."""
     routes.add("/v1/embeddings", "POST", EmbeddingRequest)(own.embeddings)
     routes.add("/api/embed", "POST", OllamaEmbedRequest)(own.ollama_embed)
-    routes.add("/api/embeddings", "POST", OllamaEmbeddingsRequest)(own.ollama_embeddings)
-    routes.add("/embed", "POST", TeiEmbedRequest)(own.tei_embed)
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         routes.add(path, "POST", RerankRequest)(own.rerank)
-    hub, body = (own.rerank, RerankRequest) if own.model.scores else (own.tei_embed, TeiEmbedRequest)
-    routes.add("/", "POST", body)(hub)  # for clients of Hugging Face's hub
 
 
 def _asker(request: Request) -> Asker:
@@ -449,8 +371,7 @@ def _vouch(request: Request) -> None:
 
 def _vouch_if_busy(request: Request, error: ServingError) -> None:
     """A request that would be answered at another time is worth as much of the loop as one that is: else
-    connections of clients that came while the server was full would hardly be read, and answered late.
-    """
+    connections of clients that came while the server was full would hardly be read, and answered late."""
     if isinstance(error, QueueFull):
         _vouch(request)
 
@@ -478,17 +399,8 @@ def _written(
     return b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:]
 
 
-def _base64(vector: Floats) -> str:
-    """float32, little-endian, as OpenAI's clients read it."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
 def _numbers(vector: npt.NDArray[Any]) -> list[float]:
     return list(vector.tolist())
-
-
-def _numbers_as(precision: Precision) -> Callable[[Floats], list[float]]:
-    return lambda vector: _numbers(PRECISIONS[precision](vector))
 
 
 def _logistic(score: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,8 +17,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phasewise.serving.engine.messages import Answer
-from phasewise.serving.http.answers.openai_objects import PING, ChatRendering, Choice, Form, Json, encode
-from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
+from phasewise.serving.http.answers.openai_objects import (
+    PING,
+    Choice,
+    Form,
+    Json,
+    KnownBefore,
+    PartEvents,
+    encode,
+)
 from phasewise.serving.http.errors import ApiError, bad_request, naming
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import (
@@ -250,7 +257,8 @@ def _of_others(message: Message) -> Iterator[Json]:
                     said = []
                 result = content_of(block.content or "", _BETWEEN)
                 if block.is_error:
-                    result = joined([{"type": "text", "text": "Error: "}, *_parts(result)])
+                    parts = [{"type": "text", "text": result}] if isinstance(result, str) else result
+                    result = joined([{"type": "text", "text": "Error: "}, *parts])
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
             case ThinkingBlock() | CallBlock():
                 raise bad_request(
@@ -260,10 +268,6 @@ def _of_others(message: Message) -> Iterator[Json]:
                 said.append(block.plain())
     if said or not message.content:
         yield {"role": message.role, "content": joined(said, _BETWEEN)}
-
-
-def _parts(content: str | list[Json]) -> list[Json]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _tool(tool: MessagesTool) -> Json:
@@ -287,10 +291,8 @@ def _choice(choice: ToolChoice | None) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class Messaging(KnownBefore):
-    """The parts of one message that are known before it is made.
-
-    is_capped: True if the answer was given `max_tokens`, False if the rest of the model's context.
-    """
+    """The parts of one message that are known before it is made. is_capped: True if the answer was given
+    `max_tokens`, False if the rest of the model's context."""
 
     message_id: str
     is_capped: bool
@@ -320,13 +322,13 @@ class Messaging(KnownBefore):
 
     def ending(self, choice: Choice, *, has_called: bool) -> Json:
         """The reason that the answer ended."""
-        if choice.finish_reason == "length":
+        if choice.last.finish_reason == "length":
             reason = "max_tokens" if self.is_capped else "model_context_window_exceeded"
-        elif choice.stop_text is not None:
+        elif choice.last.stop_text is not None:
             reason = "stop_sequence"
         else:
             reason = "tool_use" if has_called else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": choice.stop_text}
+        return {"stop_reason": reason, "stop_sequence": choice.last.stop_text}
 
 
 _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}
@@ -344,7 +346,7 @@ def whole(messaging: Messaging, choices: Sequence[Choice]) -> bytes:
             has_called = True
             block["input"] = parsed(block["input"]) or {}
     ending = messaging.ending(choice, has_called=has_called)
-    usage = messaging.usage(choice.n_cached, choice.n_generated)
+    usage = messaging.usage(choice.last.n_cached, choice.last.n_generated)
     return encode(messaging.message(content, ending, usage)).encode()
 
 
@@ -398,7 +400,7 @@ class MessageEvents(PartEvents):
     def closing(self) -> bytes:
         """After the last piece."""
         out = self._close()
-        usage = self._messaging.usage(self._choice.n_cached, self._choice.n_generated)
+        usage = self._messaging.usage(self._choice.last.n_cached, self._choice.last.n_generated)
         ending = self._messaging.ending(self._choice, has_called=self._has_called)
         out.append(_event("message_delta", delta=ending, usage=usage))
         return "".join([*out, _event("message_stop")]).encode()
@@ -462,10 +464,10 @@ def add_messages(routes: Routes, service: GenerationService) -> None:
     async def messages(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, MessagesRequest)
-        model = await service.models.hold(request, body.model, streams=bool(body.stream))
+        model = await service.models.hold(request, body.model)
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
+            requests = await service.preparation.prepare(request, chat, chat_requests, model)
         (asked,) = requests
         messaging = Messaging(
             model_id=model.model_id,
@@ -475,7 +477,7 @@ def add_messages(routes: Routes, service: GenerationService) -> None:
             is_capped=asked.max_tokens is not None,
         )
         form = Form(partial(whole, messaging), partial(MessageEvents, messaging))
-        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model), model), form=form)
+        reply = reply_of(chat, requests, form, model)
         with naming(_NAMES):
             return await service.answer(reply, request)
 

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.monitoring.access_log import RECORD, AccessLog, Record, record_of, trace_of
+from phasewise.serving.http.monitoring.access_log import RECORD, AccessLog, Record, record_of
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.transport.connection import refused_status
 
@@ -32,11 +32,9 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
-    """The client of a request, as far as shares and queues go: an API key, else an address.
-
-    `cache_space`: the same for all requests that may take over each other's keys and values: those with one
-    API key, or all where no key is asked for.
-    """
+    """The client of a request, as far as shares and queues go: an API key, else an address. `cache_space`:
+    the same for all requests that may take over each other's keys and values: those with one API key, or all
+    where no key is asked for."""
 
     name: str
     cache_space: str
@@ -92,20 +90,16 @@ class ApiKeys:
         return self._labels.get(bytes.fromhex(digest), "")
 
     def digest_of(self, token: str) -> str | None:
-        """The digest of a key; None where it is none of ours.
-
-        Compares digests, all of them, so that time tells nothing of a key, nor its length.
-        """
+        """The digest of a key; None where it is none of ours. Compares digests, all of them, so that time
+        tells nothing of a key, nor its length."""
         given = _digest(token.encode("latin-1", "replace"))
         matches = [secrets.compare_digest(given, key) for key in self._labels]
         return given.hex() if any(matches) else None
 
 
 class RequireKey:
-    """401 unless the request carries one of `keys`, as a bearer token or in `x-api-key`.
-
-    Health, readiness and `also_open` stay open.
-    """
+    """401 unless the request carries one of `keys`, as a bearer token or in `x-api-key`. Health, readiness
+    and `also_open` stay open."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, also_open: frozenset[str] = frozenset()
@@ -155,7 +149,7 @@ class RequireKey:
 
 
 _BELOW_V1 = frozenset(
-    {"chat", "completions", "responses", "messages", "models", "embeddings", "files", "batches", "receipts"}
+    {"chat", "completions", "responses", "messages", "models", "embeddings", "files", "batches"}
 )
 
 
@@ -186,7 +180,6 @@ class RecordRequests:
         request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         path = self._name_of(scope["path"])
         record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
-        record.trace = trace_of(scope)
         record.address = scope["client"][0] if scope.get("client") else ""
         scope[RECORD] = record
 
@@ -210,18 +203,14 @@ class RecordRequests:
         finally:
             if record.status is not None:
                 self._metrics.http.labels(path, record.status).inc()
-            if record.model:
-                self._metrics.asked(record.model, record.adapter, record.key)
             if self._log is not None:
                 self._log.ended(record)
 
 
 class CheckHost:
-    """421 unless the request's Host is one of `hosts`, names or addresses without a port.
-
-    A page in a browser may send requests to any address that the name of its own origin resolves to, so also
-    to a server that listens on this machine alone (DNS rebinding). Such requests name the page's host.
-    """
+    """421 unless the request's Host is one of `hosts`, names or addresses without a port. A page in a browser
+    may send requests to any address that the name of its own origin resolves to, so also to a server that
+    listens on this machine alone (DNS rebinding). Such requests name the page's host."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], metrics: Metrics) -> None:
         self._app = app
@@ -262,10 +251,8 @@ def on_hangup(
     read_tls: Callable[[], None] | None = None,
 ) -> Callable[[], None] | None:
     """The function that SIGHUP calls; None where it has nothing to do. reopened: files, which a call opens
-    anew. read_tls: reads the certificate and its key again.
-
-    Files are read on a thread: they may be far away.
-    """
+    anew. read_tls: reads the certificate and its key again. Files are read on a thread: they may be far
+    away."""
     opens = tuple(reopened)
     if not opens and read is None and read_tls is None:
         return None

@@ -11,7 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -25,13 +25,13 @@ from phasewise.serving.engine.messages import Answer
 from phasewise.serving.http.answers.openai_objects import (
     JSON_LINES,
     SPACE,
-    ChatRendering,
     Choice,
     Form,
     Json,
+    KnownBefore,
+    PartEvents,
     encode,
 )
-from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
 from phasewise.serving.http.errors import ApiError, naming
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.served_models import ListedModel, keep_for
@@ -154,11 +154,6 @@ class _Asked(AnswerRequest):
         """Seconds; infinite for a negative time, None where nothing is said."""
         return None if self.keep_alive is None else _seconds(self.keep_alive)
 
-    @property
-    def streams(self) -> bool:
-        """True if the answer is a stream."""
-        return self.stream is not False
-
     def ignored(self) -> tuple[str, ...]:
         """With options: `options.NAME`."""
         options = self.options.ignored() if self.options else ()
@@ -259,11 +254,9 @@ _OPENS = _APPLICATORS | {"additionalProperties", "unevaluatedProperties", "patte
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names alone, where it says nothing of others.
-
-    Small models go on with properties of their own until the answer is cut. What several schemas describe
-    together stays open: each would forbid what another asks for.
-    """
+    """A schema whose objects have the properties that it names alone, where it says nothing of others. Small
+    models go on with properties of their own until the answer is cut. What several schemas describe together
+    stays open: each would forbid what another asks for."""
     if not isinstance(schema, dict):
         return schema
     out = dict(schema)
@@ -300,13 +293,13 @@ class OllamaAnswering(KnownBefore):
         """The line that ends the answer, with its counts, and its times in nanoseconds."""
         return {
             **self.line(said, done=True),
-            "done_reason": choice.finish_reason,
-            "total_duration": choice.last_ns - self.began_ns,
+            "done_reason": choice.last.finish_reason,
+            "total_duration": choice.last.at_ns - self.began_ns,
             "load_duration": 0,
             "prompt_eval_count": self.n_prompt,
             "prompt_eval_duration": choice.first_ns - self.began_ns,
-            "eval_count": choice.n_generated,
-            "eval_duration": choice.last_ns - choice.first_ns,
+            "eval_count": choice.last.n_generated,
+            "eval_duration": choice.last.at_ns - choice.first_ns,
         }
 
 
@@ -424,7 +417,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
                 f"{model.facts.family}.context_length": model.context_length,
             },
             "capabilities": [*can, "thinking"] if model.dialect.thinks else can,
-            "modified_at": _at(model),
+            "modified_at": _time(model.created_s),
         }
 
     @routes.add("/api/chat", "POST", OllamaChatRequest)
@@ -433,7 +426,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaChatRequest)
         keep_for(request, body.keep_alive_s)
-        model = await _hold(service, request, body.model, streams=body.streams and bool(body.messages))
+        model = await _hold(service, request, body.model)
         if not body.messages:
             return _loaded(model, body, {"message": {"role": "assistant", "content": ""}})
         with naming(_IN_CHAT):
@@ -446,7 +439,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaGenerateRequest)
         keep_for(request, body.keep_alive_s)
-        model = await _hold(service, request, body.model, streams=body.streams and bool(body.prompt))
+        model = await _hold(service, request, body.model)
         if not body.prompt:
             return _loaded(model, body, {"response": ""})
         has_template = model.encode_chat is not None
@@ -466,9 +459,9 @@ async def _answer(
     """`meant`: the request that `body` means."""
     meant = meant.model_copy(update={"model": model.model_id})
     if isinstance(meant, ChatRequest):
-        requests, facts = await service.preparation.prepare(request, meant, chat_requests, model)
+        requests = await service.preparation.prepare(request, meant, chat_requests, model)
     else:
-        requests, facts = await service.preparation.prepare(request, meant, completion_requests, model)
+        requests = await service.preparation.prepare(request, meant, completion_requests, model)
     (asked,) = requests
     answering = OllamaAnswering(
         model_id=model.model_id,
@@ -478,15 +471,13 @@ async def _answer(
         is_chat=isinstance(body, OllamaChatRequest),
     )
     form = Form(partial(whole, answering), partial(OllamaLines, answering), JSON_LINES)
-    reply = replace(reply_of(meant, requests, facts, ChatRendering("", model), model), form=form)
+    reply = reply_of(meant, requests, form, model)
     return await service.answer(reply, request)
 
 
-async def _hold(
-    service: GenerationService, request: Request, name: str, *, streams: bool = False
-) -> ServedModel:
+async def _hold(service: GenerationService, request: Request, name: str) -> ServedModel:
     """Names may have a tag: `latest` is the one that every model has here."""
-    return await service.models.hold(request, name.removesuffix(":latest"), streams=streams)
+    return await service.models.hold(request, name.removesuffix(":latest"))
 
 
 def _loaded(model: ServedModel, body: OllamaChatRequest | OllamaGenerateRequest, said: Json) -> Response:
@@ -526,10 +517,6 @@ def _running(model: ListedModel) -> Json:
     expires = {} if model.ends_s is None else {"expires_at": _time(model.ends_s)}
     context = model.served.context_length if model.served else 0
     return {**expires, "size_vram": 0, "context_length": context}
-
-
-def _at(model: ServedModel) -> str:
-    return _time(model.created_s)
 
 
 def _time(unix_s: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from importlib import resources
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+
+from phasewise.serving.http.errors import ApiError
 
 Json = dict[str, Any]
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Response | Json]])
@@ -39,10 +42,8 @@ REFUSALS = {
 
 
 class DocumentedRoute(Route):
-    """A route that the document tells. body: what it takes, a schema where that is no JSON.
-
-    query: parameters that it reads.
-    """
+    """A route that the document tells. body: what it takes, a schema where that is no JSON. query: parameters
+    that it reads."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class DocumentedRoute(Route):
         self.method = method.lower()
         self.body = body
         self.query = query
-        self.summary = (endpoint.__doc__ or "").partition("\n")[0].rstrip(".")
+        self.summary = " ".join((endpoint.__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
     def operation(self) -> Json:
         """Its part of the document."""
@@ -101,8 +102,7 @@ class Routes(list[BaseRoute]):
         query: tuple[str, ...] = (),
     ) -> Callable[[Endpoint], Endpoint]:
         """Decorates what answers requests to `path`: a function of the request and the path's parameters,
-        which returns a response or JSON. The first line of its docstring is its summary.
-        """
+        which returns a response or JSON. The first line of its docstring is its summary."""
 
         def declare(endpoint: Endpoint) -> Endpoint:
             self.append(DocumentedRoute(path, endpoint, method, body, query))
@@ -135,3 +135,54 @@ def document(routes: Iterable[BaseRoute]) -> Json:
         },
         "security": [{}, {"key": []}],
     }
+
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob: data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""Content-Security-Policy: nothing from other hosts, and no script or style within the page itself."""
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_NAMES = ("page.css", "page.js", "chat.js", "markdown.js", "server.js")
+
+OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in _NAMES)})
+"""Files that a browser may have without a key: they say nothing of the model, nor of those who use it."""
+
+
+def add_page(routes: Routes) -> None:
+    """Serve the page."""
+    files = {name: _file(name) for name in ("index.html", *_NAMES)}
+
+    @routes.add("/", "GET")
+    async def index(_request: Request) -> Response:
+        return _response("index.html", files["index.html"])
+
+    @routes.add("/page/{name}", "GET")
+    async def file(_request: Request, name: str) -> Response:
+        if name not in _NAMES:
+            raise ApiError(404, "the page has no such file")
+        return _response(name, files[name])
+
+
+def _file(name: str) -> bytes:
+    return resources.files("phasewise.serving.http").joinpath("page", name).read_bytes()
+
+
+def _response(name: str, content: bytes) -> Response:
+    kind = _TYPES[name[name.rindex(".") :]]
+    return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)

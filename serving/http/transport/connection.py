@@ -118,25 +118,20 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.abort()
 
     @property
-    def sends_chunks(self) -> bool:
-        """True if the answer in progress is a body in chunks, with its head sent: HTTP/1.0 knows none."""
-        return self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
+    def takes_chunk(self) -> bool:
+        """True if the answer in progress is in chunks (HTTP/1.0 knows none), its head is sent
+        and its reader not behind."""
+        is_chunked = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
+        return is_chunked and self.writable.is_set() and self._linger is None
 
-    def write_chunk(self, body: bytes) -> bool:
+    def write_chunk(self, body: bytes) -> None:
         """Write what `send` would write, in a tenth of the time: h11 is in the same state before and after a
-        chunk.
-
-        False, and nothing is written: the reader is behind, and the sender has to wait.
-        """
-        if not self.writable.is_set() or self._linger is not None:
-            return False
+        chunk."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return True
 
     def came_s(self) -> float:
         """The time at which the client's last bytes came to this machine, by the loop's clock. They may have
-        waited long to be read. Now where the kernel does not say.
-        """
+        waited long to be read. Now where the kernel does not say."""
         link = self.transport.get_extra_info("socket")
         try:
             info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -207,8 +202,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """A client that has closed its side counts as gone, and its answer is not sent on. It may have closed
-        only that side, and is told; over TLS where it said so, since what ends without is a truncation.
-        """
+        only that side, and is told; over TLS where it said so, since what ends without is a truncation."""
         if not self._is_in_exchange:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
@@ -454,8 +448,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def turn_away(self) -> None:
         """End a connection too many. Clients expect an answer behind their request: before it, or with the
-        request unread, they would see a connection that was lost.
-        """
+        request unread, they would see a connection that was lost."""
         if self._refusal is not None and self._linger is None and not self.transport.is_closing():
             self._refuse(self._refusal)
 

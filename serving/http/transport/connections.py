@@ -15,7 +15,6 @@ from phasewise.serving.http.http_settings import HttpLimits
 
 class TurnQueue:
     """Connections that have more to read than a little, one turn for each in every round of the event loop.
-
     However many connections wait, a short request that comes beside them waits for one turn."""
 
     def __init__(self) -> None:
@@ -58,8 +57,7 @@ _MIN_BURST_S = 0.0005
 """Every new connection may send a short request or two at once."""
 _NEWCOMERS_S = 0.1
 """The time that new connections together get beyond that for their bursts, refilled at the rate of those
-unknown.
-"""
+unknown."""
 _NEWCOMER_SHARE = 0.25
 _ACTIVE_S = 1.0
 """A connection that was charged within this time divides the rate with the others."""
@@ -253,11 +251,9 @@ class Connections:
     loop_share: LoopShare = field(default_factory=LoopShare)
     turns: TurnQueue = field(default_factory=TurnQueue)
     received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
-    """The buffer of every read. What was read is copied before the loop does anything else.
-
-    asyncio's own way, fresh memory for every read, would be 256 KiB. No hole in the heap is so large: each
-    comes from above all that is in use, and memory grows with every request.
-    """
+    """The buffer of every read. What was read is copied before the loop does anything else. asyncio's own
+    way, fresh memory for every read, would be 256 KiB. No hole in the heap is so large: each comes from above
+    all that is in use, and memory grows with every request."""
 
     def all(self) -> Sequence[HeldConnection]:
         """Those that are open, and those that are being turned away."""
@@ -305,8 +301,7 @@ class Connections:
 
 def _address_of(client: tuple[str, int | None] | None) -> str | None:
     """The address that counts as one client: an IPv4 address, or the 64 bits of network that an IPv6 host is
-    given.
-    """
+    given."""
     if client is None:
         return None
     try:

@@ -55,11 +55,9 @@ class _Chunks:
 
 @dataclass(slots=True)
 class Framing:
-    """One connection's bytes that h11 has not seen.
-
-    `add` what came, then take pieces with `next_piece` for as long as the request before has been answered.
-    `next_piece` raises an ApiError (400, 414, 431) for what is no request; the connection must end then.
-    """
+    """One connection's bytes that h11 has not seen. `add` what came, then take pieces with `next_piece` for
+    as long as the request before has been answered. `next_piece` raises an ApiError (400, 414, 431) for what
+    is no request; the connection must end then."""
 
     max_head_bytes: int
     unread: bytearray = field(default_factory=bytearray)
@@ -104,8 +102,7 @@ class Framing:
 
     def _refuse_part_of_head(self, end: int) -> None:
         """Refuse a head that is wrong however it goes on, so that the connection does not wait for the rest
-        of it.
-        """
+        of it."""
         n_bytes = len(self.unread) if end < 0 else end + 4
         if _NO_METHOD.match(self.unread):
             raise _not_http("it does not begin with a method")

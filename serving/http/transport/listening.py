@@ -18,7 +18,6 @@ from typing import NoReturn, Protocol
 
 from phasewise._files import read_input
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.transport.connections import MOST_TURNED_AWAY
 
 BACKLOG = 2048
@@ -30,9 +29,7 @@ _DESCRIPTORS_FOR_THE_REST = 128
 _MOST_DESCRIPTORS = 1 << 20
 
 
-_PLAIN_HTTP = ApiError(400, "this port speaks HTTPS: begin the URL with https://", code="https_needed")
 MAX_TLS_BYTES = 1 << 20
-_MOST_PLAIN_BYTES = 16 * 1024 * 1024
 
 
 class CannotListen(ServingError):
@@ -158,15 +155,14 @@ class UnixAddress:
 
 
 class TlsContext(ssl.SSLContext):
-    """The certificate of a server, whose handshakes answer a client that speaks plain HTTP."""
+    """The certificate of a server, which may be read again."""
 
     certificate: Path
     key: Path | None
 
     def read_again(self, report: Callable[[str], None]) -> None:
         """Take what the files have now for handshakes to come, and tell; a bad pair changes nothing. From any
-        thread.
-        """
+        thread."""
         try:
             newer = tls_context(self.certificate, self.key)
         except (ServingError, OSError) as error:
@@ -178,52 +174,6 @@ class TlsContext(ssl.SSLContext):
 
         self.sni_callback = take_newer  # called for every handshake, also without a name
         report(f"TLS certificate read again from {self.certificate}")
-
-    def wrap_bio(
-        self,
-        incoming: ssl.MemoryBIO,
-        outgoing: ssl.MemoryBIO,
-        server_side: bool = False,
-        server_hostname: str | bytes | None = None,
-        session: ssl.SSLSession | None = None,
-    ) -> ssl.SSLObject:
-        handshake = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
-        assert isinstance(handshake, _Handshake)
-        handshake.incoming, handshake.outgoing = incoming, outgoing
-        return handshake
-
-
-class _Handshake(ssl.SSLObject):
-    """One connection's TLS. Records of TLS begin with 0x16, requests of HTTP with a letter."""
-
-    incoming: ssl.MemoryBIO
-    outgoing: ssl.MemoryBIO
-    _is_tls = False
-    _n_plain_bytes = 0
-
-    def do_handshake(self) -> None:
-        """As ever; to plain HTTP a refusal. The client may still send, and has to read it before the end:
-        it closes, or the time for handshakes is over.
-        """
-        if not self._is_tls and self.incoming.pending:
-            came = self.incoming.read()
-            if self._n_plain_bytes == 0 and not came[:1].isalpha():
-                self._is_tls = True
-                self.incoming.write(came)
-            else:
-                self._refuse_plain(len(came))
-        super().do_handshake()
-
-    def _refuse_plain(self, n_bytes: int) -> None:
-        if self._n_plain_bytes == 0:
-            self.outgoing.write(_PLAIN_HTTP.raw_response())
-        self._n_plain_bytes += n_bytes
-        if self._n_plain_bytes > _MOST_PLAIN_BYTES:
-            raise ssl.SSLError("plain HTTP goes on after its refusal")
-        raise ssl.SSLWantReadError
-
-
-TlsContext.sslobject_class = _Handshake
 
 
 def tls_context(certificate: Path, key: Path | None) -> TlsContext:
@@ -246,11 +196,9 @@ def tls_context(certificate: Path, key: Path | None) -> TlsContext:
 
 def allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
     """The Hosts that a request may name on a server bound to `host` (None: a Unix socket); empty: anything.
-
     `named`: the operator's own; `*` allows any. Without them, a server that only this machine can reach is
     protected from pages in this machine's browsers (DNS rebinding); how others call a server that they can
-    reach is not known here.
-    """
+    reach is not known here."""
     if "*" in named:
         return frozenset()
     if named:

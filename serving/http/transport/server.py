@@ -114,8 +114,7 @@ class Clients(Protocol):
 @dataclass(frozen=True)
 class Service:
     """The parts of one server, and its listeners. `on_hangup`: what SIGHUP does; None: it ends the server,
-    unless it is ignored.
-    """
+    unless it is ignored."""
 
     app: ASGIApp
     client: Clients
@@ -133,8 +132,7 @@ class Service:
 
 class HttpServer:
     """Serves until SIGINT, SIGTERM or `end`. Then readiness is false at once and new requests get 503, while
-    answers in progress have `drain_s`, or until a second signal. `report` gets a line at both ends.
-    """
+    answers in progress have `drain_s`, or until a second signal. `report` gets a line at both ends."""
 
     def __init__(self, service: Service, address: Address, tls: ssl.SSLContext | None = None) -> None:
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # warns of every client that left in mid-stream
@@ -259,8 +257,7 @@ class HttpServer:
 
 async def _stop_accepting(listening: asyncio.Server) -> None:
     """First, each socket that was accepted becomes a connection: asyncio holds one open, and tells nobody,
-    where the server closes in between.
-    """
+    where the server closes in between."""
     for listener in listening.sockets:
         asyncio.get_running_loop().remove_reader(listener)
     await asyncio.sleep(0)

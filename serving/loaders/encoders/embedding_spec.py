@@ -174,20 +174,23 @@ def reranker_of(
         if yes is None:
             raise ModelError(f"{directory.path / where} names no true_token_id")
         return _templated(directory, is_qwen, chat_template, yes, no)
-    named = field(fields, "architectures", list) or []
-    if any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
-        _check_labels(fields)
+    if is_classifier(fields):
         return _templated(directory, is_qwen, chat_template, None, None)
     if modules is None and is_qwen and _is_called_reranker(directory, fields, name):
         return _templated(directory, is_qwen, chat_template, *_answers(directory))
     return None
 
 
-def _check_labels(fields: Mapping[str, Any]) -> None:
+def is_classifier(fields: Mapping[str, Any]) -> bool:
+    """True if the model gives a pair of texts one score. ModelError for several."""
+    named = field(fields, "architectures", list) or []
+    if not any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
+        return False
     labels = field(fields, "id2label", dict)
     count = field(fields, "num_labels", int, 2) if labels is None else len(labels)
     if count != 1:
         raise ModelError(f"config.json describes a classifier of {count} classes: one output can run")
+    return True
 
 
 def _is_called_reranker(directory: ModelDirectory, fields: Mapping[str, Any], name: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, Names, our_tensors
-from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
+from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, is_classifier
 from phasewise.serving.loaders.families.bert import (
     GGUF_GLOBAL_NAMES,
     GGUF_NAMES,
@@ -171,7 +171,6 @@ def _flat(tensor: SourceTensor, length: int, first: int, what: str, *, repeats: 
     return replace(tensor, shape=(length,), n_bytes=n_bytes, rows=rows)
 
 
-CLASSIFIER = "ForSequenceClassification"
 SCORE_POOLINGS = {"cls": "first", "mean": "mean"}
 
 
@@ -202,21 +201,9 @@ def hf_encoder_config(family: EncoderFamily, given: Mapping[str, Any]) -> ModelC
         get,
         context_length=get("max_position_embeddings", int, 512) - family.first_position,
         activation=HF_ACTIVATIONS[name],
-        scores=_scores(get),
+        scores=is_classifier(fields),
     )
     return family.from_hf(get, plain)
-
-
-def _scores(get: Callable[..., Any]) -> bool:
-    """True if the model gives a pair of texts one score."""
-    named = get("architectures", list) or []
-    if not any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
-        return False
-    labels = get("id2label", dict)
-    count = get("num_labels", int, 2) if labels is None else len(labels)
-    if count != 1:
-        raise ModelError(f"config.json describes a classifier of {count} classes: one output can run")
-    return True
 
 
 def hf_tensors(

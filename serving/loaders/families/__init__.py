@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
-from phasewise.serving.loaders.families.dense import ERNIE4_5, EXAONE4, SEED_OSS
+from phasewise.serving.loaders.families.dense import ERNIE4_5, EXAONE4, HUNYUAN, HUNYUAN_MOE, SEED_OSS
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family
 from phasewise.serving.loaders.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -52,7 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
-    DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
+    HUNYUAN, HUNYUAN_MOE, DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
 )  # fmt: skip
 
 
@@ -60,12 +60,28 @@ def _names(stated: tuple[str, ...] | None, family: Family) -> tuple[str, ...]:
     return (family.name,) if stated is None else stated
 
 
+REFUSED = {
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks and experts whose inputs have weights"),
+    "phimoe": "a router (SparseMixer) that llama.cpp and transformers compute differently",
+    "apertus": "an activation (xIELU) with numbers of each layer",
+    **dict.fromkeys(
+        ("deepseek_v32", "deepseek32", "deepseek_v4", "deepseek4", "glm_moe_dsa", "glm-dsa"),
+        "attention over positions that an indexer chooses",
+    ),
+    "gemma-embedding": "a decoder's layers whose attention looks both ways",
+}
+"""Architectures that are asked for, in words of either format, and what there is no arithmetic for."""
+
 BY_HF = {name: family for family in FAMILIES for name in _names(family.hf, family)}
 BY_GGUF = {name: family for family in FAMILIES for name in _names(family.gguf, family)}
 
 
 def family_of_hf(model_type: str) -> Family:
     """By config.json's `model_type`; ModelError for one that cannot run."""
+    if model_type in REFUSED:
+        raise ModelError(
+            f"config.json describes a {model_type} model, which has {REFUSED[model_type]}: it cannot run"
+        )
     if model_type not in BY_HF:
         runnable = ", ".join([*BY_HF, *ENCODERS_BY_HF])
         raise ModelError(f"config.json describes a {model_type!r:.60} model; {runnable} can run")
@@ -79,6 +95,10 @@ def family_named(name: str) -> Family | None:
 
 def family_of_gguf(architecture: str, what: str) -> Family:
     """By `general.architecture` of the file `what`; ModelError for one that cannot run."""
+    if architecture in REFUSED:
+        raise ModelError(
+            f"{what} holds a {architecture} model, which has {REFUSED[architecture]}: it cannot run"
+        )
     if architecture not in BY_GGUF:
         runnable = ", ".join([*BY_GGUF, *ENCODERS_BY_GGUF])
         raise ModelError(f"{what} holds a {architecture!r:.60} model; {runnable} can run")

@@ -1,20 +1,29 @@
 """Families whose layers are nearly a Llama's. Seed-OSS: biases of queries, keys and values. EXAONE 4: norms
 after each half of a layer alone and over every query and key head; where there are windows, RoPE in their
-layers alone. ERNIE 4.5: RoPE turns neighbours."""
+layers alone. ERNIE 4.5: RoPE turns neighbours. Hunyuan, and its mixtures: a norm over every query and key
+head behind RoPE, whose base may be stretched."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from phasewise.cython_kernels.exact import power
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import Names
 from phasewise.serving.loaders.families.family import (
     Family,
     Get,
+    experts_of,
+    fed,
     gguf_windows,
     layer_types,
     must_be_off,
+    number_of,
     turned_in_windows,
 )
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.rope import RopeSpec
 
 
 def _seed_oss(get: Get, config: ModelConfig) -> ModelConfig:
@@ -80,4 +89,73 @@ ERNIE4_5 = Family(
     },
     hf_interleaved_heads=True,
     gguf_interleaved_heads=True,
+)
+
+
+def _hunyuan(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "use_cla", "attention_bias")
+    stated = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
+    theta, kind = stated.get("rope_theta"), stated.get("rope_type", stated.get("type"))
+    theta = config.rope.theta if theta is None else number_of(theta)
+    if kind == "dynamic":
+        alpha = stated.get("alpha")
+        if type(alpha) not in (int, float) or not 1e-6 <= alpha <= 1e9:
+            raise ModelError(f"config.json has a RoPE whose alpha is {alpha!r:.60}: 1e-6 to 1e9 expected")
+        theta *= power(alpha, config.head_dim, config.head_dim - 2) if config.head_dim > 2 else 1.0
+    elif kind not in (None, "default"):
+        raise ModelError(f"config.json asks for RoPE scaling {kind!r:.60}; dynamic by alpha can run")
+    return _norm_last(get, replace(config, rope=RopeSpec(theta, config.head_dim)))
+
+
+def _norm_last(get: Get, config: ModelConfig) -> ModelConfig:
+    del get
+    return replace(config, qk_norm=True, norm_last=True)
+
+
+def _one(get: Get, key: str, default: int | None = None) -> Any:
+    """A number, or that of a list whose entries are all the same."""
+    stated = get(key, None, default)
+    if isinstance(stated, list) and stated and stated.count(stated[0]) == len(stated):
+        stated = stated[0]
+    if type(stated) is not int:
+        raise ModelError(f"config.json has {key} = {stated!r:.60}: one number for all layers can run")
+    return stated
+
+
+def _hunyuan_moe(get: Get, config: ModelConfig) -> ModelConfig:
+    numbers = {key: _one(get, key) for key in ("num_experts", "moe_topk")}
+    shared = config.ffn * _one(get, "num_shared_expert", 1)
+    experts = experts_of(lambda key, *_: numbers[key], *numbers, normalised=True, shared_ffn=shared)
+    width = _one(get, "moe_intermediate_size", config.ffn)
+    return replace(_hunyuan(get, config), experts=experts, ffn=width)
+
+
+def _hunyuan_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    shared = get("shared_intermediate_size", int, 0)
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised=True, shared_ffn=shared)
+    width = get("expert_feed_forward_length", int, config.ffn)
+    return replace(_norm_last(get, config), experts=experts, ffn=width)
+
+
+_HUNYUAN: Names = {
+    "self_attn.query_layernorm.weight": "q_norm",
+    "self_attn.key_layernorm.weight": "k_norm",
+}
+HUNYUAN = Family(
+    "hunyuan-dense",
+    hf=("hunyuan_v1_dense",),
+    from_hf=_hunyuan,
+    from_gguf=_norm_last,
+    hf_names=_HUNYUAN,
+    hf_defaults={"rms_norm_eps": 1e-5},
+    own_layers=True,
+)
+HUNYUAN_MOE = Family(
+    "hunyuan-moe",
+    hf=("hunyuan_v1_moe", "hunyuan"),
+    from_hf=_hunyuan_moe,
+    from_gguf=_hunyuan_moe_gguf,
+    hf_names={**_HUNYUAN, "mlp.gate.wg.weight": "router", **fed("mlp.shared_mlp")},
+    hf_defaults={"rms_norm_eps": 1e-5},
+    own_layers=True,
 )

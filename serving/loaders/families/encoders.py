@@ -194,10 +194,7 @@ GTE = EncoderFamily(
     None,
     BERT.hf_layer,
     _GTE_NAMES,
-    {
-        **EMBEDDING_NAMES,
-        **BERT_HEAD,
-    },
+    {**EMBEDDING_NAMES, **BERT_HEAD},
     has_gate=True,
     positions=False,
     position_kinds=("rope",),

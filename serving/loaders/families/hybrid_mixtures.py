@@ -65,7 +65,11 @@ def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
         "norm_topk_prob": "moe_renormalize",
         "n_group": "num_expert_group",
     }
-    config = routed_hf(lambda key, *how: either(newer.get(key, key), key, *how), config)
+
+    def read(key: str, kind: Any = None, default: Any = None) -> Any:
+        return either(newer.get(key, key), key, kind, default)
+
+    config = routed_hf(read, config)
     context = either("model_max_length", "max_position_embeddings", int, 1 << 20)
     return _with_states(replace(config, context_length=context), state, latent)
 

@@ -283,9 +283,10 @@ def pull(ref: str, root: Path, report: Report, progress: DownloadProgress) -> Pa
     except (DownloadError, OSError) as error:
         raise ModelError(f"{repository} cannot be fetched: {error}") from error
     folder = folder_of(ref, root)
-    _check_room(folder, sum(file.n_bytes for file in files))
     total = sum(file.n_bytes for file in files)
-    report(f"{ref}: {_described(files)}, {_size(total)}, licence {listing.licence or 'not stated'}")
+    _check_room(folder, total)
+    said = files[0].name if len(files) == 1 else counted(len(files), "file")
+    report(f"{ref}: {said}, {_size(total)}, licence {listing.licence or 'not stated'}")
     done = 0
     for file in files:
         before = done
@@ -413,10 +414,6 @@ def _whole_model(files: list[RemoteFile]) -> list[RemoteFile]:
 
 def _size(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
-
-
-def _described(files: list[RemoteFile]) -> str:
-    return files[0].name if len(files) == 1 else counted(len(files), "file")
 
 
 def _check_room(folder: Path, n_bytes: int) -> None:

@@ -47,7 +47,7 @@ from phasewise.serving.models.rope import (
     YarnScaling,
 )
 from phasewise.serving.sampling.sampling_defaults import stated_by_gguf
-from phasewise.serving.text.gguf_vocab import ends_by_text
+from phasewise.serving.text.gguf_vocab import adds_bos, ends_by_text
 
 T = TypeVar("T")
 
@@ -176,8 +176,9 @@ def _config(
             return default
         return metadata.get(full, default) if kind is None else field(metadata, full, kind, default)
 
+    field(metadata, "tokenizer.ggml.add_bos_token", bool, False)
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
-    head_dim = get("attention.key_length", int) or _even_share(hidden, heads)
+    head_dim: Any = get("attention.key_length", int) or (hidden // heads if hidden and heads else None)
     latent = get("attention.kv_lora_rank", int, 0) and family.latent
     if not latent and get("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
@@ -201,7 +202,7 @@ def _config(
         qk_norm=family.gguf_optional_qk_norm and "blk.0.attn_q_norm.weight" in infos,
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
-        add_bos=_adds_bos(metadata),
+        add_bos=adds_bos(metadata),
         ffn_form=family.ffn_form,
         out_bias="blk.0.attn_output.bias" in infos,
     )
@@ -240,7 +241,9 @@ def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) 
             f"RoPE scaling {kind!r:.80} is not supported; linear, Llama 3's, yarn and longrope are"
         )
     if "short_factors" in factors and "long_factors" in factors:
-        return _long_scaling(get, factors)
+        magnitude = get("rope.scaling.attn_factor", float, 1.0)
+        both = factors["short_factors"], factors["long_factors"]
+        return LongScaling(*both, _original_context(get), magnitude)
     older = get("rope.scale_linear", float)  # what files of 2023 say
     factor = get("rope.scaling.factor", float, older)
     if kind == "yarn":
@@ -250,11 +253,6 @@ def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) 
     if factor not in (None, 1.0):
         return LinearScaling(factor)
     return FrequencyFactors(factors["factors"]) if "factors" in factors else None
-
-
-def _even_share(hidden: Any, heads: Any) -> Any:
-    """Elements of one head where they are not stated; None, which ModelConfig refuses, without both sizes."""
-    return hidden // heads if hidden and heads else None
 
 
 def _original_context(get: Callable[..., Any]) -> int:
@@ -274,11 +272,6 @@ def _yarn_scaling(get: Callable[..., Any], factor: float) -> YarnScaling:
         get("rope.scaling.yarn_beta_fast", float, 32.0),
         get("rope.scaling.yarn_beta_slow", float, 1.0),
     )
-
-
-def _long_scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) -> LongScaling:
-    magnitude = get("rope.scaling.attn_factor", float, 1.0)
-    return LongScaling(factors["short_factors"], factors["long_factors"], _original_context(get), magnitude)
 
 
 def _factors(file: GgufFiles, info: TensorInfo) -> tuple[float, ...]:
@@ -319,13 +312,6 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
         return decode_rows(info.type_name, raw, stop - start)
 
     return SourceTensor(info.type_name, shape, info.n_bytes, kind.form, rows)
-
-
-def _adds_bos(metadata: Mapping[str, Any]) -> bool:
-    from phasewise.serving.text.gguf_vocab import adds_bos
-
-    field(metadata, "tokenizer.ggml.add_bos_token", bool, False)
-    return adds_bos(metadata)
 
 
 def _tokenizer_json(metadata: Mapping[str, Any]) -> str:

@@ -82,7 +82,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
         norm_eps=get("rms_norm_eps", float, 1e-6),
         rope=rope,
         tied_embeddings=get("tie_word_embeddings", bool, False),
-        bos_token_id=_first(_token_ids(fields, "bos_token_id")),
+        bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
         eos_token_ids=tuple(
             dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))
         ),
@@ -268,7 +268,3 @@ def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
     if not all(token is None or type(token) is int for token in ids):
         raise ModelError(f"{key} is {value!r:.60}: a token number or a list of them expected")
     return tuple(token for token in ids if token is not None)
-
-
-def _first(ids: tuple[int, ...]) -> int | None:
-    return ids[0] if ids else None

@@ -127,6 +127,8 @@ class Attention(Attending):
     """Positions for which queries grow."""
     distances: bool = False
     """True if scores fall with the distance of their positions (ALiBi)."""
+    norm_last: bool = False
+    """True if queries and keys are normalised by heads behind their rotation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,6 +207,7 @@ class Attention(Attending):
             q_norm=q_norm,
             k_norm=k_norm,
             only_reads=self.reads_others,
+            norm_last=self.norm_last,
             keys_are_values=self.heads.keys_are_values,
             v_norm=np.ones(self.heads.head_dim, np.float32) if self.value_norms else None,
             slopes=slopes_of(self.n_heads) if self.distances else None,

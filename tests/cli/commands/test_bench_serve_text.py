@@ -25,8 +25,7 @@ from phasewise.cli.commands.bench.serve_text import (
 )
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import Target
-from phasewise.loadtest.metrics import Measured
-from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
 from phasewise.loadtest.session import LoadReport, RateProbe
 from tests.support.tiers import examples
 

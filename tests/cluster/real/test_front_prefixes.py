@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip(
     "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
 )
-from phasewise.cluster.real.instance_messages import HandOverFailed, InstanceReport, Ready, Take
+from phasewise.cluster.real.instance_messages import InstanceReport, Ready, Take
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.messages import Answer, EngineLoad, Submit
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
@@ -198,17 +198,3 @@ def info_of(server: ScriptedServer) -> dict[str, dict[str, object]]:
 
 def test_one_engine_has_no_metrics_of_instances() -> None:
     assert "phasewise_instance" not in Metrics(Gauges()).exposition().decode()
-
-
-def test_a_traceparent_goes_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
-    """To every instance that works on it, and into the front's lines about it."""
-    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with scripted_front() as server:
-        prompt, token = running(server)
-        server.front.send(Submit("r", tuple(range(100)), 8, trace=trace))
-        attempt = prompt.hear(Take)
-        assert attempt.request.trace == trace
-        prompt.say(HandOverFailed(attempt.request.request_id, "link", "it broke"))
-        assert token.hear(Take).request.trace == trace
-
-    assert f"a hand-over failed (link): it broke (request r, traceparent {trace})" in caplog.messages

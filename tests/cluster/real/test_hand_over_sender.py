@@ -85,7 +85,7 @@ def sender(ranks: LayeredRanks) -> Iterator[Sender]:
 
 def engine_of(ranks: LayeredRanks, sender: Sender, max_batch_tokens: int = 64) -> Engine:
     engine = make_engine(ranks, max_batch_tokens=max_batch_tokens)
-    engine.outbox = sender
+    engine.hand_over.outbox = sender
     ranks.follow(sender)
     return engine
 
@@ -111,7 +111,7 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
     assert left == [(layer, 0, 40) for layer in range(N_LAYERS)]
     assert link.logits.get(timeout=PATIENCE_S).shape == (257,)
     until(lambda: not sender.n_jobs, "its end was told, and it is kept")
-    engine.kv_target_ready("p")  # what the engine's queue still held
+    engine.hand_over.target_ready("p")  # what the engine's queue still held
     assert engine.scheduler.acknowledge("p")
     engine.scheduler.check()
 
@@ -124,7 +124,7 @@ def test_a_state_leaves_behind_the_layers_and_once_its_prompt_is_whole(ranks: La
         engine.compute(PROMPT)
         sender.send_to("p", link)
         engine.step()
-        engine.kv_target_ready("p")
+        engine.hand_over.target_ready("p")
         assert link.taken(N_LAYERS) == [(layer, 0, 30) for layer in range(N_LAYERS)]
         assert not link.parts
         engine.step()
@@ -148,7 +148,7 @@ def test_a_block_may_move_between_steps_until_it_is_aimed(ranks: LayeredRanks, s
 
     assert link.puts.empty()
     assert not sender.rests("p"), "it may be read"
-    engine.kv_target_ready("p")
+    engine.hand_over.target_ready("p")
     assert link.taken(N_LAYERS) == [(layer, 0, 30) for layer in range(N_LAYERS)]
     engine.step()
     assert link.taken(N_LAYERS) == [(layer, 30, 40) for layer in range(N_LAYERS)]
@@ -167,7 +167,7 @@ def test_a_prompt_without_a_block_is_lost_when_it_is_aimed(ranks: LayeredRanks) 
     engine.scheduler._preempt(held)
 
     sender.send_to("p", Link())
-    engine.kv_target_ready("p")
+    engine.hand_over.target_ready("p")
 
     assert [(request_id, reason) for request_id, reason, _ in failed] == [("p", "preempted")]
     assert not sender.n_jobs

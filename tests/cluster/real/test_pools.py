@@ -11,7 +11,7 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
-from phasewise.serving.engine.messages import Abort, Submit
+from phasewise.serving.engine.messages import Abort
 from phasewise.serving.pools.opening import POLICIES
 from tests.support.servers.pools import (
     Told,
@@ -122,15 +122,3 @@ def test_requests_that_are_given_up_leave_nothing_behind(model: Path) -> None:
         assert not server.failures
         # On a busy host the prompts of one round may want the blocks of those given up before.
         assert set(server.front.counts.failed) <= {"preempted"}
-
-
-def test_an_instance_warns_of_a_request_by_its_traceparent(
-    model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """On the server's stderr: a prompt that no memory holds cannot be computed."""
-    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with pools(model, roles=("mixed",)) as server:
-        server.front.send(Submit("r", prompt(100_000, 1), 8, trace=trace))
-        server.wait_until(lambda: "r" in server.failures, "it is refused")
-
-    assert f"mixed-0-1: request r@1, traceparent {trace}, failed: " in capfd.readouterr().err

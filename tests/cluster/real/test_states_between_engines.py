@@ -47,7 +47,7 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
         lambda *told: failed.append(told),
         n_parts=n_parts,
     )
-    engine.outbox = sender
+    engine.hand_over.outbox = sender
     engine.ranks.follow(sender)
     sender.start()
     try:
@@ -65,7 +65,7 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
         engine.compute(request)
         sender.send_to(request.request_id, link)
         engine.step()  # it has a block
-        engine.kv_target_ready(request.request_id)
+        engine.hand_over.target_ready(request.request_id)
         while engine.scheduler.n_computed(request.request_id) < len(PROMPT):
             engine.step()
         arrived = None

@@ -27,7 +27,7 @@ from phasewise.serving.batches.store import (
     StoredFile,
 )
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.requests.upload import FormReader
+from phasewise.serving.http.routes.batches import FormReader
 from tests.support.tiers import examples
 
 ALL = Page(10_000)

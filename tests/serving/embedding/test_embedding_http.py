@@ -210,12 +210,10 @@ def test_the_client_of_ollama_gets_the_same_vectors(server: EmbeddingServer) -> 
 
     many = client.embed("tiny:latest", texts)
     short = client.embed("tiny", texts[0], dimensions=3, options={"num_ctx": 9})
-    earlier = client.embeddings("tiny", texts[1])
 
     assert np.array(many["embeddings"], np.float32).tobytes() == expected.tobytes()
     assert many["prompt_eval_count"] == sum(len(text_tokens.ids) for text_tokens in server.text.tokens(texts))
     assert np.float32(short["embeddings"][0]).tobytes() == truncated(expected[0], 3).tobytes()
-    assert np.float32(earlier["embedding"]).tobytes() == expected[1].tobytes()
     assert client.embed("tiny", "")["embeddings"] == []
     assert client.embed("tiny", "the cat " * 5000)["embeddings"]
     with pytest.raises(ollama.ResponseError, match="tokens"):
@@ -430,7 +428,6 @@ def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
     order = sorted(range(3), key=lambda index: -logits[index])
 
     cohere = post(reranker, "/v1/rerank", query="cat", documents=documents, top_n=2, return_documents=True)
-    tei = post(reranker, "/rerank", query="cat", texts=documents, raw_scores=True, return_text=True)
     objects = post(reranker, "/v1/rerank", query="cat", documents=[{"text": text} for text in documents])
 
     results = cohere.json()["results"]
@@ -438,51 +435,25 @@ def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
     assert results[0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(-logits[order[0]])), rel=1e-6)
     assert results[0]["document"] == {"text": documents[order[0]]}
     assert cohere.json()["usage"]["prompt_tokens"] == sum(len(pair_tokens.ids) for pair_tokens in tokens)
-    assert [(result["index"], result["text"]) for result in tei.json()] == [
-        (index, documents[index]) for index in order
-    ]
-    assert [result["score"] for result in tei.json()] == pytest.approx([logits[index] for index in order])
     assert [result["index"] for result in objects.json()["results"]] == order
     assert post(reranker, input="a").status_code == 400
-    assert post(reranker, "/rerank", query="cat", texts=[]).status_code == 400
+    assert post(reranker, "/rerank", query="cat", documents=[]).status_code == 400
 
 
 def test_one_form_of_rerank_is_at_every_path(reranker: EmbeddingServer) -> None:
-    """Jina's clients ask /rerank, TEI's may ask /v1/rerank; the model needs no name there."""
-    texts = ["a dog", "the cat sat"]
-    jina = {"query": "cat", "documents": texts, "top_n": 1}
-    tei = {"query": "cat", "texts": texts}
-    url = reranker.url
-    answers = [
-        [
-            httpx.post(f"{url}{path}", json=body).json()
-            for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/")
-        ]
-        for body in (jina, tei)
-    ]
-    assert all(answer == answers[0][0] for answer in answers[0])
-    assert all(answer == answers[1][0] for answer in answers[1])
-    assert len(answers[0][0]["results"]) == 1
-    assert answers[0][0]["results"][0]["index"] == answers[1][0][0]["index"]
-    for wrong in ({"query": "cat"}, {**jina, **tei}):
-        assert httpx.post(f"{url}/rerank", json=wrong).status_code == 400
-
-
-def test_vectors_come_as_tei_and_the_hub_have_them(server: EmbeddingServer) -> None:
-    expected = [row["embedding"] for row in post(server, input=["a cat", "two"]).json()["data"]]
-    for path in ("/embed", "/"):
-        many = httpx.post(f"{server.url}{path}", json={"inputs": ["a cat", "two"], "normalize": True})
-        single = httpx.post(f"{server.url}{path}", json={"inputs": "a cat", "truncate": True, "x": 1})
-        assert many.json() == expected
-        assert single.json() == expected[:1]
-        assert single.headers["X-Ignored-Fields"] == "x"
-        assert httpx.post(f"{server.url}{path}", json={"inputs": "a", "normalize": False}).status_code == 400
+    """Jina's clients ask /rerank, Cohere's /v2/rerank; the model needs no name there."""
+    body = {"query": "cat", "documents": ["a dog", "the cat sat"], "top_n": 1}
+    paths = ("/rerank", "/v1/rerank", "/v2/rerank")
+    answers = [httpx.post(f"{reranker.url}{path}", json=body).json() for path in paths]
+    assert all(answer == answers[0] for answer in answers)
+    assert len(answers[0]["results"]) == 1
+    assert httpx.post(f"{reranker.url}/rerank", json={"query": "cat"}).status_code == 400
 
 
 def test_the_page_s_open_path_takes_no_body_without_a_key(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert", "bert")
     with embedding_server(folder, limits=HttpLimits(api_keys=("secret",))) as locked:
-        for path in ("/", "/embed", "/rerank", "/embeddings"):
+        for path in ("/", "/rerank", "/embeddings"):
             assert httpx.post(f"{locked.url}{path}", json={"inputs": "a"}).status_code == 401
 
 

@@ -220,7 +220,7 @@ def answer_divided(engine: Engine, given_out: GivenSoFar, outs: dict[str, list[A
     """Its prompt and what was given out are computed elsewhere; the first piece has come."""
     message = given_out.request
     elsewhere, box = make_engine(letters()), _Outbox()
-    elsewhere.outbox = box  # type: ignore[assignment]
+    elsewhere.hand_over.outbox = box  # type: ignore[assignment]
     token_ids = message.known_token_ids
     elsewhere.compute(
         replace(message, prompt_token_ids=token_ids, given=None, sampling=GREEDY, stop=(), guide=None)

@@ -174,16 +174,6 @@ def test_a_rank_that_dies_while_nobody_asks_is_replaced_at_once() -> None:
     assert (thread.recoveries().ranks_replaced, thread.recoveries().requests_rerun) == (1, 0)
 
 
-def test_starting_anew_is_tried_again() -> None:
-    ranks = FakeRanks()
-    ranks.reopen_errors = [RanksError("rank 1 was killed by SIGKILL while it started")] * 3
-    with running(ranks) as (thread, heard):
-        ranks.lose()
-        answered(thread, heard, "r")
-
-    assert text_of(heard.of("r")) == "bcdef"
-
-
 class Memory:
     """Stands for what an attempt to start ranks has mapped."""
 

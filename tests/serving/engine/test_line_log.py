@@ -152,7 +152,7 @@ def test_an_adapter_answers_under_its_own_name(tmp_path: Path, said: list[str]) 
     lengths: list[RealisedLength] = []
     observer = LengthObserver(lengths.append, "fake")
     for adapter in ("", "terse"):
-        observer.sent(Submit("r", (1,), model="fake", adapter=adapter), LENGTH.facts)
+        observer.sent(Submit("r", (1,), model="fake", adapter=adapter))
         observer.delivered([Answer("r", "", (), 1, 5, "stop")], None)
     path = tmp_path / "lengths.jsonl"
     with LengthLog(path, said.append) as log:

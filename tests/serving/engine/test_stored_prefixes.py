@@ -58,11 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(
-    model: PackedModel,
-    folder: Path | None,
-    kv_format: str = "auto",
-    policy: str = "odma",
-    n_ranks: int = 1,
+    model: PackedModel, folder: Path | None, kv_format: str = "auto", policy: str = "odma", n_ranks: int = 1
 ):
     """An engine with a store, or without where there is no folder."""
     size = engine_size(CONTEXT, 4096, 8, 100, kv_format, policy)

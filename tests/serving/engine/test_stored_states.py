@@ -62,11 +62,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def opened(
-    model: PackedModel,
-    folder: Path | None,
-    policy: str = "odma",
-    n_ranks: int = 1,
-    states: int = 12,
+    model: PackedModel, folder: Path | None, policy: str = "odma", n_ranks: int = 1, states: int = 12
 ) -> Iterator[object]:
     """An engine whose store has written everything when it is left."""
     size = engine_size(CONTEXT, 4096, 8, 100, "auto", policy)

@@ -20,7 +20,6 @@ from phasewise.cluster.real.instance_messages import InstanceReport, read_from_i
 from phasewise.serving.engine.messages import Answer, EngineLoad
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
 from phasewise.serving.grammar.grammar_job import allocations
-from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
 from phasewise.serving.grammar.guides import (
     BOUNDS,
     Grammar,
@@ -31,7 +30,7 @@ from phasewise.serving.grammar.guides import (
     compile_grammar,
     open_tokenizer,
 )
-from phasewise.serving.grammar.late_guides import guide_of
+from phasewise.serving.grammar.late_guides import GuideThread, GuideWanted, guide_of
 from phasewise.serving.sampling.sampling import SampledToken
 from phasewise.serving.sandbox.confined import ConfinedProcess
 from tests.support import ROOT
@@ -197,7 +196,7 @@ model = SimpleNamespace(config=SimpleNamespace(eos_token_ids=[0]))
 model_table._guides(SimpleNamespace(text=text, model=model))
 """,
     "an instance of a cluster": """
-from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
+from phasewise.serving.grammar.late_guides import GuideThread, GuideWanted
 from phasewise.serving.grammar.guides import GuideRecipe
 
 thread = GuideThread(compiler)

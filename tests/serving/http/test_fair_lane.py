@@ -18,8 +18,8 @@ from starlette.types import Message
 
 from phasewise.serving.errors import QueueFull
 from phasewise.serving.http.errors import ClientLeft
-from phasewise.serving.http.requests.fair_lane import REST, FairLane, RestedThread
-from phasewise.serving.http.requests.request_threads import while_there
+from phasewise.serving.http.requests.body import REST, RestedThread
+from phasewise.serving.http.requests.request_threads import FairLane, while_there
 from phasewise.serving.http.transport.connections import UNKNOWN, VOUCHED, Allowance, LoopShare, Standing
 from phasewise.serving.sandbox.confined import CancelToken
 from tests.support.servers.rude_clients import ENOUGH_S

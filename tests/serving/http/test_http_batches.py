@@ -21,10 +21,9 @@ from starlette.requests import Request
 
 from phasewise.serving.batches import lines as lines_of_batches
 from phasewise.serving.batches.lines import read_line
-from phasewise.serving.batches.store import BatchStore
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.requests.upload import read_form
 from phasewise.serving.http.routes.batch_runner import _LinesOfFile
+from phasewise.serving.http.routes.batches import read_form
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, until
 from tests.support.tiers import first_is_smoke
@@ -272,49 +271,6 @@ def test_a_file_of_too_many_lines_fails_empty_ones_or_not(tmp_path: Path, lines:
         batch = ended(client, begin(client, lines).id)
 
     assert (batch.status, batch.errors.data[0].code) == ("failed", "invalid_file")
-
-
-def test_a_batch_that_breaks_two_starts_fails_and_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def breaks(number: int, raw: bytes, *more: Any) -> Any:
-        if b"heavy" in raw:
-            raise MemoryError
-        return read_line(number, raw, *more)
-
-    monkeypatch.setattr(lines_of_batches, "read_line", breaks)
-    with serving(tmp_path / "b") as server:
-        client = client_of(server)
-        heavy = begin(client, line("heavy")).id
-        until(lambda: any(heavy in said for said in server.said), "it is not told")
-        assert client.batches.retrieve(heavy).status == "validating"
-    with serving(tmp_path / "b") as server:
-        client = client_of(server)
-        assert ended(client, begin(client, line("light")).id).status == "completed"
-        batch = ended(client, heavy)
-    assert (batch.status, batch.errors.data[0].code) == ("failed", "invalid_file")
-    assert "failed twice" in batch.errors.data[0].message
-
-
-def test_a_batch_whose_lines_killed_two_servers_is_read_no_more(tmp_path: Path) -> None:
-    with serving(tmp_path / "b") as server:
-        file = client_of(server).files.create(file=("in.jsonl", line("a")), purpose="batch")
-    store = BatchStore(tmp_path / "b", 1 << 20)
-    (owner,) = store._db.execute("SELECT owner FROM files").fetchone()
-    fields = {"status": "validating", "endpoint": ENDPOINT, "expires_at": time.time() + 60, "n_lines": 0}
-    batch = store.add_batch(owner, file.id, {"object": "batch", "input_file_id": file.id, **fields})
-    assert [store.begin_reading(batch) for _ in range(2)] == [0, 1]
-    store.close()
-    headers = {"Authorization": "Bearer one"}
-
-    with serving(tmp_path / "b") as server:
-
-        def has_failed() -> bool:
-            shown = httpx.get(f"{server.url}/v1/batches/{batch.id}", headers=headers).json()
-            assert shown["request_counts"]["completed"] == 0
-            return bool(shown["status"] == "failed")
-
-        until(has_failed, "it is read again")
 
 
 def test_a_batch_has_bounded_metadata_and_its_record_is_deleted(server: FakeServer) -> None:

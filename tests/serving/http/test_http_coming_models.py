@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.models.model_room import ModelRoom
+from phasewise.serving.http.models.model_shelf import ModelRoom
 from tests.support.servers.fake_folder import FolderServer, fake_folder, said_by
 from tests.support.servers.rude_clients import completion, connect, until
 from tests.support.tiers import n_examples
@@ -108,21 +108,6 @@ def test_a_model_that_answers_stays_and_whoever_waits_gets_its_room_then() -> No
     assert server.folder.most_bytes == 10
 
 
-def test_who_does_not_wait_is_told_when_to_come_back() -> None:
-    with fake_folder(FOUR, 20) as server:
-        gate = threading.Event()
-        server.folder.before_open = lambda _name: gate.wait(60)
-        fields = {"model": "a", "prompt": "a", "max_tokens": 3}
-        told = server.post("/v1/completions", {"X-Model-Loading": "refuse"}, **fields)
-        assert told.status_code == 503
-        assert int(told.headers["retry-after"]) >= 1
-        assert told.json()["error"]["code"] == "model_loading"
-        assert server.states()["a"] == "loading"
-        gate.set()
-        until(lambda: server.states()["a"] == "loaded", "it is not loaded")
-        assert server.post("/v1/completions", {"X-Model-Loading": "refuse"}, **fields).status_code == 200
-
-
 def test_a_model_that_fails_is_told_in_one_line_and_the_server_lives() -> None:
     sizes = {"a": 10, "xylo": 10, "large": 21}
     with fake_folder(sizes, 20) as server:
@@ -142,32 +127,6 @@ def test_a_model_that_fails_is_told_in_one_line_and_the_server_lives() -> None:
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="any").completions.create(
                 model="xylo", prompt="a"
             )
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/chat", "/v1/responses"])
-def test_a_stream_shows_life_while_its_model_is_loaded(path: str) -> None:
-    chat = [{"role": "user", "content": "abc"}]
-    fields: dict[str, object] = {
-        "/v1/completions": {"prompt": "abc", "max_tokens": 5},
-        "/v1/messages": {"messages": chat, "max_tokens": 5},
-        "/api/chat": {"messages": chat, "options": {"num_predict": 5}},
-        "/v1/responses": {"input": "abc", "max_output_tokens": 5},
-    }[path]  # type: ignore[assignment]
-    sign = {"/v1/messages": b"event: ping", "/api/chat": b" "}.get(path, b": keep-alive")
-    ends = {"/v1/messages": b"message_stop", "/api/chat": b'"done":true', "/v1/responses": b"response.incom"}
-    for name, last in (("a", ends.get(path, b"[DONE]")), ("x", b"it is damaged")):
-        with fake_folder({"a": 10, "x": 10}, 20, limits=QUICK) as server:
-            gate = threading.Event()
-            server.folder.before_measure = lambda own_gate=gate: own_gate.wait(60)  # type: ignore[misc]
-            asked = {"model": name, "stream": True, **fields}  # type: ignore[dict-item]
-            with httpx.stream("POST", f"{server.url}{path}", json=asked, timeout=60) as answer:
-                assert answer.status_code == 200
-                parts = answer.iter_raw()
-                assert next(parts).startswith(sign)
-                assert next(parts).startswith(sign)
-                gate.set()
-                rest = b"".join(parts)
-            assert last in rest
 
 
 def test_ollama_lists_what_is_loaded_and_says_how_long_it_stays() -> None:

@@ -1,4 +1,4 @@
-"""Counts and logs of a server, as Prometheus, endpoint pickers and powercap have them."""
+"""Counts and logs of a server, as Prometheus and endpoint pickers have them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,19 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
-from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.engine.messages import Answer, EngineLoad, Submit
 from phasewise.serving.http.monitoring.access_log import AccessLog
-from phasewise.serving.http.monitoring.live import PhaseEnergy
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.pools.contract import ALIGNMENT
-from phasewise.topology.energy import EnergyCounters
-from phasewise.tuner.plans import Phase
 from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import connect, read_to_end, until
 from tests.support.tiers import examples
-from tests.topology.test_energy import write_zone
 
 PATH = "/v1/completions"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -102,7 +96,7 @@ def test_what_a_connection_answers_before_any_request_has_no_path() -> None:
 def test_tokens_that_were_held_back_and_sampled_again_count_once() -> None:
     """After a loss an answer goes on from what was given out: fewer tokens are told than before."""
     metrics = Metrics(Gauges())
-    metrics.sent(Submit("r", (1,)), RequestFacts((1,), 0.0, None, 1, None))
+    metrics.sent(Submit("r", (1,)))
     for n_generated, reason in ((1, None), (4, None), (3, None), (4, None), (5, "stop")):
         metrics.delivered((Answer("r", "", (), n_generated, 0, reason),), None)  # type: ignore[arg-type]
 
@@ -165,61 +159,3 @@ def test_adapters_in_memory_are_told_by_every_name_of_theirs() -> None:
 
 def test_without_adapters_nothing_is_said_of_them() -> None:
     assert "phasewise_lora_requests_info" not in read(Gauges(lambda: EngineLoad(0, 0, 0, 160)))
-
-
-steps = st.tuples(st.sampled_from(["prefill", "decode"]), st.integers(0, 10**9), st.integers(0, 100))
-
-
-@given(st.lists(steps, max_size=20))
-def test_phases_and_idleness_have_all_that_was_spent(
-    tmp_path_factory: pytest.TempPathFactory, taken: list[tuple[Phase, int, int]]
-) -> None:
-    counter = write_zone(tmp_path_factory.mktemp("rapl"), "0", "package-0", 0)
-    energy = PhaseEnergy(EnergyCounters(counter.parents[1]))
-    spent = 0
-    for phase, duration_ns, uj in taken:
-        spent += uj
-        counter.write_text(str(spent % 1000))
-        energy.delivered((), StepStats(phase, 1, 1, duration_ns))
-        joules = energy.by_phase()
-        assert sum(joules.values()) == pytest.approx(spent / 1e6, abs=1e-12)
-        assert min(joules.values()) >= -1e-12
-
-
-def test_energy_goes_to_the_phase_that_had_the_time(tmp_path: Path) -> None:
-    counter = write_zone(tmp_path, "0", "package-0", 0)
-    energy = PhaseEnergy(EnergyCounters(tmp_path))
-    counter.write_text("900")
-    energy.delivered((), StepStats("prefill", 1, 1, 2 * 10**12))
-    energy.delivered((), StepStats("decode", 1, 1, 10**12))
-
-    joules = energy.by_phase()
-
-    assert joules["prefill"] + joules["decode"] == pytest.approx(900e-6)
-    assert joules["prefill"] >= 2 * joules["decode"] - 1e-12
-
-
-def test_a_machine_without_counters_has_no_energy_and_says_so(tmp_path: Path) -> None:
-    energy = PhaseEnergy(EnergyCounters(tmp_path))
-    energy.delivered((), StepStats("decode", 1, 1, 10**9))
-
-    metrics = Metrics(Gauges(joules=energy.by_zone, phase_joules=energy.by_phase))
-    text = metrics.exposition().decode()
-
-    assert energy.by_phase() == {}
-    assert "phasewise_energy_measured 0.0" in text
-    assert "phasewise_energy_phase_joules_total{" not in text
-
-
-def test_the_energy_of_each_phase_is_told(tmp_path: Path) -> None:
-    counter = write_zone(tmp_path, "0", "package-0", 0)
-    energy = PhaseEnergy(EnergyCounters(tmp_path))
-    counter.write_text("500")
-    energy.delivered((), StepStats("decode", 1, 1, 10**12))
-    metrics = Metrics(Gauges(joules=energy.by_zone, phase_joules=energy.by_phase))
-
-    (told,) = re.findall(
-        r'^phasewise_energy_phase_joules_total\{phase="decode"\} (\S+)$', metrics.exposition().decode(), re.M
-    )
-
-    assert float(told) == pytest.approx(500e-6)

@@ -131,22 +131,6 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(server: FakeServer, fields
     assert asked(server, **fields).status_code == 200
 
 
-def test_usage_can_come_with_every_event(server: FakeServer) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    with httpx.stream(
-        "POST",
-        f"{server.url}/v1/completions",
-        json={"model": "fake", "prompt": "a", "max_tokens": 4, "stream": True, "stream_options": options},
-    ) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-
-    events = [json.loads(line) for line in lines[:-1]]
-    counts = [event["usage"]["completion_tokens"] for event in events]
-    assert counts == sorted(counts)
-    assert counts[-1] == 4
-    assert events[-1]["choices"] == []
-
-
 def test_without_a_compiler_there_are_no_guided_answers() -> None:
     with fake_server() as bare:
         answer = asked(bare, response_format={"type": "json_object"})

@@ -10,18 +10,15 @@ import httpx
 import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.routes.app import ServerContext
-from phasewise.serving.http.routes.page_routes import OPEN_PATHS, POLICY
+from phasewise.serving.http.routes.openapi import OPEN_PATHS, POLICY
 from tests.support.servers.fake_server import FakeServer, fake_server
-
-FACTS = MachineFacts("<svg xmlns='http://www.w3.org/2000/svg'/>", ({"phase": "decode"},))
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     limits = HttpLimits(api_keys=("right",))
-    with fake_server(limits, surroundings=ServerContext(page=FACTS)) as running:
+    with fake_server(limits, surroundings=ServerContext(page=True)) as running:
         yield running
 
 
@@ -56,31 +53,12 @@ def test_nothing_comes_from_other_hosts_and_no_markup_is_made_of_text() -> None:
 
 
 def test_what_the_page_shows_of_the_engine_needs_the_key(server: FakeServer) -> None:
-    for path in ("/live", "/live/machine", "/v1/models", "/page/other.js"):
+    for path in ("/v1/models", "/page/other.js"):
         assert httpx.get(f"{server.url}{path}").status_code == 401
     key = {"Authorization": "Bearer right"}
     assert httpx.get(f"{server.url}/page/other.js", headers=key).status_code == 404
-    assert httpx.get(f"{server.url}/live/machine", headers=key).json()["schedules"] == [{"phase": "decode"}]
-
-
-def test_the_live_view_counts_tokens_and_keeps_times(server: FakeServer) -> None:
-    key = {"Authorization": "Bearer right"}
-    before = httpx.get(f"{server.url}/live", headers=key).json()
-    body = {"model": "fake", "prompt": "abc", "max_tokens": 5, "temperature": 0}
-    httpx.post(f"{server.url}/v1/completions", json=body, headers=key)
-    server.wait_until_idle()
-    after = httpx.get(f"{server.url}/live", headers=key).json()
-    assert after["prefill_tokens"] - before["prefill_tokens"] == 3
-    assert after["decode_tokens"] - before["decode_tokens"] == 4
-    assert after["requests_ended"] == before["requests_ended"] + 1
-    assert after["ttft_ms"] > 0
-    assert after["tpot_ms"] > 0
-    assert (after["running"], after["waiting"], after["state"]) == (0, 0, "running")
-    assert after["kv_slots"] > 0
-    assert after["buckets"]
 
 
 def test_there_need_be_no_page() -> None:
     with fake_server() as server:
         assert httpx.get(f"{server.url}/").status_code == 404
-        assert httpx.get(f"{server.url}/live").status_code == 404

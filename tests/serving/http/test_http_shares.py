@@ -12,12 +12,12 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from phasewise.serving.http.answers import last_answers
-from phasewise.serving.http.answers.last_answers import ResponseStore
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests import response_schemas
-from phasewise.serving.http.requests.fair_lane import FairLane
+from phasewise.serving.http.requests.request_threads import FairLane
+from phasewise.serving.http.routes import responses
+from phasewise.serving.http.routes.responses import ResponseStore
 from phasewise.serving.http.transport import connections, exchange
 from phasewise.serving.http.transport.connections import UNKNOWN, LoopShare
 from tests.support.servers.fake_engine import piece
@@ -135,7 +135,7 @@ def threads(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return call
 
-    monkeypatch.setattr("phasewise.serving.http.routes.app.chat_of", noted(response_schemas.chat_of))
+    monkeypatch.setattr("phasewise.serving.http.routes.responses.chat_of", noted(response_schemas.chat_of))
     return seen
 
 
@@ -215,11 +215,11 @@ def test_whatever_makes_a_conversation_long_it_waits_among_the_long_ones(
 def test_a_client_that_stores_much_takes_the_place_of_its_own(characters: int) -> None:
     store = ResponseStore()
     store.put("modest", "mine", [{"role": "user", "content": "a" * 1000}], "{}")
-    for number in range(last_answers.MOST_KEPT + 500):
+    for number in range(responses.MOST_KEPT + 500):
         store.put("greedy", f"n{number}", [{"role": "user", "content": "a" * characters}], "{}")
 
     assert store.conversation("modest", "mine")
-    assert store.conversation("greedy", f"n{last_answers.MOST_KEPT + 499}")
+    assert store.conversation("greedy", f"n{responses.MOST_KEPT + 499}")
     with pytest.raises(ApiError):
         store.conversation("greedy", "n0")
 
@@ -227,10 +227,10 @@ def test_a_client_that_stores_much_takes_the_place_of_its_own(characters: int) -
 def test_what_is_too_old_is_forgotten_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore()
     store.put("gone", "1", [], "{}")
-    monkeypatch.setattr(last_answers, "STORED_S", -1.0)
+    monkeypatch.setattr(responses, "STORED_S", -1.0)
     with pytest.raises(ApiError):
         store.conversation("other", "2")
-    monkeypatch.setattr(last_answers, "STORED_S", 3600.0)
+    monkeypatch.setattr(responses, "STORED_S", 3600.0)
     with pytest.raises(ApiError):
         store.conversation("gone", "1")
 

@@ -91,28 +91,6 @@ def test_silence_between_two_tokens_is_no_longer() -> None:
             assert "data: [DONE]" in lines
 
 
-def test_who_minds_gets_none_and_the_status_of_what_fails() -> None:
-    with held() as (server, gate):
-        answers: list[httpx.Response] = []
-
-        def ask() -> None:
-            off = {"X-Stream-Comments": "off"}
-            asked = body("/v1/completions")
-            answers.append(httpx.post(f"{server.url}/v1/completions", json=asked, headers=off, timeout=60))
-
-        for fails in (False, True):
-            gate.open.clear()
-            asking = threading.Thread(target=ask)
-            asking.start()
-            until(lambda: server.client.n_live == 1, "it was not sent on")
-            threading.Event().wait(5 * LIMITS.sign_of_life_s)
-            server.ranks.fail_with = StepFailed("no") if fails else None
-            gate.open.set()
-            asking.join(60)
-    assert [answer.status_code for answer in answers] == [200, 500]
-    assert COMMENT not in answers[0].text
-
-
 def test_an_answer_that_is_not_streamed_has_none() -> None:
     with held() as (server, gate):
         threading.Timer(5 * LIMITS.sign_of_life_s, gate.open.set).start()

@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.routes.app import ServerContext
-from phasewise.topology import read_machine
-from phasewise.topology.picture import draw_svg
 from tests.support.models.tool_templates import HERMES
 from tests.support.servers.chromium import Page, chromium
 from tests.support.servers.fake_server import FakeServer
@@ -37,17 +34,8 @@ AXE = os.environ.get("PHASEWISE_AXE", "")
 
 
 def paged_server() -> contextlib.AbstractContextManager[tuple[FakeServer, ScriptedRanks]]:
-    """A scripted server with the page, and facts of this machine for its live view."""
-    row = {
-        "phase": "decode",
-        "used_for": "layers.*.qkv",
-        "problem": "int8 960 x 576",
-        "rows": "1",
-        "why": "tuned",
-        "schedule": "tile 1x32, block 1x64x576, grid 1x2x1, nm, prefetch 0",
-    }
-    facts = MachineFacts(draw_svg(read_machine()), (row,))
-    return scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=ServerContext(page=facts))
+    """A scripted server with the page."""
+    return scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=ServerContext(page=True))
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +187,7 @@ def test_send_is_in_sight_and_the_newest_message_is_followed(
         await page.run("document.getElementById('settings').open = true")
         assert await page.run(SEND_IN_SIGHT)
         assert await page.run(SETTINGS_ARE_WHOLE)
-        await page.run("document.getElementById('show-live').click()")
         assert await page.run("document.documentElement.scrollWidth <= innerWidth")
-        await page.run("document.getElementById('show-chat').click()")
-        assert await page.run(SEND_IN_SIGHT)
 
     try:
         browse(visit)
@@ -242,8 +227,6 @@ def test_a_server_that_is_away_is_told_in_words_and_no_progress_stays(phase: str
         until(lambda: server.server.has_ended, "it does not end")
         await ask(page, "more")
         await page.wait(f"{IDLE} && {ALERT}.innerText.includes('the server does not answer')")
-        await page.run("document.getElementById('show-live').click()")
-        await page.wait("document.getElementById('live-state').textContent.includes('does not answer')")
         page.errors[:] = [error for error in page.errors if "net::" not in error]  # each failed request
 
     with paged_server() as (server, ranks):
@@ -284,34 +267,8 @@ def test_the_focus_is_never_lost(running: tuple[FakeServer, ScriptedRanks], butt
     server.wait_until_idle()
 
 
-def test_the_live_view_shows_what_the_engine_does(
-    running: tuple[FakeServer, ScriptedRanks], tmp_path: Path
-) -> None:
-    server, ranks = running
-
-    async def visit(page: Page) -> None:
-        await opened(page, server.url)
-        ranks.script = lambda _prompt: "word " * 500
-        ranks.before_step = lambda: (threading.Event().wait(0.005), None)[1]
-        await ask(page, "go on")
-        await page.run("document.getElementById('show-live').click()")
-        await page.wait("parseFloat(document.getElementById('decode-rate').textContent) > 10")
-        await page.wait("document.getElementById('requests').textContent === '1, 0'")
-        await page.wait("document.getElementById('machine').naturalWidth > 100")
-        assert "layers.*.qkv" in await page.run("document.getElementById('schedules').innerText")
-        assert await page.run("document.querySelectorAll('#buckets tbody tr').length") > 0
-        await page.screenshot(tmp_path / "live.png")
-        assert (tmp_path / "live.png").stat().st_size > 10_000
-
-    try:
-        browse(visit)
-    finally:
-        ranks.before_step = lambda: None
-    server.wait_until_idle()
-
-
 def test_comments_in_a_stream_are_no_part_of_the_answer() -> None:
-    facts = ServerContext(page=MachineFacts())
+    facts = ServerContext(page=True)
     limits = HttpLimits(sign_of_life_s=0.02)
     with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=facts, limits=limits) as (
         server,
@@ -342,7 +299,7 @@ def test_errors_of_the_server_are_told(running: tuple[FakeServer, ScriptedRanks]
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
-    facts = ServerContext(page=MachineFacts())
+    facts = ServerContext(page=True)
     limits = HttpLimits(api_keys=("right",))
     with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=facts, limits=limits) as (
         server,
@@ -383,14 +340,11 @@ def test_keyboard_and_contrast_by_axe(running: tuple[FakeServer, ScriptedRanks],
         await ask(page, "look")
         await page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 2")
         await page.run("document.getElementById('settings').open = true")
-        for view in ("chat", "live"):
-            await page.run(f"document.getElementById('show-{view}').click()")
-            await asyncio.sleep(0.5)
-            # Page.evaluate is not under the page's policy, a script element would be.
-            await page.run(axe)
-            violations: Any = await page.run(
-                "axe.run().then(one => one.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
-            )
-            assert violations == [], (view, violations)
+        # Page.evaluate is not under the page's policy, a script element would be.
+        await page.run(axe)
+        violations: Any = await page.run(
+            "axe.run().then(one => one.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
+        )
+        assert violations == []
 
     browse(visit)

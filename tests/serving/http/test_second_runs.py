@@ -12,15 +12,12 @@ from starlette.types import Message as AsgiMessage
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
 from phasewise.serving.errors import RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.answers.openai_objects import Choice, CompletionRendering, Form, Reply
-from phasewise.serving.http.answers.send_answer import Events, respond
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
-from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+from phasewise.serving.http.answers.openai_objects import Choice, Form, Reply
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.routes.generation_service import respond
 from tests.support.servers.rude_clients import until_on_loop
 
 LOAD = EngineLoad(0, 0, 0, 64)
-MODEL = ServedModel(("m",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
-FACTS = RequestFacts((1,), 0.0, 4, 1, None)
 
 
 async def _stays() -> AsgiMessage:
@@ -34,14 +31,14 @@ def request_of_one_that_stays() -> Request:
 
 def reply_of(n_choices: int) -> Reply:
     """Its body is the texts of its choices, with a `|` between two."""
-    rendering = CompletionRendering("id", MODEL)
 
     def whole(choices: Sequence[Choice]) -> bytes:
         return "|".join(choice.text for choice in choices).encode()
 
     requests = [Submit(f"c-0-{index}", (1,), 4) for index in range(n_choices)]
-    form = Form(whole, lambda: Events(reply_of(n_choices)))
-    return Reply(requests, [FACTS] * n_choices, n_choices, rendering, False, False, form=form)
+    return Reply(
+        requests, n_choices, Form(whole, lambda: pytest.fail("no stream is asked for")), False, False
+    )
 
 
 def test_pieces_of_the_first_run_are_no_part_of_the_second() -> None:

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.engine.live_request import AnswerText
-from phasewise.serving.engine.messages import Answer, Failure, Submit
-from phasewise.serving.errors import StepFailed
+from phasewise.serving.engine.messages import Answer, Progress, Submit
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, LoopWakeup
 from phasewise.serving.http.answers.openai_objects import (
     AnswerReading,
@@ -28,8 +27,8 @@ from phasewise.serving.http.answers.openai_objects import (
     Rendering,
     Reply,
 )
-from phasewise.serving.http.answers.send_answer import Events, _said
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.routes.generation_service import Events, _said
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.serving.text.turn_form import TurnForm
 from phasewise.serving.tools.dialect import dialect_of
@@ -38,52 +37,9 @@ from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, connect
 from tests.support.tiers import examples
 
-MODEL = ServedModel(('a "model"\0',), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
-TEXTS = ["a", ' "b"\\', "\0", "\n\u2028", "é", "\U0001f600", '"text":"\0"', "data: [DONE]\n\n"]
-KINDS = [CompletionRendering, ChatRendering]
-Kind = type[CompletionRendering | ChatRendering]
-
-
-def events_of(kind: Kind, *, sampling: SamplingParams | None = None, counted: bool = False) -> Events:
-    requests = [Submit(f"one-{index}", (1, 2), sampling=sampling or SamplingParams()) for index in range(2)]
-    rendering = kind("id", MODEL)
-    return Events(Reply(requests, [], 2, rendering, True, include_usage=True, continuous_usage=counted))
-
 
 def said(index: int, text: str, n_generated: int = 1, reason: str | None = None) -> Answer:
     return Answer(f"one-{index}", text, (SampledToken(97),), n_generated, 0, reason)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_alone_makes_the_same_event_quickly(kind: Kind, text: str) -> None:
-    pieces = [(0, said(0, text)), (1, said(1, text[::-1]))]
-
-    events = events_of(kind)  # both ways: it has the second in which it was made
-
-    assert events.of_text([answer for _, answer in pieces]) == events.of(pieces)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_text_alone_is_left_to_the_long_way(kind: Kind) -> None:
-    others: list[Answer | Failure] = [
-        said(0, ""),
-        said(0, "b", reason="length"),
-        Failure("one-0", StepFailed("no")),
-    ]
-    for other in others:
-        assert events_of(kind).of_text([said(1, "a"), other]) is None
-    assert events_of(kind).of_text([]) is None
-    assert events_of(kind, sampling=SamplingParams(top_logprobs=0)).of_text([said(0, "a")]) is None
-    assert events_of(kind, counted=True).of_text([said(0, "a")]) is None
-
-
-def test_usage_counts_what_went_quickly_too() -> None:
-    events = events_of(CompletionRendering)
-    events.of_text([said(0, "a"), said(1, "a")])
-    events.of([(0, said(0, "b", 2, "length")), (1, said(1, "b", 2, "length"))])
-
-    assert b'"usage":{"prompt_tokens":2,"completion_tokens":4,"total_tokens":6,' in events.total()
 
 
 @pytest.mark.parametrize("refusals", list(itertools.product([True, False], repeat=5)))
@@ -92,15 +48,15 @@ def test_pieces_keep_their_order_whichever_way_they_go(refusals: tuple[bool, ...
     heard: list[str] = []
     answers = iter(refusals)
 
-    def at_once(outs: Iterable[Answer | Failure]) -> bool:
+    def at_once(pieces: Iterable[tuple[int, Answer | Progress]]) -> bool:
         if next(answers, True):
             return False
-        heard.extend(out.text for out in outs if isinstance(out, Answer))
+        heard.extend(piece.text for _, piece in pieces if isinstance(piece, Answer))
         return True
 
     async def listen(stream: AnswerStream) -> None:
         while pieces := await stream.take():
-            heard.extend(answer.text for _, answer in pieces)
+            heard.extend(piece.text for _, piece in pieces if isinstance(piece, Answer))
             await asyncio.sleep(0)  # as a send would: what comes now is not offered
 
     async def talk() -> None:
@@ -219,7 +175,7 @@ class Pieces:
 @pytest.mark.parametrize("kind", [CompletionRendering, ChatRendering])
 def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRendering]) -> None:
     rendering: Rendering = kind("id", FAKE)
-    reply = Reply([REQUEST], [], 1, rendering, streamed=True, include_usage=True)
+    reply = Reply([REQUEST], 1, rendering, streamed=True, include_usage=True)
 
     async def references() -> list[int]:
         """To each token, while its event waits for the reader."""
@@ -323,22 +279,19 @@ def streamed_and_whole(kind: str, tokens: Sequence[bytes], pieces: Sequence[Answ
     )
     reading = AnswerReading(lambda: DIALECT.reader(None, in_thought=False), lambda: "c")
 
-    def reply(*, streamed: bool) -> Reply:
-        rendering = (
-            CompletionRendering("id", model)
-            if kind == "completion"
-            else ChatRendering("id", model, reading if kind == "thoughts" else None)
-        )
-        request = Submit("0", (1,), sampling=SamplingParams(top_logprobs=1))
-        return Reply([request], [], 1, rendering, streamed, include_usage=False)
+    def rendering() -> Rendering:
+        if kind == "completion":
+            return CompletionRendering("id", model)
+        return ChatRendering("id", model, reading if kind == "thoughts" else None)
 
-    events = Events(reply(streamed=True))
+    request = Submit("0", (1,), sampling=SamplingParams(top_logprobs=1))
+    events = Events(Reply([request], 1, rendering(), True, include_usage=False))
     sent = b"".join(events.of([(0, piece)]) for piece in pieces).decode()
     choices = [json.loads(line[6:])["choices"][0] for line in sent.split("\n\n") if line]
     choice = Choice()
     for part in pieces:
         choice.add(part)
-    return [_facts(choices), _facts([reply(streamed=False).rendering.whole(0, choice)])]
+    return [_facts(choices), _facts([rendering().whole(0, choice)])]
 
 
 def _facts(choices: Sequence[dict[str, Any]]) -> tuple[Any, ...]:

@@ -157,7 +157,27 @@ GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 
+HUNYUAN_MOE = {"model_type": "hunyuan_v1_moe", "num_experts": 4}
 BAD_CONFIGS = {
+    "a base that nothing stretches": ({"model_type": "hunyuan_v1_dense",
+     "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "alpha is None"),
+    "a base stretched without end": ({"model_type": "hunyuan_v1_dense",
+     "rope_scaling": {"type": "dynamic", "alpha": float("inf")}}, "alpha is inf"),
+    "yarn in hunyuan": ({"model_type": "hunyuan_v1_dense",
+     "rope_scaling": {"type": "yarn", "factor": 2.0}}, "dynamic by alpha can run"),
+    "layers that choose otherwise": ({**HUNYUAN_MOE, "moe_topk": [1, 2]}, "one number for all layers"),
+    "no word on who is chosen": (HUNYUAN_MOE, "moe_topk = None"),
+    "experts in every 0th layer": ({"model_type": "ernie4_5_moe", "moe_layer_interval": 0}, "interval = 0"),
+    "the first ling": ({"model_type": "bailing_moe"}, "the first Ling"),
+    "choices without a bias": ({"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"],
+     "use_expert_bias": False}, "use_expert_bias = False"),
+    "windows without a width": ({"model_type": "olmo3", "sliding_window": 0}, "sliding window is 0"),
+    "half of an exaone": ({"model_type": "exaone4", "sliding_window": 8,
+     "layer_types": ["sliding_attention"]}, "for each of"),
+    "a llama of chunks": ({"model_type": "llama4"}, "llama4 model, which has attention in chunks"),
+    "an activation with numbers": ({"model_type": "apertus"}, "xIELU"),
+    "a gemma that looks both ways": ({"model_type": "gemma3_text", "hidden_act": None,
+     "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     "a pattern with another letter": ({"model_type": "nemotron_h", "hidden_act": "relu2",
      "hybrid_override_pattern": "M?"}, "has layers"),
     "layers that no token leaves": ({"model_type": "nemotron_h", "hidden_act": "relu2",

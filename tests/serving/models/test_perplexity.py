@@ -34,7 +34,7 @@ def test_formats_keep_the_perplexity_of_float32(format_name: str, bound: float, 
     """On the first windows, of which every token but the first counts."""
     pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
     from phasewise.workflows.evaluate.figures import perplexity
-    from phasewise.workflows.evaluate.scorer import Scorer, losses_of, windows
+    from phasewise.workflows.evaluate.run import Scorer, losses_of, windows
     from phasewise.workflows.opening.open_model import Weights, open_model
 
     default_model()

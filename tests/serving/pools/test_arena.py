@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.pools.arena import Arena, Block, aligned
+from phasewise.serving.pools.arena import Arena, Block, Shelves, aligned
+from phasewise.serving.pools.contiguous import Shift, enlarged, opened
 from phasewise.serving.pools.contract import ALIGNMENT, PoolError
-from phasewise.serving.pools.shelves import Shelves
-from phasewise.serving.pools.squeeze import Shift, enlarged, opened
 
 
 @given(actions=st.lists(st.tuples(st.sampled_from(["take", "give", "extend", "move"]), st.integers(1, 200))))
@@ -102,17 +101,6 @@ def test_an_idle_bucket_starves_nobody() -> None:
     assert shelves.n_free == shelves.largest_free() == arena.n_slots
     assert arena.n_free == 0
     assert shelves.take(3, 20 * ALIGNMENT) == Block(0, arena.n_slots)
-
-
-def test_a_free_list_hands_out_what_has_waited_longest() -> None:
-    shelves = Shelves(Arena(32))
-    blocks = [shelves.take(0, 16), shelves.take(0, 16)]
-    for block in reversed(blocks):
-        assert block is not None
-        shelves.keep(0, block)
-
-    assert [shelves.take(0, 16), shelves.take(0, 16)] == blocks[::-1]
-    assert not list(shelves.blocks())
 
 
 def test_slots_that_nobody_had_go_before_a_free_list() -> None:

@@ -15,7 +15,6 @@ from phasewise.serving.prefix_store.blocks import (
     BlockNames,
     PrefixBlock,
     RecordShape,
-    check_record,
     read_head,
     read_record,
     through_states,
@@ -55,7 +54,6 @@ def test_a_record_gives_back_a_state_where_its_model_has_one() -> None:
 
 def assert_reads(naming: BlockNames, block: PrefixBlock, record: memoryview, held: bytes) -> None:
     assert read_record(naming, SHAPE, block, record) == held
-    check_record(KEY, block.name, record)
     head = read_head(bytes(record[:HEADER_BYTES]))
     assert head is not None
     assert (head.begin, head.n_tokens, head.seconds) == (block.begin, block.n_tokens, 0.25)
@@ -97,8 +95,6 @@ def test_no_changed_byte_is_believed(data: st.DataObject) -> None:
 
     with pytest.raises(BadRecord):
         read_record(naming, SHAPE, block, record)
-    with pytest.raises(BadRecord):
-        check_record(KEY, block.name, record)
 
 
 @examples(100)
@@ -110,8 +106,6 @@ def test_neither_a_cut_record_nor_noise_is_believed(length: int, seed: int) -> N
     for wrong in (record[: min(length, len(record) - 1)], noise):
         with pytest.raises(BadRecord):
             read_record(naming, SHAPE, block, wrong)
-        with pytest.raises(BadRecord):
-            check_record(KEY, block.name, wrong)
 
 
 def test_a_record_of_another_block_identity_or_key_is_not_believed() -> None:

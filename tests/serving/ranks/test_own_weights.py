@@ -81,10 +81,7 @@ def test_a_copy_computes_the_same_bits(
     ("prefill", "decode"), [(ONE, TWO), ((2,), (1, 1, 1, 1)), ((1, 1, 1), TWO), (TWO, (1, 2, 1))], ids=str
 )
 def test_prefill_finds_what_decode_s_ranks_have_copied(
-    in_file: PackedModel,
-    prefill: tuple[int, ...],
-    decode: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    in_file: PackedModel, prefill: tuple[int, ...], decode: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranks have other panels, of pages that two ranks of decode have parts of; and after a restart."""
     ranks = opened(in_file, prefill, decode)

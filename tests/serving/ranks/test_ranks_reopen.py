@@ -226,9 +226,7 @@ def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
     assert not children_of(os.getpid()) - before
 
 
-def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(
-    in_memory: PackedModel,
-) -> None:
+def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(in_memory: PackedModel) -> None:
     def shared_bytes(pid: int) -> int:
         status = Path(f"/proc/{pid}/status").read_text()
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))

@@ -18,7 +18,7 @@ from phasewise.serving.pools.contract import KV_CHUNK, Placement, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.pools.wrapped import StatefulPool
-from phasewise.serving.prefix_store.kept_beginnings import KeptBeginnings
+from phasewise.serving.prefix_store.store import KeptBeginnings
 from phasewise.serving.scheduling import held_prefixes
 from phasewise.serving.scheduling.held_prefixes import (
     BLOCK_TOKENS,

@@ -92,9 +92,7 @@ def alone(request: Request) -> list[int]:
 @examples(40)
 @given(asked=asked, data=st.data())
 def test_answers_under_load_are_those_of_the_request_alone(
-    policy: str,
-    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
-    data: st.DataObject,
+    policy: str, asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]], data: st.DataObject
 ) -> None:
     """Chunks, company, growth, migration, preemption for room or for another client's share, reuse, turns at
     decode steps and aborts change no token of anybody else."""

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.scheduling.pacing import (
-    NO_ROOM,
-    USUAL,
-    Pacing,
-    ShadowPacing,
-    decode_ns,
-    rows_within,
-)
+from phasewise.serving.scheduling.pacing import NO_ROOM, USUAL, Pacing, ShadowPacing, decode_ns, rows_within
 from phasewise.serving.scheduling.request import Request
 from tests.support.scheduled import POLICIES, Turns, make, request
 from tests.support.tiers import examples

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.serving.errors import ModelError
 from phasewise.serving.text.chat import BOUNDS, Conversation, Conversations
 from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
 from phasewise.serving.text.control_texts import ControlTexts
@@ -138,23 +137,6 @@ def test_a_template_that_takes_long_is_ended_from_outside(source: str) -> None:
         assert "\n" not in str(stopped.value)
     finally:
         hostile.close()
-
-
-@pytest.mark.parametrize("source", ["{% for x in y %}", "{{" + "(" * 9999, "x" * (1 << 21)])
-def test_a_template_that_cannot_be_read_is_told_at_the_start(source: str) -> None:
-    with pytest.raises(ModelError, match="template cannot be read"):
-        Conversations(source, {}, []).start()
-
-
-def test_a_conversation_that_the_template_refuses_says_why() -> None:
-    with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        conversations("mistral").write(Conversation([{"role": "critic", "content": "I begin"}]))
-
-
-def test_half_a_surrogate_pair_comes_through() -> None:
-    assert (
-        "\ud800" in conversations("smollm2").write(Conversation([{"role": "user", "content": "\ud800"}])).text
-    )
 
 
 def test_answers_end_at_known_texts() -> None:

@@ -154,18 +154,6 @@ def test_pieces_of_a_stream_add_up_to_the_whole(
     assert "".join(pieces) == ours.decode(ids, **options)
 
 
-@EVERY_KIND
-def test_a_stream_never_gives_out_part_of_a_character(name: str) -> None:
-    """A replacement character would be one: valid text has none on the way."""
-    ours, text = tokenizer(name), "a😀 é\u0301 日本 👩‍👩‍👧 \U0001f1e9\U0001f1ea"
-    ids = ours.encode(text, add_special=False)
-
-    pieces = _stream(ours, ids, from_start=True)
-
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
 def test_an_unfinished_character_ends_as_a_replacement() -> None:
     ours = tokenizer("smollm")
     first_byte = ours.encode("\U0001f600", add_special=False)[0]

@@ -76,11 +76,6 @@ def test_a_damaged_vocabulary_is_refused_by_name(changes: dict[str, Any], told: 
     assert "\n" not in str(refused.value)
 
 
-def test_scores_must_be_there_for_every_token() -> None:
-    with pytest.raises(ModelError, match="scores has 2 entries"):
-        tokenizer_from_gguf(PIECES | {"tokenizer.ggml.scores": [0.0, 1.0]})
-
-
 def test_an_unknown_pre_tokenizer_lists_the_known_ones() -> None:
     with pytest.raises(ModelError) as refused:
         tokenizer_from_gguf(byte_level_metadata("no-such-cutter"))

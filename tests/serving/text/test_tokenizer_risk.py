@@ -110,22 +110,9 @@ STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
 contents = st.text(LETTERS, max_size=4)
 normalizers = st.one_of(
     st.builds(replace, st.text(LETTERS, min_size=1, max_size=2), contents),
-    st.builds(
-        replace,
-        st.sampled_from(PATTERNS),
-        contents,
-        st.just("Regex"),
-    ),
+    st.builds(replace, st.sampled_from(PATTERNS), contents, st.just("Regex")),
     st.builds(lambda text: {"type": "Prepend", "prepend": text}, st.text(LETTERS, min_size=1, max_size=4)),
-    st.sampled_from(
-        [
-            {"type": "NFC"},
-            {"type": "Lowercase"},
-            {"type": "ByteLevel"},
-            BERT,
-            STRIP,
-        ]
-    ),
+    st.sampled_from([{"type": "NFC"}, {"type": "Lowercase"}, {"type": "ByteLevel"}, BERT, STRIP]),
 )
 
 
@@ -293,6 +280,7 @@ def test_other_ways_to_take_long_are_seen(name: str) -> None:
     assert risk_of(OTHER_WAYS[name]) is not None
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", OTHER_WAYS)
 def test_what_is_left_of_it_here_has_no_programs(name: str) -> None:
     left = json.loads(without_programs(OTHER_WAYS[name]))

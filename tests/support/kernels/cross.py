@@ -143,11 +143,7 @@ def product_here(
 
 
 def assert_bound(
-    multiply: Product,
-    fmt: str,
-    shapes: Iterable[Shape],
-    k_parts: int = 1,
-    path: str | None = None,
+    multiply: Product, fmt: str, shapes: Iterable[Shape], k_parts: int = 1, path: str | None = None
 ) -> None:
     """Products of random numbers keep the bound of `path`. shapes: (n, k, m, walk)."""
     rng = np.random.default_rng(3)

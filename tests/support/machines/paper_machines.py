@@ -103,10 +103,7 @@ def kunpeng_tags(machine: Machine) -> tuple[HiddenResource, ...]:
 def epyc_rates() -> MachineRates:
     """AVX2 at 2.6 GHz; eight channels of DDR4-3200 a node; what a CCX's port to the fabric takes."""
     return MachineRates(
-        flops_per_core=83e9,
-        core_read_bytes_per_s=14e9,
-        l3_read_bytes_per_s=30e9,
-        numa_read_bytes_per_s=160e9,
+        flops_per_core=83e9, core_read_bytes_per_s=14e9, l3_read_bytes_per_s=30e9, numa_read_bytes_per_s=160e9
     )
 
 

@@ -19,14 +19,7 @@ from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Kind
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
-from phasewise.tuner.config.study import (
-    Event,
-    SearchOutcome,
-    SearchSettings,
-    SearchTask,
-    StudyKey,
-    run,
-)
+from phasewise.tuner.config.study import Event, SearchOutcome, SearchSettings, SearchTask, StudyKey, run
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import Phase

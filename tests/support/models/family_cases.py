@@ -358,6 +358,18 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {"head_dim": 32, "rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True}, logit_size=6.0,
         prompt_seeds=(9, 1003),
     ),
+    "hunyuan": FamilyCase(
+        "hunyuan_v1_dense", "",
+        {"head_dim": 32, "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+         "max_position_embeddings": 32768},
+        prompt_seeds=(1002, 90),
+    ),
+    "hunyuan-moe": FamilyCase(
+        "hunyuan_v1_moe", "",
+        {"num_experts": 8, "moe_topk": [2, 2], "moe_intermediate_size": [96, 96], "head_dim": 16,
+         "num_shared_expert": [1, 1]},
+        prompt_seeds=(1002, 1002),
+    ),
     "dots1": FamilyCase(
         "dots1", "",
         {"num_hidden_layers": 4, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,

@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.models import gemma_models, hybrid_models, latent_models, tiny_models
-from tests.support.models.family_cases import (
-    ALL_CASES,
-    FULL,
-    LONG_CASES,
-    N_LONG_PROMPT,
-    SHAPE,
-    FamilyCase,
-)
+from tests.support.models.family_cases import ALL_CASES, FULL, LONG_CASES, N_LONG_PROMPT, SHAPE, FamilyCase
 from tests.support.models.reference_models import FIXTURES, raw_values
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

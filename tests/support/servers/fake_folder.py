@@ -160,7 +160,7 @@ def fake_folder(
     life = Lifecycle(folder.host)
     metrics = Metrics(Gauges(load=lambda: client.load), None)
     connections = Connections(limits, metrics)
-    models = ServedModels((), shelf, limits.sign_of_life_s)
+    models = ServedModels((), shelf)
     runner = BatchRunner(batch_dir or Path(), 1 << 20 if batch_dir else 0, 4, 1 << 20, life, lines.append)
     app = create_app(limits, life, metrics, generation=TextGeneration(models, client, runner))
     with TcpAddress("127.0.0.1", 0) as place:

@@ -58,9 +58,7 @@ class IdleRanks:
 
 @pytest.fixture(params=EVALUATORS)
 def evaluator(
-    request: pytest.FixtureRequest,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> StepEvaluator:
     """Each one, able to time every step of the grids on one core."""
     if request.param == "measured":

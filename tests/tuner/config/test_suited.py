@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from phasewise.topology import CpuKind, Kind, Machine, read_lstopo
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import CoreShare, MachineRates, default_rates
-from phasewise.tuner.config.references import (
-    ALL_CORES,
-    PER_NODE,
-    Reference,
-    references,
-    same_cores,
-)
+from phasewise.tuner.config.references import ALL_CORES, PER_NODE, Reference, references, same_cores
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.suited import FEWER_CORES, OTHER_RANKS, STEPS, suited_plan
 from phasewise.tuner.config.walk import refine

@@ -247,12 +247,7 @@ def test_the_severest_come_first(tmp_path: Path) -> None:
         Plant(computing(7, {0: 40_000}, pinned=()), shape=(4, 1, 2)),
     ],
     ids=[
-        *(
-            "mbind on one node",
-            "balancing of one node",
-            "ample quota",
-            "ample memory",
-        ),
+        *("mbind on one node", "balancing of one node", "ample quota", "ample memory"),
         *("EPP", "memory where its cores are", "memory by turns", "little memory elsewhere"),
         "threads that may run anywhere",
     ],

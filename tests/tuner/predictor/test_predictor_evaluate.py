@@ -204,14 +204,6 @@ def test_no_other_room_is_worth_more(parts: list[float], limit: int, price: floa
     assert worth(room) >= max(map(worth, rooms)) - 1e-9 or room == 0
 
 
-@given(parts=shares, limit=st.integers(1, 700), pair=st.tuples(prices, prices))
-def test_the_dearer_the_less_room(parts: list[float], limit: int, pair: tuple[float, float]) -> None:
-    thought = a_distribution(parts, limit)
-
-    assert thought.room(max(pair)) <= thought.room(min(pair))
-    assert thought.room(0.0) == limit
-
-
 @given(parts=shares, limit=st.integers(1, 700), length=st.integers(1, 900), price=prices)
 def test_an_answers_price_is_where_its_room_ends(
     parts: list[float], limit: int, length: int, price: float
@@ -256,16 +248,6 @@ def test_answers_that_outgrow_their_room_make_room_for_others() -> None:
         running.observe(0.5)
 
     assert dearest_of_long < start < running.price
-
-
-def test_a_running_price_forgets_what_left_its_window() -> None:
-    running, other = RunningPrice([], 0.9, window=40), RunningPrice([], 0.9, window=40)
-    for step in range(100):
-        running.observe(step / 7)
-    for step in range(60, 100):
-        other.observe(step / 7)
-
-    assert running.price == other.price
 
 
 def test_means_follow_what_answers_become_and_stay_bounded() -> None:

@@ -129,22 +129,7 @@ def test_a_client_that_never_shakes_hands_is_cut() -> None:
     with fake_server(limits, address=TcpAddress("127.0.0.1", 0, secure=True), tls=context) as server:
         with connect(server.url) as silent:
             assert read_to_end(silent) == b""
-        with connect(server.url) as plain:
-            plain.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert read_to_end(plain).startswith(b"HTTP/1.1 400")
         until(lambda: not server.connections.open, "they are still counted")
-
-
-@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE", "get"])
-def test_plain_http_at_the_port_of_https_is_told_so(method: str) -> None:
-    context = tls_context(TLS / "cert.pem", TLS / "key.pem")
-    place = TcpAddress("127.0.0.1", 0, secure=True)
-    with fake_server(address=place, tls=context) as server:
-        plain = server.url.replace("https", "http")
-        answer = httpx.request(method, f"{plain}/v1/models", content=b"x" * (1 << 20), timeout=60)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "https_needed"
-    assert "https://" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,43 @@
-"""The answers of `/v1/responses`: as one object, and as events while they are made."""
+"""`/v1/responses`: the answers as one object or as events, and the last ones, which others go on from."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phasewise.serving.engine.messages import Answer
-from phasewise.serving.http.answers.openai_objects import Choice, CustomCall, Json, encode
-from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
-from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.answers.openai_objects import (
+    Choice,
+    CustomCall,
+    Form,
+    Json,
+    KnownBefore,
+    PartEvents,
+    encode,
+)
+from phasewise.serving.http.errors import ApiError, naming
+from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import INPUT
-from phasewise.serving.http.requests.response_schemas import ResponsesRequest, flat_name
+from phasewise.serving.http.requests.request_to_messages import chat_requests
+from phasewise.serving.http.requests.response_schemas import (
+    ResponsesRequest,
+    chat_of,
+    flat_name,
+    messages_of,
+    namespaces_of,
+)
+from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text
 
 _ARGUMENTS = "response.function_call_arguments"
@@ -23,9 +46,8 @@ _INPUT = "response.custom_tool_call_input"
 
 @dataclass(frozen=True, kw_only=True)
 class Responding(KnownBefore):
-    """The parts of one response. `count`: tokens of a text. `keep`: is told the answer as a message, and
-    the whole response as it is written.
-    """
+    """The parts of one response. `count`: tokens of a text. `keep`: is told the answer as a message, and the
+    whole response as it is written."""
 
     response_id: str
     body: ResponsesRequest
@@ -284,7 +306,7 @@ class _Response:
 
     def ended(self, output: _Output, choice: Choice) -> Json:
         """The whole of it."""
-        cut = choice.finish_reason == "length"
+        cut = choice.last.finish_reason == "length"
         items = [item.to_json("completed") for item in output.items]
         if cut and items:
             items[-1]["status"] = "incomplete"
@@ -293,12 +315,12 @@ class _Response:
         usage = {
             "input_tokens": n_prompt,
             "input_tokens_details": {
-                "cached_tokens": choice.n_cached,
-                "cache_write_tokens": n_prompt - choice.n_cached,
+                "cached_tokens": choice.last.n_cached,
+                "cache_write_tokens": n_prompt - choice.last.n_cached,
             },
-            "output_tokens": choice.n_generated,
-            "output_tokens_details": {"reasoning_tokens": min(n_reasoning, choice.n_generated)},
-            "total_tokens": n_prompt + choice.n_generated,
+            "output_tokens": choice.last.n_generated,
+            "output_tokens_details": {"reasoning_tokens": min(n_reasoning, choice.last.n_generated)},
+            "total_tokens": n_prompt + choice.last.n_generated,
         }
         return {
             **self._fixed,
@@ -315,3 +337,154 @@ def _part(item: _Item, text: str) -> Json:
 
 def _text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+MOST_KEPT = 1000
+MOST_KEPT_CHARACTERS = 32 << 20
+STORED_S = 3600.0
+"""The limits: their number, their size together, and their age."""
+_ENTRY_CHARACTERS = 200
+"""The bytes that an answer, or a message, takes beside its texts, more or less."""
+_MOST_ID = 80  # characters of what is repeated
+
+
+class StoredResponse(NamedTuple):
+    """One response, as it was sent, and the conversation up to and with it."""
+
+    messages: list[Json]
+    written: str
+
+
+class ResponseStore:
+    """The last responses and their conversations, by client and by the responses' ids."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, OrderedDict[str, tuple[float, int, StoredResponse]]] = {}
+        """By client, each client's in order of age: when it was put, its characters, and it."""
+
+    def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
+        """Keep a response. The oldest of the client that holds most give way where there is no room."""
+        self._forget_old()
+        kept = self._kept.setdefault(client, OrderedDict())
+        n_characters = _ENTRY_CHARACTERS + len(written) + sum(map(_size, messages))
+        kept[response_id] = time.monotonic(), n_characters, StoredResponse(messages, written)
+        while sum(map(len, self._kept.values())) > MOST_KEPT:
+            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
+        while sum(map(self._characters_of, self._kept)) > MOST_KEPT_CHARACTERS:
+            self._drop_oldest(max(self._kept, key=self._characters_of))
+
+    def drop(self, client: str, response_id: str) -> None:
+        """Forget one that is kept."""
+        kept = self._kept[client]
+        del kept[response_id]
+        if not kept:
+            del self._kept[client]
+
+    def _forget_old(self) -> None:
+        too_old_s = time.monotonic() - STORED_S
+        for client in list(self._kept):
+            while client in self._kept and next(iter(self._kept[client].values()))[0] < too_old_s:
+                self._drop_oldest(client)
+
+    def _drop_oldest(self, client: str) -> None:
+        self.drop(client, next(iter(self._kept[client])))
+
+    def _characters_of(self, client: str) -> int:
+        return sum(n_characters for _, n_characters, _ in self._kept[client].values())
+
+    def stored(self, client: str, response_id: str) -> StoredResponse:
+        """ApiError where it is not, or no longer, kept."""
+        stored = self._find(client, response_id)
+        if stored is None:
+            message = f"there is no response {response_id[:_MOST_ID]!r} here, or no longer"
+            raise ApiError(404, message, param="response_id", code="response_not_found")
+        return stored
+
+    def conversation(self, client: str, response_id: str) -> list[Json]:
+        """The conversation up to and with this response. ApiError where it is not, or no longer, known."""
+        stored = self._find(client, response_id)
+        if stored is None:
+            raise ApiError(
+                400,
+                "previous_response_id names a response that is not stored (any more); send the whole "
+                "conversation as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return stored.messages
+
+    def _find(self, client: str, response_id: str) -> StoredResponse | None:
+        self._forget_old()
+        kept = self._kept[client].get(response_id) if client in self._kept else None
+        return None if kept is None else kept[2]
+
+
+def _size(message: Json) -> int:
+    calls = message.get("tool_calls", ())
+    texts = (str(message.get("content") or ""), message.get("reasoning_content") or "")
+    return _ENTRY_CHARACTERS + sum(map(len, texts)) + sum(len(str(call)) for call in calls)
+
+
+_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""The names in these requests of fields of the chat requests that they are made into."""
+
+
+def add_responses(routes: Routes, service: GenerationService) -> None:
+    """The routes."""
+    store = ResponseStore()
+
+    @routes.add("/v1/responses", "POST", ResponsesRequest)
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, perhaps one that was stored here."""
+        body = await service.read(request, ResponsesRequest)
+        client = client_of(request.scope).name
+        previous = body.previous_response_id
+        before = [] if previous is None else store.conversation(client, previous)
+        model = await service.models.hold(request, body.model)
+        with naming(_NAMES):
+            chat = await service.bodies.convert(request, lambda: chat_of(body, before))
+            requests = await service.preparation.prepare(request, chat, chat_requests, model)
+        (asked,) = requests
+        response_id = f"resp_{asked.request_id.split('-')[1]}"
+
+        def keep(answer: dict[str, Any], written: str) -> None:
+            if body.store is not False:
+                store.put(client, response_id, [*before, *messages_of(body.input), answer], written)
+
+        responding = Responding(
+            model_id=model.model_id,
+            n_prompt=len(asked.prompt_token_ids),
+            reading=reading_of(chat, model, asked),
+            response_id=response_id,
+            body=body,
+            sampling={"temperature": asked.sampling.temperature, "top_p": asked.sampling.top_p},
+            system_fingerprint=model.system_fingerprint,
+            count=lambda text: len(model.encode(text, False)),
+            keep=keep,
+            namespaces=namespaces_of(body),
+        )
+        form = Form(partial(whole, responding), partial(ResponseEvents, responding))
+        reply = reply_of(chat, requests, form, model)
+        with naming(_NAMES):
+            return await service.answer(reply, request)
+
+    @routes.add("/v1/responses/{response_id}", "GET")
+    async def show_response(request: Request, response_id: str) -> Response:
+        """A response that is stored here."""
+        written = store.stored(client_of(request.scope).name, response_id).written
+        return Response(written, media_type="application/json")
+
+    @routes.add("/v1/responses/{response_id}", "DELETE")
+    async def forget_response(request: Request, response_id: str) -> Json:
+        """Store it no longer."""
+        client = client_of(request.scope).name
+        store.stored(client, response_id)
+        store.drop(client, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
