@@ -78,7 +78,9 @@ def serve_models(
     way = way_of(settings, read_machine(), generates=generates, explains=explain is not None)
     if model is None:
         named = changed(settings.answering, "served_model_name")
-        refuse_unused("without MODEL", [*named, *(["explain"] if explain and not refs else [])])
+        refuse_unused("without MODEL", named)
+    if generates and not refs:  # schedules are told, and fought over, of models that stay
+        refuse_unused("without MODEL", [*changed(settings.remote), *(["explain"] if explain else [])])
     names, embed_names = _called(refs, embed_ref, model, settings, report)
     with ExitStack() as stack:
         if settings.remote.remote is not None:

@@ -220,8 +220,8 @@ class Residency:
 
     models: Path | None = option(
         None,
-        "in place of MODEL: serve the GGUF files and Hugging Face directories of this folder, each "
-        "loaded when a request names it",
+        "serve the GGUF files and Hugging Face directories of this folder, each loaded when a request "
+        "names it",
         envvar="PHASEWISE_MODELS",
         metavar="DIR",
     )
