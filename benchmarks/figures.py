@@ -13,16 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.harness import Measure, commands
-from benchmarks.papers import (
-    ladder,
-    machine_types,
-    sandwich,
-    searches,
-    sparamx,
-    unequal,
-    windows,
-    windve,
-)
+from benchmarks.papers import ladder, machine_types, sandwich, searches, sparamx, unequal, windows, windve
 
 
 @dataclass(frozen=True)

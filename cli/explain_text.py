@@ -25,9 +25,7 @@ def load_words(phase: str, from_sequences: int) -> str:
 
 
 def uses_text(
-    uses: Sequence[ScheduleUse],
-    memory: MemoryPlacement | None = None,
-    drafts: DraftRule | None = None,
+    uses: Sequence[ScheduleUse], memory: MemoryPlacement | None = None, drafts: DraftRule | None = None
 ) -> str:
     """A table a phase and band, a row for each entry, then the nodes of weights and the rule of drafts.
 
@@ -49,14 +47,7 @@ def uses_text(
             for use in uses
             if (use.phase, use.from_sequences) == load
         ]
-        headers = (
-            load_words(*load),
-            "format n x k",
-            "rows",
-            "by",
-            "tile, grid",
-            "schedule",
-        )
+        headers = (load_words(*load), "format n x k", "rows", "by", "tile, grid", "schedule")
         widths = [_CELL_CHARS, _CELL_CHARS, *([None] * (len(headers) - 2))]
         tables.append(tabulate(rows, headers=headers, tablefmt="plain", maxcolwidths=widths))
     tables += dict.fromkeys(_storage(use) for use in uses if use.storage_why or use.storage != "dense")

@@ -48,13 +48,8 @@ COMMANDS: dict[str, dict[str, str]] = {
         "provision": "capacity:provision",
         "cluster": "cluster:app",
     },
-    "What is kept, and sharing it": {
-        "db": "db:app",
-        "config": "config:app",
-    },
-    "Kernels of your own": {
-        "kernels": "kernels:app",
-    },
+    "What is kept, and sharing it": {"db": "db:app", "config": "config:app"},
+    "Kernels of your own": {"kernels": "kernels:app"},
 }
 """By heading of `phasewise --help`, in the order of use: each command's module under `cli.commands`, and the
 function or app in it.
@@ -154,12 +149,7 @@ def _run_to_its_last_line() -> None:
         raise
 
 
-EXTRAS = {
-    "tree_sitter": "kernels",
-    "tree_sitter_c": "kernels",
-    "ray": "ray",
-    "gguf": "quantise",
-}
+EXTRAS = {"tree_sitter": "kernels", "tree_sitter_c": "kernels", "ray": "ray", "gguf": "quantise"}
 """By the module that is imported."""
 
 

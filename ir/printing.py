@@ -20,13 +20,7 @@ from phasewise.ir.lowering import Lowered
 from phasewise.ir.operations import LIBRARY_F64
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.targets import IsaTarget
-from phasewise.ir.types import (
-    Array,
-    Scalar,
-    Type,
-    Vec,
-    innermost,
-)
+from phasewise.ir.types import Array, Scalar, Type, Vec, innermost
 
 _BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x); return x; }}"""
 

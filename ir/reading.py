@@ -13,12 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.operations import (
-    OPERATIONS,
-    Mistyped,
-    decayed,
-    fitting,
-)
+from phasewise.ir.operations import OPERATIONS, Mistyped, decayed, fitting
 from phasewise.ir.reading_expressions import Folder, TextExpressions
 from phasewise.ir.text import FIRST_LINE
 from phasewise.ir.types import (

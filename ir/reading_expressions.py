@@ -245,11 +245,7 @@ class TextExpressions:
         return self._with_lanes(name, values[:n_values], values[n_values:], of)
 
     def _with_lanes(
-        self,
-        name: str,
-        values: tuple[ir.Expr, ...],
-        numbers: tuple[ir.Expr, ...],
-        of: Scalar | None,
+        self, name: str, values: tuple[ir.Expr, ...], numbers: tuple[ir.Expr, ...], of: Scalar | None
     ) -> ir.Expr:
         """A call of an operation whose numbers may be parameters: its type is that of their defaults."""
         defaults = tuple(self._known(constant) for constant in numbers)

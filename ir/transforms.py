@@ -17,15 +17,7 @@ from dataclasses import replace
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
-from phasewise.ir.loops import (
-    accumulators,
-    later,
-    leaves_early,
-    moved,
-    renamed,
-    times,
-    trip_count,
-)
+from phasewise.ir.loops import accumulators, later, leaves_early, moved, renamed, times, trip_count
 from phasewise.ir.widening import widened
 
 MAX_COPIES = 64
@@ -160,7 +152,4 @@ def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     return before, main, (*after, rest)
 
 
-_BY_NAME: dict[str, Callable[[_Transformer, ir.Steps, ir.How], Result]] = {
-    "unroll": _unroll,
-    "widen": _widen,
-}
+_BY_NAME: dict[str, Callable[[_Transformer, ir.Steps, ir.How], Result]] = {"unroll": _unroll, "widen": _widen}

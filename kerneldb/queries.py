@@ -6,19 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sqlalchemy import (
-    JSON,
-    ColumnElement,
-    Delete,
-    Select,
-    and_,
-    delete,
-    exists,
-    func,
-    or_,
-    select,
-    union,
-)
+from sqlalchemy import JSON, ColumnElement, Delete, Select, and_, delete, exists, func, or_, select, union
 
 from phasewise.kerneldb.fields import flat_parts, flattened, parts
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, StoredRow

@@ -68,10 +68,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def open_store(
-    db: str | os.PathLike[str] | None = None,
-    report: Report = _log.warning,
-    *,
-    upgrades_server: bool = False,
+    db: str | os.PathLike[str] | None = None, report: Report = _log.warning, *, upgrades_server: bool = False
 ) -> Iterator[Store]:
     """Open the database that `db` names (see `locate`), creating it, or upgrading a file, where needed.
 

@@ -31,12 +31,7 @@ class LoadSettingsError(LoadTestError):
 
 
 def load_test_of(
-    url: str,
-    model: str,
-    times: SendingTimes,
-    lengths: SentLengths,
-    asking: Asking,
-    promises: Promises,
+    url: str, model: str, times: SendingTimes, lengths: SentLengths, asking: Asking, promises: Promises
 ) -> LoadTest:
     """The load test that these settings ask for.
 

@@ -16,11 +16,7 @@ from typing import TypeAlias
 from phasewise._words import counted, percent
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
-from phasewise.loadtest.metrics import (
-    Measured,
-    attainment,
-    is_kept,
-)
+from phasewise.loadtest.metrics import Measured, attainment, is_kept
 from phasewise.loadtest.prompts import Prompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load

@@ -124,9 +124,7 @@ class EmbedLoad:
     )
     slo: str | None = option(None, "promised time of an answer, e.g. 1s or 0.5s", metavar="TIME")
     find: bool = option(
-        False,
-        "find the most clients at once whose answers all come within --slo (WindVE's metric)",
-        "--find",
+        False, "find the most clients at once whose answers all come within --slo (WindVE's metric)", "--find"
     )
     api_key: str | None = option(None, "key that requests carry", envvar="PHASEWISE_API_KEY", repr=False)
     seed: int = option(0, "seed of lengths, words and arrivals", min=0)

@@ -372,10 +372,5 @@ def _shelf(
 def _counts(shelf: ModelShelf) -> ModelCounts:
     counts, room = shelf.counts, shelf.room
     return ModelCounts(
-        len(room.residents),
-        room.n_bytes,
-        counts.loads,
-        counts.failures,
-        counts.unloads,
-        counts.load_seconds,
+        len(room.residents), room.n_bytes, counts.loads, counts.failures, counts.unloads, counts.load_seconds
     )

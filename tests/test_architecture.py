@@ -204,10 +204,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "cython_kernels",
         "_version",
     ),
-    "cluster.routing": (
-        "cluster.errors",
-        "serving.scheduling.held_prefixes",
-    ),
+    "cluster.routing": ("cluster.errors", "serving.scheduling.held_prefixes"),
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels", "_files", "_places", "_safetensors"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),

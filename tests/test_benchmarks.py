@@ -26,10 +26,7 @@ ON_HARNESS = [
     name for name in SCRIPTS if "app = commands(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
 ]
 OTHERS = [name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo")]
-SOAKS = (
-    *("changing_instances", "faults", "fuzz_api", "fuzz_http", "fuzz_models", "hostile"),
-    "soak",
-)
+SOAKS = (*("changing_instances", "faults", "fuzz_api", "fuzz_http", "fuzz_models", "hostile"), "soak")
 
 FAKE = """#!{python}
 import json, sys

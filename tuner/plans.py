@@ -229,12 +229,7 @@ def placed_json(plan: ServicePlan, machine: Machine) -> str:
     except TopologyError as error:
         raise PlanError(str(error)) from None
     n_pus = len(machine.allowed_pus)
-    fields: dict[str, Any] = {
-        "format": PLACED_FORMAT,
-        "phase": plan.phase,
-        "pus": n_pus,
-        "ranks": ranks,
-    }
+    fields: dict[str, Any] = {"format": PLACED_FORMAT, "phase": plan.phase, "pus": n_pus, "ranks": ranks}
     if plan.bands:
         bands = [{"sequences": n, "ranks": own} for n, own in zip(plan.starts, others, strict=True)]
         fields |= {"format": BANDED_PLACED_FORMAT, "bands": bands}

@@ -121,12 +121,7 @@ def decode_figures(ref: str, db: str | None, report: Report = silent) -> DecodeF
     from phasewise.serving.engine.throughput import Workload
     from phasewise.topology import read_machine
     from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures
-    from phasewise.workflows.bench.model_speed import (
-        Timing,
-        bench_rows,
-        check_context,
-        open_ranks,
-    )
+    from phasewise.workflows.bench.model_speed import Timing, bench_rows, check_context, open_ranks
     from phasewise.workflows.opening.first_start import products_of
     from phasewise.workflows.opening.open_model import NATIVE, open_model
 

@@ -17,11 +17,7 @@ from phasewise.tuner.config.rates import default_rates
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.plans import PHASES, Phase
-from phasewise.tuner.topotree import (
-    OperatorLimits,
-    every_tree,
-    fundamental,
-)
+from phasewise.tuner.topotree import OperatorLimits, every_tree, fundamental
 from tests.support.ablation import WITHIN, Walked, brute_force, erring, switches, top_k_losses, tuned, walked
 from tests.support.machines import planted
 from tests.support.machines.paper_machines import epyc, kunpeng, llama_2_7b

@@ -32,8 +32,7 @@ def batch(
     answering: OwnServing,
     model: OptionalModelArgument = None,
     url: Annotated[
-        str | None,
-        typer.Option("--url", metavar="URL", help="a server that runs, in place of MODEL"),
+        str | None, typer.Option("--url", metavar="URL", help="a server that runs, in place of MODEL")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

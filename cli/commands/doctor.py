@@ -149,10 +149,7 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
         lines += _wrap("", fact)
     lines += _finding_lines(findings)
     if findings:
-        lines += [
-            "",
-            f"{counted(len(findings), 'finding')} by {counted(len(CHECKS), 'check')}.",
-        ]
+        lines += ["", f"{counted(len(findings), 'finding')} by {counted(len(CHECKS), 'check')}."]
     else:
         lines += [f"Nothing found that keeps it from its limit ({counted(len(CHECKS), 'check')})."]
     missing = not_examined(host)

@@ -9,11 +9,7 @@ import typer
 
 from phasewise._words import counted, percent
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import (
-    DbOption,
-    JsonOption,
-    ModelArgument,
-)
+from phasewise.cli.options import DbOption, JsonOption, ModelArgument
 from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line, print_json, say
 from phasewise.cli.status_line import status_line
 from phasewise.workflows.evaluate.settings import EvalSettings

@@ -11,12 +11,7 @@ import typer
 from phasewise._options import changed, refuse_unused
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import (
-    DbOption,
-    ExplainOption,
-    JsonOption,
-    ModelArgument,
-)
+from phasewise.cli.options import DbOption, ExplainOption, JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
 
@@ -65,11 +60,7 @@ def generate(
     explained: dict[str, Any] = {}
 
     def tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:
-        explained.update(
-            schedules=uses,
-            memory=memory,
-            draft_rule=drafts,
-        )
+        explained.update(schedules=uses, memory=memory, draft_rule=drafts)
         note(uses_text(uses, memory, drafts))
 
     generated = generate_text(

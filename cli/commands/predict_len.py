@@ -14,13 +14,7 @@ from phasewise.cli.option_sets import info, spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, read_stdin, say
 from phasewise.cli.tables import RowTable, show
-from phasewise.workflows.predict_len.settings import (
-    PREDICTOR,
-    SEED,
-    TOKENS,
-    CollectWish,
-    EvalWish,
-)
+from phasewise.workflows.predict_len.settings import PREDICTOR, SEED, TOKENS, CollectWish, EvalWish
 
 if TYPE_CHECKING:
     from phasewise.tuner.predictor.evaluate import Calibration

@@ -22,10 +22,7 @@ EXIT_REFUSED = 3
 def replay(
     receipts: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RECEIPT",
-            help="files with receipts, with answers, or with lines of them",
-        ),
+        typer.Argument(metavar="RECEIPT", help="files with receipts, with answers, or with lines of them"),
     ],
     model: Annotated[
         str,

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import (
-    DbOption,
-    ExplainOption,
-    OptionalModelArgument,
-)
+from phasewise.cli.options import DbOption, ExplainOption, OptionalModelArgument
 from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.first_start import Remote

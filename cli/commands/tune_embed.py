@@ -7,12 +7,7 @@ from typing import Annotated
 import typer
 
 from phasewise._options import parse_budget
-from phasewise.cli.options import (
-    DbOption,
-    FormatOption,
-    JsonOption,
-    ModelArgument,
-)
+from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, say_words
 from phasewise.workflows.options import EMBED_DEVICE_HELP
 

@@ -10,15 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from phasewise.cluster.errors import first_line
 from phasewise.serving import errors
 from phasewise.serving.engine.fingerprint import Fingerprint
-from phasewise.serving.engine.messages import (
-    Answer,
-    EngineLoad,
-    Failure,
-    Placed,
-    Progress,
-    StepStats,
-    Submit,
-)
+from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, Placed, Progress, StepStats, Submit
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
 from phasewise.serving.grammar.guides import GuideRecipe
 from phasewise.serving.pools.contract import Placement

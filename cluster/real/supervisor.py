@@ -383,12 +383,7 @@ class Supervisor:
         member.launched_s = now_s
         self._by_name[member.name] = member
         settings = self._settings
-        orders = Orders(
-            member.name,
-            endpoint,
-            settings.listen(member.index, member.life),
-            settings.keys,
-        )
+        orders = Orders(member.name, endpoint, settings.listen(member.index, member.life), settings.keys)
         try:
             self._launcher.launch(member.index, orders)
         except (OSError, RanksError) as error:

@@ -12,27 +12,11 @@ from tree_sitter import Node
 from phasewise._words import counted
 from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
-from phasewise.ir.operations import (
-    binary,
-    decayed,
-    unary,
-)
+from phasewise.ir.operations import binary, decayed, unary
 from phasewise.ir.raising.parse_expressions import SourceExpressions
 from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.raising.preprocess import Expanded, guess_isa, preprocess, read_source
-from phasewise.ir.types import (
-    I32,
-    U8,
-    U64,
-    VOID,
-    Array,
-    Pointer,
-    Scalar,
-    Struct,
-    Type,
-    Vec,
-    pointee,
-)
+from phasewise.ir.types import I32, U8, U64, VOID, Array, Pointer, Scalar, Struct, Type, Vec, pointee
 
 MAX_NESTING = 150
 MAX_NODES = 200_000

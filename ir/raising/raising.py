@@ -16,16 +16,7 @@ from pathlib import Path
 from phasewise.ir import nodes as ir
 from phasewise.ir.builders import Intrinsic, pointer_to, target
 from phasewise.ir.errors import SourceError
-from phasewise.ir.operations import (
-    LIBRARY,
-    LIBRARY_F64,
-    Mistyped,
-    as_elem,
-    binary,
-    call,
-    cast,
-    unary,
-)
+from phasewise.ir.operations import LIBRARY, LIBRARY_F64, Mistyped, as_elem, binary, call, cast, unary
 from phasewise.ir.raising.inline import inlined
 from phasewise.ir.raising.intrinsics_masks import mask_of
 from phasewise.ir.raising.intrinsics_x86 import x86
@@ -34,19 +25,7 @@ from phasewise.ir.raising.preprocess import read_source
 from phasewise.ir.raising.reductions import recognised
 from phasewise.ir.reading import read
 from phasewise.ir.text import printed
-from phasewise.ir.types import (
-    BITS,
-    I32,
-    U8,
-    U32,
-    VOID,
-    Array,
-    Pointer,
-    Scalar,
-    Type,
-    Vec,
-    pointee,
-)
+from phasewise.ir.types import BITS, I32, U8, U32, VOID, Array, Pointer, Scalar, Type, Vec, pointee
 
 
 def raised(function: ir.FunctionDefinition, path: str | Path = "") -> ir.FunctionDefinition:
@@ -74,10 +53,7 @@ class _Raiser:
         low = self._low
         body = self._body(low.body)
         return replace(
-            low,
-            args=tuple((name, _memory_type(of)) for name, of in low.args),
-            body=body,
-            helpers=(),
+            low, args=tuple((name, _memory_type(of)) for name, of in low.args), body=body, helpers=()
         )
 
     def _refuse(self, reason: str) -> SourceError:

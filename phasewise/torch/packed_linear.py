@@ -43,10 +43,7 @@ class PackedLinear(torch.nn.Module):
 
     @classmethod
     def from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        storage: Storage = "auto",
-        weight_format: WeightFormat = "native",
+        cls, linear: torch.nn.Linear, storage: Storage = "auto", weight_format: WeightFormat = "native"
     ) -> Self:
         """The layer's weight and bias, packed. ValueError for a weight that cannot be."""
         return cls(packed_weight(linear.weight, storage, weight_format), linear.bias)
@@ -208,12 +205,7 @@ def replace_linear(
 
 
 def _obstacle(
-    name: str,
-    module: torch.nn.Linear,
-    uses: int,
-    zeros: float,
-    min_sparsity: float,
-    skip: Collection[str],
+    name: str, module: torch.nn.Linear, uses: int, zeros: float, min_sparsity: float, skip: Collection[str]
 ) -> str | None:
     """The reason that a layer stays; None: it does not."""
     if name in skip or name.rpartition(".")[2] in skip:

@@ -18,12 +18,7 @@ FAMILIES: Sequence[tuple[type[_Family], str, str, Callable[[Lane], float]]] = (
     (GaugeMetricFamily, "depth_tokens", "tokens it may hold now", lambda lane: lane.queue.usable.tokens),
     (CounterMetricFamily, "batches", "batches sent to the worker", lambda lane: lane.n_batches),
     (CounterMetricFamily, "embedded", "inputs embedded", lambda lane: lane.n_inputs),
-    (
-        CounterMetricFamily,
-        "restarts",
-        "starts of the worker beside the first",
-        lambda lane: lane.n_restarts,
-    ),
+    (CounterMetricFamily, "restarts", "starts of the worker beside the first", lambda lane: lane.n_restarts),
 )
 
 

@@ -16,12 +16,7 @@ from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.batch import STEP_TOKENS
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.draft_head import FedRows
-from phasewise.serving.models.forward import (
-    build_program,
-    kv_bytes_per_slot,
-    reschedule,
-    resolve_kv_format,
-)
+from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, reschedule, resolve_kv_format
 from phasewise.serving.models.linears import PlacedProduct
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned

@@ -46,13 +46,7 @@ from phasewise.serving.ranks.rank_memory import (
     warn_of_refusals,
     warn_of_strays,
 )
-from phasewise.serving.ranks.rank_teams import (
-    TABLES,
-    lookups_by_table,
-    open_teams,
-    tell_moved,
-    touch_memory,
-)
+from phasewise.serving.ranks.rank_teams import TABLES, lookups_by_table, open_teams, tell_moved, touch_memory
 from phasewise.serving.ranks.ranks_contract import Follower, RankOptions
 from phasewise.serving.ranks.shared_weights import SharedWeights, share_weights
 from phasewise.serving.ranks.worker_processes import START_S, WorkerProcesses

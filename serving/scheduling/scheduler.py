@@ -244,10 +244,7 @@ class Scheduler:
             self._admitter.line_of(sequence).join(sequence)
 
     def next_batch(
-        self,
-        chunk_tokens: int | None = None,
-        most_rows: int | None = None,
-        shadow: ShadowRoom = UNBOUNDED,
+        self, chunk_tokens: int | None = None, most_rows: int | None = None, shadow: ShadowRoom = UNBOUNDED
     ) -> Batch | None:
         """The batch to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
         chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the

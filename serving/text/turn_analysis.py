@@ -370,8 +370,7 @@ def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_
     behind = _pattern(body[first.end :])
     closing = _shared(rest, behind)
     call = call._replace(
-        opening=call.opening[: len(call.opening) - len(opening)],
-        closing=call.closing.removeprefix(closing),
+        opening=call.opening[: len(call.opening) - len(opening)], closing=call.closing.removeprefix(closing)
     )
     values: dict[Kind, Around] = {"string": (string_opening, closing)}
     examples: dict[Kind, Any] = {

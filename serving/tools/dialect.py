@@ -10,15 +10,7 @@ from typing import Any
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.text.control_texts import texts_in
-from phasewise.serving.text.turn_form import (
-    CHANNELS,
-    KINDS,
-    NAME,
-    ArgumentForm,
-    Around,
-    CallForm,
-    TurnForm,
-)
+from phasewise.serving.text.turn_form import CHANNELS, KINDS, NAME, ArgumentForm, Around, CallForm, TurnForm
 from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_calls, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed

@@ -65,11 +65,7 @@ HANDED = {
     "generate": Handing(
         "phasewise.workflows.generate.run.generate_text",
         ["m", "-p", "x", "--temperature", "1"],
-        {
-            "--arithmetic": ["--arithmetic", "blocks"],
-            "--min-p": ["--min-p", "0.2"],
-            **SAMPLING,
-        },
+        {"--arithmetic": ["--arithmetic", "blocks"], "--min-p": ["--min-p", "0.2"], **SAMPLING},
     ),
     "eval": Handing(
         "phasewise.workflows.evaluate.run.evaluate",
@@ -83,11 +79,7 @@ HANDED = {
         },
     ),
     "quantise": Handing(
-        "phasewise.workflows.quantise.run.quantise",
-        ["m", "-o", "out"],
-        {
-            "--requantise": ["--requantise"],
-        },
+        "phasewise.workflows.quantise.run.quantise", ["m", "-o", "out"], {"--requantise": ["--requantise"]}
     ),
     "chat": Handing(
         "phasewise.workflows.chat.session.ChatSession",
@@ -158,10 +150,7 @@ HANDED = {
     ),
     "bench serve": Handing(
         "phasewise.loadtest.session.run_load_test",
-        [
-            "http://127.0.0.1:9",
-            *["--rate", "3", "--slo", "ttft=1s", "--find-rate", "--seed", "1"],
-        ],
+        ["http://127.0.0.1:9", *["--rate", "3", "--slo", "ttft=1s", "--find-rate", "--seed", "1"]],
         {"--probe": ["--probe", "5"]},
     ),
     "bench kv": Handing("phasewise.workflows.bench.kv.replay.replay_policies", ["lengths.csv"], BENCH_KV),
@@ -171,9 +160,7 @@ HANDED = {
         {"--arithmetic": ["--arithmetic", "blocks"]},
     ),
     "bench kernels": Handing(
-        "phasewise.workflows.bench.kernels.kernel_rows",
-        [],
-        {"--threads": ["--threads", "1"]},
+        "phasewise.workflows.bench.kernels.kernel_rows", [], {"--threads": ["--threads", "1"]}
     ),
     "models inspect": Handing(
         "phasewise.serving.loaders.inspection.densities",
@@ -188,10 +175,7 @@ HANDED = {
     "predict-len eval": Handing(
         "phasewise.workflows.predict_len.judge.judge_predictions",
         ["log"],
-        {
-            "--overflow": ["--overflow", "0.3"],
-            "--db": ["--db", "other.db"],
-        },
+        {"--overflow": ["--overflow", "0.3"], "--db": ["--db", "other.db"]},
     ),
     "db export": Handing(
         "phasewise.workflows.database.sharing.export_rows",

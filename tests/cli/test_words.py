@@ -162,7 +162,7 @@ def test_where_there_is_no_interval_there_is_no_verdict() -> None:
 def test_no_text_of_a_command_writes_a_ratio_but_by_that_rule() -> None:
     """`multiple` writes what is exact: of a calculation, or of a gain that is proven already."""
     exact = {
-        "cli/commands/tune_config/found.py": 1,  # --evaluator modelled
+        "cli/commands/tune_config/found.py": 1  # --evaluator modelled
     }
     calls_by_file: dict[str, int] = {}
     for folder in ("cli", "workflows"):

@@ -26,9 +26,7 @@ def assert_refused(done: command.Done, *words: str) -> None:
     assert all(word in done.refusal for word in words)
 
 
-WRITERS = {
-    "topo --svg": SVG,
-}
+WRITERS = {"topo --svg": SVG}
 KINDS = ("device", "full device", "link", "dangling link", "directory", "absent directory")
 
 

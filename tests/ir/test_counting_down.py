@@ -42,6 +42,8 @@ void doubled(size_t n_bytes, const float *x, float *y) {
 }
 """
 )
+
+
 def test_a_size_that_is_counted_down_is_asked_before_each_turn(tmp_path: Path) -> None:
     """As a loop of steps its copies would ask behind zero, where a size without a sign is large."""
     path = tmp_path / "doubled.c"

@@ -132,11 +132,7 @@ def _same(a: KernelOutputs, b: KernelOutputs) -> bool:
 
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
-@given(
-    st.integers(0, 2**32),
-    st.sampled_from((2, 3, 4)),
-    st.sampled_from(("unroll", "widen")),
-)
+@given(st.integers(0, 2**32), st.sampled_from((2, 3, 4)), st.sampled_from(("unroll", "widen")))
 def test_a_transformed_program_computes_the_same(seed: int, n: int, how: str) -> None:
     """Without `reassociate` every transformation that is not refused keeps every bit."""
     dice = Random(seed)

@@ -95,10 +95,7 @@ def test_a_widened_loop_reads_neighbouring_places_at_once() -> None:
     ("text", "reason"),
     [
         (SUM.format(head="", how=", widen(2)"), "k:7: loop `main`: widen changes the order of the sum `sum`"),
-        (
-            SUM.format(head="", how=", jam(2)"),
-            "`jam(2)` is no transformation; there are unroll, widen",
-        ),
+        (SUM.format(head="", how=", jam(2)"), "`jam(2)` is no transformation; there are unroll, widen"),
         (GRID.format(outer=", widen(2)", inner=""), "holds another loop"),
         (GRID.format(outer="", inner=", widen(3)"), "by 2, 4, 8 or 16"),
     ],

@@ -225,10 +225,7 @@ def test_without_room_for_the_copy_nothing_is_upgraded(
         _add_revision(patch, tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            with (
-                pytest.raises(KernelDbError, match="before-upgrade before"),
-                open_store(released),
-            ):
+            with pytest.raises(KernelDbError, match="before-upgrade before"), open_store(released):
                 pass
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -391,8 +391,7 @@ class TestStoreContract:
 
     @pytest.mark.many
     @pytest.mark.parametrize(
-        "table",
-        ["measurement", "promotion", "storage_duel", "service_plan", "step_time", "predictor_score"],
+        "table", ["measurement", "promotion", "storage_duel", "service_plan", "step_time", "predictor_score"]
     )
     def test_a_row_cannot_be_edited_but_can_be_deleted(self, store: Store, table: str) -> None:
         """Not even by another program; deleting whole rows is what a clean-up does."""
@@ -494,9 +493,7 @@ def test_a_server_that_does_not_answer_is_one_clear_line(url: str) -> None:
 
 
 @examples(20)
-@given(
-    estimates=st.lists(st.tuples(st.integers(1, 2**63 - 1), st.booleans()), max_size=12),
-)
+@given(estimates=st.lists(st.tuples(st.integers(1, 2**63 - 1), st.booleans()), max_size=12))
 def test_best_is_the_minimum_over_what_was_verified(estimates: list[tuple[int, bool]]) -> None:
     """The SQL and one line of Python agree, in both queries."""
     rows = [measured(ns, origin=dataclasses.replace(ORIGIN, verified=seen)) for ns, seen in estimates]

@@ -15,14 +15,7 @@ from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.diff import diff, others_in_use
 from phasewise.kerneldb.portable import import_rows, rows_of
-from phasewise.kerneldb.records import (
-    Comparison,
-    Measurement,
-    PlanRecord,
-    PredictorScore,
-    Problem,
-    StepTime,
-)
+from phasewise.kerneldb.records import Comparison, Measurement, PlanRecord, PredictorScore, Problem, StepTime
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, KEPT_SAMPLES, summary_of
 from phasewise.kerneldb.upkeep import (

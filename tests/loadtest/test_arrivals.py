@@ -31,11 +31,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 MOONCAKE = '{"timestamp": 500, "input_length": 40, "output_length": 4}\n' * 2
 
 
-@given(
-    rate=st.floats(0.01, 1000),
-    count=st.integers(1, 200),
-    seed=st.integers(0, 1 << 30),
-)
+@given(rate=st.floats(0.01, 1000), count=st.integers(1, 200), seed=st.integers(0, 1 << 30))
 def test_arrivals_ascend_and_end_when_the_rate_says(rate: float, count: int, seed: int) -> None:
     """However short a run is, its rate is the one asked for."""
     instants_s = poisson_arrivals_s(rate, count, random.Random(seed))
@@ -76,10 +72,7 @@ def test_a_replay_keeps_order_times_and_lengths(tmp_path: Path, name: str, text:
     assert instants_of(replayed) == pytest.approx([request.arrival_s or 0.0 for request in ordered])
 
 
-@given(
-    gaps_s=st.lists(st.floats(0, 100), min_size=1, max_size=20),
-    count=st.integers(1, 100),
-)
+@given(gaps_s=st.lists(st.floats(0, 100), min_size=1, max_size=20), count=st.integers(1, 100))
 def test_a_trace_that_is_too_short_starts_over_after_its_mean_gap(gaps_s: list[float], count: int) -> None:
     """Arrivals go on ascending, and no request is left out of a pass."""
     at_s, trace = 0.0, []

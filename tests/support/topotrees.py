@@ -1,34 +1,13 @@
-"""Neighbours of trees, their numbers and the paper's bounds on them, and the configurations of some trees."""
+"""Numbers of trees, the paper's bounds on them, and the configurations of some trees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import exp2, factorial, log2, prod
 
-from phasewise.tuner.topotree import (
-    Configuration,
-    OperatorLimits,
-    TopoTree,
-    configuration_of,
-    cross_section,
-)
+from phasewise.tuner.topotree import Configuration, OperatorLimits, TopoTree, configuration_of, cross_section
 from phasewise.tuner.topotree.configurations import Partition
 from phasewise.tuner.topotree.tree import chains
-
-
-def removals(tree: TopoTree) -> Iterator[TopoTree]:
-    """The children of a tree in the transformation tree: one child fewer at one depth, outer depths first."""
-    for depth, kept in enumerate(tree.kept, start=1):
-        if kept > 1:
-            yield tree.remove(1, depth)
-
-
-def parents(tree: TopoTree) -> Iterator[TopoTree]:
-    """The trees of which this one is a removal: one child more at one depth. A grouped tree has none."""
-    for level, (kept, arity) in enumerate(zip(tree.kept, tree.arities, strict=True)):
-        if kept < arity:
-            more = (*tree.kept[:level], kept + 1, *tree.kept[level + 1 :])
-            yield TopoTree(tree.base, tree.chains, more, tree.groups)
 
 
 def count_grouped(tree: TopoTree, *, power_of_two: bool = True) -> int:

@@ -26,11 +26,7 @@ from tests.support.tiers import examples
 
 
 @examples(50)
-@given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    st.randoms(use_true_random=False),
-    st.data(),
-)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
 def test_every_plan_falls_on_like_cores_of_a_twin(
     arities: list[int], rng: random.Random, data: st.DataObject
 ) -> None:

@@ -33,12 +33,7 @@ from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight, format_name
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.tuned_schedules import explain
-from phasewise.workflows.options import (
-    ARITHMETIC_CHOICES,
-    PATHS,
-    ArithmeticChoice,
-    check_arithmetic,
-)
+from phasewise.workflows.options import ARITHMETIC_CHOICES, PATHS, ArithmeticChoice, check_arithmetic
 
 WIDE = TinyShape(hidden=256, ffn=512, head_dim=64)
 TOKENS = [5, 9, 200, 31, 77, 12]

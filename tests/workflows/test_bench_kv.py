@@ -15,13 +15,7 @@ from phasewise.workflows.bench.kv.inputs import (
     requests_of,
     static_shares,
 )
-from phasewise.workflows.bench.kv.replay import (
-    KV_POLICIES,
-    Replay,
-    replay_of,
-    replay_policies,
-    replayed,
-)
+from phasewise.workflows.bench.kv.replay import KV_POLICIES, Replay, replay_of, replay_policies, replayed
 from phasewise.workflows.bench.kv.settings import ReplayWish
 
 TRACE = "lognormal:40,0.4/90,0.7"

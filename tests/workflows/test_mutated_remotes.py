@@ -43,7 +43,7 @@ from tests.support.tiers import examples
 ELSEWHERE = replace(ORIGIN, machine=OTHER_MACHINE)
 PLACED = replace(PLAN, plan_json='{"format": 2, "phase": "decode", "pus": 2, "ranks": [[0, 1]]}')
 ROWS: list[StoredRow] = [
-    *(MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, PREDICTOR_SCORE, measured(700, origin=ELSEWHERE)),
+    *(MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, PREDICTOR_SCORE, measured(700, origin=ELSEWHERE))
 ]
 SIGNATURE = f"{NAME}.sig"
 GIGABYTE = 1 << 30

@@ -14,13 +14,7 @@ from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
 from phasewise.serving.embedding import plan as embedding_plan
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
-from phasewise.topology import (
-    Machine,
-    core_signature,
-    placement_signature,
-    places_of,
-    read_lstopo,
-)
+from phasewise.topology import Machine, core_signature, placement_signature, places_of, read_lstopo
 from phasewise.tuner.plans import PHASES, ServicePlan, machine_key, placed_json, rank_on, resolve_plans
 from phasewise.workflows.database.remote import Leaving, pull, push
 from phasewise.workflows.database.remote_files import Trust

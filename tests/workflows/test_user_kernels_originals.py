@@ -23,10 +23,7 @@ from phasewise.workflows.user_kernels.files import emit
 from phasewise.workflows.user_kernels.tune import KernelSetting, tune_user_kernel
 from tests.ir.samples import HOME, why_not
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME))),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))]
 
 ONCE = """
 /* @arg x count=n low=-1 high=1

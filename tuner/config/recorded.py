@@ -17,12 +17,7 @@ from phasewise.tuner import timing
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.ledger import Scope
-from phasewise.tuner.plans import (
-    ServicePlan,
-    is_placed,
-    placed_json,
-    stored_plan,
-)
+from phasewise.tuner.plans import ServicePlan, is_placed, placed_json, stored_plan
 from phasewise.tuner.topotree import Configuration
 
 if TYPE_CHECKING:

@@ -8,14 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from phasewise.tuner.doctor import cores, memory, software
 from phasewise.tuner.doctor.cores import CPU
-from phasewise.tuner.doctor.host import (
-    Finding,
-    FindingEvidence,
-    Host,
-    IsaUse,
-    Severity,
-    TunedCounts,
-)
+from phasewise.tuner.doctor.host import Finding, FindingEvidence, Host, IsaUse, Severity, TunedCounts
 
 __all__ = [
     "CHECKS",

@@ -148,10 +148,7 @@ class LearntBuckets:
         return [self.predictor.distribution(example.facts) for example in examples]
 
     def _replay(
-        self,
-        examples: Sequence[Example],
-        thoughts: Sequence[LengthDistribution],
-        running: RunningPrice,
+        self, examples: Sequence[Example], thoughts: Sequence[LengthDistribution], running: RunningPrice
     ) -> Given:
         recent = deque(self.first_lengths, WINDOW)
         bounds = self.learn(recent)

@@ -8,7 +8,7 @@ from phasewise.tuner.topotree.configurations import (
     configuration_of,
     cross_section,
 )
-from phasewise.tuner.topotree.enumeration import every_tree, grouped_trees
+from phasewise.tuner.topotree.enumeration import every_tree, grouped_trees, parents, removals
 from phasewise.tuner.topotree.fundamental import (
     Fundamental,
     LeftOut,
@@ -36,5 +36,7 @@ __all__ = [
     "fundamental",
     "grouped_trees",
     "largest_symmetric_part",
+    "parents",
     "parse",
+    "removals",
 ]

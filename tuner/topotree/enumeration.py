@@ -31,6 +31,21 @@ def _steps(combination: tuple[Chain, ...]) -> tuple[tuple[int, int, int], ...]:
     )
 
 
+def removals(tree: TopoTree) -> Iterator[TopoTree]:
+    """The children of a tree in the transformation tree: one child fewer at one depth, outer depths first."""
+    for depth, kept in enumerate(tree.kept, start=1):
+        if kept > 1:
+            yield tree.remove(1, depth)
+
+
+def parents(tree: TopoTree) -> Iterator[TopoTree]:
+    """The trees of which this one is a removal: one child more at one depth. A grouped tree has none."""
+    for level, (kept, arity) in enumerate(zip(tree.kept, tree.arities, strict=True)):
+        if kept < arity:
+            more = (*tree.kept[:level], kept + 1, *tree.kept[level + 1 :])
+            yield TopoTree(tree.base, tree.chains, more, tree.groups)
+
+
 def every_tree(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
     """Every distinct tree that groups and removals make of a fundamental tree, each after its parents. Levels
     are independent here too: two trees are equal if at every level of the machine the same siblings are

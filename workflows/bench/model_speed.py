@@ -171,10 +171,7 @@ class Timing:
 
 
 def bench_rows(
-    opened: OpenRanks,
-    workloads: Sequence[Workload],
-    timing: Timing,
-    report: Report = silent,
+    opened: OpenRanks, workloads: Sequence[Workload], timing: Timing, report: Report = silent
 ) -> Iterator[ModelRow]:
     """Time every workload, one after another, after the limits of the cores."""
     energy, cores = EnergyCounters(), KeptCores(report)
@@ -191,11 +188,7 @@ def bench_rows(
             report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
             before_j = energy.total_joules()
             timed = measure(
-                opened.ranks,
-                workload,
-                opened.model.config.vocab_size,
-                batch_tokens,
-                timing.repetitions,
+                opened.ranks, workload, opened.model.config.vocab_size, batch_tokens, timing.repetitions
             )
             n_tokens = workload.n_tokens * (timing.repetitions + 1)  # one more warms up
             spent_j = energy.total_joules() - before_j

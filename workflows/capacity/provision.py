@@ -12,14 +12,7 @@ from phasewise._words import number, percent
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import Role
 from phasewise.cluster.simulated.metrics import Slo, Summary, broken, parse_slo, summarise
-from phasewise.cluster.simulated.provision import (
-    Cell,
-    Objective,
-    Outcome,
-    Search,
-    cheapest,
-    fastest,
-)
+from phasewise.cluster.simulated.provision import Cell, Objective, Outcome, Search, cheapest, fastest
 from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
 from phasewise.cluster.simulated.simulated_requests import Arrival, poisson
 from phasewise.cluster.simulated.spec_file import DEFAULT_MODEL, MachineCatalogue, TimedTypes, read_machines

@@ -96,9 +96,7 @@ class ProvisionWish:
         None, "TOML file with [machines.NAME] tables of more types", metavar="FILE"
     )
     policy: str = option(
-        "splitwise",
-        "how requests are routed and scheduled",
-        kind=Literal["splitwise", "prefix-aware"],
+        "splitwise", "how requests are routed and scheduled", kind=Literal["splitwise", "prefix-aware"]
     )
 
     def __post_init__(self) -> None:

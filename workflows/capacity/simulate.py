@@ -26,10 +26,7 @@ from phasewise.cluster.simulated.spec_file import (
 from phasewise.cluster.simulated.steps import TimedStep, steps_of
 from phasewise.tuner.config.trace import load_trace, read_trace
 from phasewise.tuner.config.trace_files import MAX_ROW_CHARS
-from phasewise.workflows.capacity.settings import (
-    ClusterInputs,
-    SimulationWish,
-)
+from phasewise.workflows.capacity.settings import ClusterInputs, SimulationWish
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 

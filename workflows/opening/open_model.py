@@ -146,13 +146,7 @@ def schedules_under(
     """The schedules in use on the plans' cores, as `weights` are multiplied."""
     from phasewise.workflows.opening.tuned_schedules import schedules_for
 
-    return schedules_for(
-        db,
-        machine,
-        plans,
-        report,
-        arithmetic=weights.arithmetic,
-    )
+    return schedules_for(db, machine, plans, report, arithmetic=weights.arithmetic)
 
 
 def storage_choice(

@@ -38,11 +38,7 @@ from phasewise.tuner.predictor.log import Example, PromptFacts, held_out, part_o
 from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.predict_len.inputs import (
-    ModelTokens,
-    predictor_file,
-    read_logs,
-)
+from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
 from phasewise.workflows.predict_len.settings import EvalWish
 from phasewise.workflows.report import Report, silent
 
@@ -163,11 +159,7 @@ class LogReport:
 
 
 def rivals_of(
-    kept: Sequence[Example],
-    model_name: str,
-    hold: float,
-    seed: int,
-    predictor: LengthPredictor | None,
+    kept: Sequence[Example], model_name: str, hold: float, seed: int, predictor: LengthPredictor | None
 ) -> Rivals:
     """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
     longest = max(example.facts.max_tokens or example.output_tokens for example in kept)
@@ -215,10 +207,7 @@ def report_log(name: str, folds: Sequence[Fold]) -> LogReport:
 
 def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, Given]]:
     own = rivals.own_points(examples)
-    return {
-        "own point": own,
-        "memory of S3": rivals.at_s3(examples, own[S3]),
-    }
+    return {"own point": own, "memory of S3": rivals.at_s3(examples, own[S3])}
 
 
 def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:

@@ -129,11 +129,7 @@ def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Act
 
 
 def _recover(
-    settings: PruneSettings,
-    source: ModelSource,
-    directory: Path,
-    activations: Activations,
-    progress: Report,
+    settings: PruneSettings, source: ModelSource, directory: Path, activations: Activations, progress: Report
 ) -> tuple[Pruned, Recovery]:
     """Fit the weights that the directory's file kept, and put them in its place."""
     from phasewise.serving.loaders import open_source
@@ -244,12 +240,7 @@ class _Tally:
 
 
 def _write(
-    settings: PruneSettings,
-    source: ModelSource,
-    change: Change,
-    path: Path,
-    progress: Report,
-    doing: str,
+    settings: PruneSettings, source: ModelSource, change: Change, path: Path, progress: Report, doing: str
 ) -> Pruned:
     """The file of tensors. A weight is in memory once as float32 while its turn lasts."""
     tally = _Tally()

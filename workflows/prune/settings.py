@@ -58,9 +58,7 @@ class PruneSettings:
     pattern: Pattern = Pattern(0.5)
     method: Method = option("magnitude", "how weights are chosen")
     calibration: Path | None = option(
-        None,
-        "text whose activations weigh the weights: wanda, sparsegpt and --recover",
-        metavar="FILE",
+        None, "text whose activations weigh the weights: wanda, sparsegpt and --recover", metavar="FILE"
     )
     calibration_tokens: int = option(16384, "tokens of the calibration text", min=64)
     skip: tuple[str, ...] = option(

@@ -43,10 +43,7 @@ Explain = Callable[[list["ScheduleUse"], "MemoryPlacement | None", "DraftRule | 
 
 
 def serve_models(
-    model: str | None,
-    settings: ServeSettings,
-    report: Report = silent,
-    explain: Explain | None = None,
+    model: str | None, settings: ServeSettings, report: Report = silent, explain: Explain | None = None
 ) -> None:
     """Serve `model`, and those that the settings name, through the OpenAI API until a signal ends it.
 

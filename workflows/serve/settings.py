@@ -370,11 +370,7 @@ class Answering:
         envvar="PHASEWISE_SERVED_MODEL_NAME",
     )
     no_page: bool = option(
-        False,
-        "serve no page with a chat at /",
-        "--no-page",
-        envvar="PHASEWISE_NO_PAGE",
-        config_only=True,
+        False, "serve no page with a chat at /", "--no-page", envvar="PHASEWISE_NO_PAGE", config_only=True
     )
     receipts: bool = option(
         False,
@@ -511,9 +507,7 @@ class Embeddings:
         config_only=True,
     )
     embed_accelerators: bool = option(
-        True,
-        "also embed on GPUs, by torch (phasewise[cuda])",
-        "--embed-accelerators/--no-embed-accelerators",
+        True, "also embed on GPUs, by torch (phasewise[cuda])", "--embed-accelerators/--no-embed-accelerators"
     )
     embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND")
     embed_cpu: bool = option(

@@ -48,10 +48,7 @@ def tune_loads(
             f" for at most {number(left_s / (len(wish.bands) - place), 0)} s"
         )
         own = replace(
-            wish,
-            phase="decode",
-            concurrency=(sequences,),
-            budget_s=left_s / (len(wish.bands) - place),
+            wish, phase="decode", concurrency=(sequences,), budget_s=left_s / (len(wish.bands) - place)
         )
         beside = replace(
             subject,

@@ -44,12 +44,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.measurement_lock import MeasurementLock
     from phasewise.tuner.tuning_run import TuningProgress
-    from phasewise.workflows.tune_config.measured_evaluator import (
-        MeasuredEvaluator,
-        Plans,
-        Room,
-        Schedules,
-    )
+    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Plans, Room, Schedules
     from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 SEARCH_SHARE = 0.5

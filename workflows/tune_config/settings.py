@@ -55,9 +55,7 @@ class TuneConfigSettings:
         written="15m",
     )
     evaluator: str = option(
-        "measured",
-        "source of step times: measured here, or modelled",
-        kind=Literal["measured", "modelled"],
+        "measured", "source of step times: measured here, or modelled", kind=Literal["measured", "modelled"]
     )
     machine: Path | None = option(None, "lstopo XML of the machine to plan for", metavar="FILE.xml")
     hidden: Path | None = option(

@@ -32,14 +32,7 @@ from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.timing import Duel
-from phasewise.tuner.tuning_run import (
-    Gain,
-    ScheduleEvaluator,
-    Tools,
-    TuningOutcome,
-    TuningProgress,
-    tune,
-)
+from phasewise.tuner.tuning_run import Gain, ScheduleEvaluator, Tools, TuningOutcome, TuningProgress, tune
 from phasewise.tuner.weights import cold_bytes, format_name
 
 if TYPE_CHECKING:

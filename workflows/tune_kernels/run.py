@@ -27,13 +27,7 @@ from phasewise.tuner.plans import Phase, ServicePlan, default_plan, list_cores, 
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.timing import PAIRS
 from phasewise.tuner.tuning_run import TuningProgress
-from phasewise.tuner.weights import (
-    SIXTEENTHS,
-    blank_weight,
-    dense_format,
-    sparse_format,
-    split_format,
-)
+from phasewise.tuner.weights import SIXTEENTHS, blank_weight, dense_format, sparse_format, split_format
 from phasewise.workflows.opening.tuned_schedules import read_schedules
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.tune_kernels.hints import fight_hints

@@ -36,9 +36,7 @@ class TuneKernelsSettings:
     include: list[Path] | None = INCLUDE(None)
     define: list[str] | None = DEFINE(None)
     phase: str = option(
-        "both",
-        "phase whose cores and numbers of rows to tune for",
-        kind=Literal["prefill", "decode", "both"],
+        "both", "phase whose cores and numbers of rows to tune for", kind=Literal["prefill", "decode", "both"]
     )
     weight_format: str = option(
         "native",

@@ -226,10 +226,7 @@ class _Run:
     def _promotions(self, problem: UserProblem) -> list[UserPromotion]:
         """The promotions here for a problem that are still offered, the newest last."""
         promotions = self._setting.store.rows(
-            UserPromotion,
-            kernel_abi=problem.kernel_abi,
-            core_sig=self._setting.core_sig,
-            verified=True,
+            UserPromotion, kernel_abi=problem.kernel_abi, core_sig=self._setting.core_sig, verified=True
         )
         return [
             promotion

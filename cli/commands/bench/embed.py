@@ -60,10 +60,7 @@ def embed(
 
 
 async def _measured(
-    client: LoadClient,
-    load: EmbedLoad,
-    texts: Callable[[int], list[str]],
-    slo_s: float | None,
+    client: LoadClient, load: EmbedLoad, texts: Callable[[int], list[str]], slo_s: float | None
 ) -> dict[str, Any]:
     """The most clients within the SLO, a load at the rate, or one for each number of clients."""
     from phasewise.loadtest.arrivals import RequestPace

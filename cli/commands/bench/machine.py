@@ -80,10 +80,7 @@ def _print_limits(limits: list[MachineLimits]) -> None:
     ]
     size = f"{limits[0].read_buffer_bytes >> 20} MiB"
     rows.append([f"read {size}", *(f"{limit.read_bytes_per_s / 1e9:.1f} GB/s" for limit in limits)])
-    headers = [
-        f"limit ({limits[0].isa})",
-        *(counted(len(limit.cores), "core") for limit in limits),
-    ]
+    headers = [f"limit ({limits[0].isa})", *(counted(len(limit.cores), "core") for limit in limits)]
     _show(rows, headers)
 
 

@@ -14,19 +14,10 @@ import typer
 from phasewise._words import counted, limit_cell, number
 from phasewise.cli import tables
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import (
-    DbOption,
-    ExplainOption,
-    Form,
-    KvFormatOption,
-    WideOption,
-)
+from phasewise.cli.options import DbOption, ExplainOption, Form, KvFormatOption, WideOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
 from phasewise.cli.tables import RowTable, low_limit_lines, scalar_names, show
-from phasewise.workflows.bench.settings import (
-    BenchRunning,
-    BenchTests,
-)
+from phasewise.workflows.bench.settings import BenchRunning, BenchTests
 from phasewise.workflows.opening.open_model import ReadWeights
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ WIDTH = 80
 RemoteArgument = Annotated[
     str,
     typer.Argument(
-        metavar="REMOTE",
-        help="a folder, such as a git working tree, or an https:// address of static files",
+        metavar="REMOTE", help="a folder, such as a git working tree, or an https:// address of static files"
     ),
 ]
 DigestOption = Annotated[
@@ -167,8 +166,7 @@ SignatureOption = Annotated[
 StepTimesOption = Annotated[
     bool,
     typer.Option(
-        "--step-times",
-        help="also the step times of `tune-config`; they contain the names of your models",
+        "--step-times", help="also the step times of `tune-config`; they contain the names of your models"
     ),
 ]
 UserKernelsOption = Annotated[
@@ -184,8 +182,7 @@ NoPlansOption = Annotated[
 ScoresOption = Annotated[
     bool,
     typer.Option(
-        "--scores/--no-scores",
-        help="scores of length predictors too; they contain the names of your models",
+        "--scores/--no-scores", help="scores of length predictors too; they contain the names of your models"
     ),
 ]
 

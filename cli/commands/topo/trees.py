@@ -5,20 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from itertools import islice
+from math import prod
 from typing import Any
 
 from phasewise._words import counted
 from phasewise.cli.commands.topo.text import WIDTH, glyphs_for
 from phasewise.topology.cpusets import format_list
-from phasewise.tuner.topotree import (
-    Fundamental,
-    TopoTree,
-    count_groupings_of_levels,
-    every_tree,
-    grouped_trees,
-    parents,
-    removals,
-)
+from phasewise.tuner.topotree import Fundamental, TopoTree, every_tree, grouped_trees, parents, removals
+from phasewise.tuner.topotree.tree import chains
 
 MAX_SHOWN = 10
 MAX_COUNTED = 1_000_000
@@ -53,10 +47,8 @@ def one_tree_fields(tree: TopoTree) -> dict[str, Any]:
 def trees_fields(fundamental: Fundamental) -> dict[str, Any]:
     """The JSON that `--trees --json` prints: counts of trees, and the first MAX_SHOWN groupings."""
     tree = fundamental.tree
-    by_level = count_groupings_of_levels(tree)
-    groupings = 1
-    for count in by_level:
-        groupings *= count
+    by_level = [len(chains(arity, True)) for arity in tree.base.arities]
+    groupings = prod(by_level)
     met = groupings * tree.n_pus
     return {
         "fundamental": tree_fields(tree),

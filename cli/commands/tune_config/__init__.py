@@ -11,10 +11,7 @@ import typer
 from phasewise._options import changed, refuse_unused
 from phasewise._words import number
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import (
-    JsonOption,
-    ModelArgument,
-)
+from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, write_text
 from phasewise.cli.status_line import StatusLine, status_line
 from phasewise.cli.tables import show

@@ -32,8 +32,7 @@ def tune_kernels(
     settings: TuneKernelsSettings,
     remote: Remote,
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune"),
+        str | None, typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

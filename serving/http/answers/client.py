@@ -295,11 +295,7 @@ class EngineClient:
         self._observers = [other for other in self._observers if other is not observer]
 
     def open(
-        self,
-        requests: Sequence[Submit],
-        reader: AnswerReader | None = None,
-        *,
-        tells_progress: bool = False,
+        self, requests: Sequence[Submit], reader: AnswerReader | None = None, *, tells_progress: bool = False
     ) -> AnswerStream:
         """Send requests to the engine. QueueFull: not now; Stopping. reader: of an answer that is sent as it
         comes; where it is too far behind, it is cut and all aborted. They take places of their client's

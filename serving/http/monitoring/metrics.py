@@ -26,14 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from phasewise.serving.engine.engine_host import InstanceState, Recoveries
-from phasewise.serving.engine.messages import (
-    Answer,
-    EngineLoad,
-    Failure,
-    HandOverCounts,
-    StepStats,
-    Submit,
-)
+from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, HandOverCounts, StepStats, Submit
 from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.pools.contract import ALIGNMENT
@@ -427,12 +420,7 @@ _OF_INSTANCES: tuple[Row, ...] = (
     ),
     (COUNTER, "hand_over_bytes", "bytes of their keys and values", "hand_over_bytes"),
     (COUNTER, "restarts", "times that it was started anew", "restarts"),
-    (
-        COUNTER,
-        "prefix_reports_refused",
-        "what it said of prefixes and could not be true",
-        "reports_refused",
-    ),
+    (COUNTER, "prefix_reports_refused", "what it said of prefixes and could not be true", "reports_refused"),
 )
 _OF_PLACES = ("node", "label", "format", "kv_format", "sparse_weights", "prefill_plan", "decode_plan")
 _NO_LOAD = EngineLoad(0, 0, 0, 0)

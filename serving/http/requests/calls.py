@@ -13,12 +13,7 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.http.answers.openai_objects import AnswerReading, AsAsked
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.http.requests.chat_schemas import (
-    ChatMessage,
-    ChatRequest,
-    FunctionTool,
-    NamedChoice,
-)
+from phasewise.serving.http.requests.chat_schemas import ChatMessage, ChatRequest, FunctionTool, NamedChoice
 from phasewise.serving.text.chat import Conversation
 from phasewise.serving.text.conversation_shapes import written_out
 from phasewise.serving.tools.dialect import Dialect
@@ -73,12 +68,7 @@ def called_by(body: ChatRequest) -> Called | None:
         return None
     choice = body.tool_choice
     functions = tuple(
-        Function(
-            tool.name,
-            tool.parameters or {},
-            tool.description or "",
-            bool(tool.strict),
-        )
+        Function(tool.name, tool.parameters or {}, tool.description or "", bool(tool.strict))
         for tool in tools
     )
     if isinstance(choice, NamedChoice):
@@ -107,10 +97,7 @@ def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> Answer
         inner = dialect.reader(functions, in_thought=in_thought, calls_are_held=calls_are_held)
         return AsAsked(inner, body.asked_names, body.customs) if body.asked_names or body.customs else inner
 
-    return AnswerReading(
-        reader,
-        lambda: dialect.call_id(uuid.uuid4().hex),
-    )
+    return AnswerReading(reader, lambda: dialect.call_id(uuid.uuid4().hex))
 
 
 def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:

@@ -251,10 +251,7 @@ def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) ->
 def control_texts(model: ServedModel) -> dict[str, Any]:
     """The texts of the tokens that begin and end a text; None where a prompt's text cannot spell one."""
     opening = set(model.encode("", True)[:1])
-    return {
-        "bos_token": _spelled(opening, model),
-        "eos_token": _spelled(model.end_token_ids, model),
-    }
+    return {"bos_token": _spelled(opening, model), "eos_token": _spelled(model.end_token_ids, model)}
 
 
 def _spelled(token_ids: Collection[int], model: ServedModel) -> str | None:

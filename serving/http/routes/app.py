@@ -46,12 +46,7 @@ from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRo
 from phasewise.serving.http.routes.embeddings import add_routes as add_embedding_routes
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of, response_id_of
 from phasewise.serving.http.routes.messages import add_messages
-from phasewise.serving.http.routes.middleware import (
-    ApiKeys,
-    CheckHost,
-    RecordRequests,
-    RequireKey,
-)
+from phasewise.serving.http.routes.middleware import ApiKeys, CheckHost, RecordRequests, RequireKey
 from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.openapi import OPEN_PATHS, Json, Routes, add_page, document
 from phasewise.serving.http.routes.responses import add_responses

@@ -20,13 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phasewise.serving.embedding.client import Asker, EmbeddingClient
-from phasewise.serving.embedding.encoder.input_tokens import (
-    EncoderText,
-    InputKind,
-    Text,
-    Tokens,
-    too_long,
-)
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText, InputKind, Text, Tokens, too_long
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model

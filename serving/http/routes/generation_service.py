@@ -147,11 +147,7 @@ class _UnseenReader:
 
 async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
     connection = connection_of(request.scope)
-    stream = client.open(
-        reply.requests,
-        connection or _UnseenReader(),
-        tells_progress=reply.tells_progress,
-    )
+    stream = client.open(reply.requests, connection or _UnseenReader(), tells_progress=reply.tells_progress)
     leaving = _closing_when_gone(stream, request)
     first = asyncio.ensure_future(stream.take())
     form = reply.rendering
@@ -389,10 +385,7 @@ class GenerationService:
 
 
 def reply_of(
-    body: GenerationRequest,
-    requests: Sequence[Submit],
-    rendering: Rendering | Form,
-    model: ServedModel,
+    body: GenerationRequest, requests: Sequence[Submit], rendering: Rendering | Form, model: ServedModel
 ) -> Reply:
     """The reply to a request that has been prepared."""
     clamped = [len(asked.prompt_token_ids) for asked in requests if asked.max_tokens is None]

@@ -449,11 +449,7 @@ def _event(name: str, /, **fields: object) -> str:
     return f"event: {name}\ndata: {encode({'type': name, **fields})}\n\n"
 
 
-_NAMES = {
-    "prompt": "messages",
-    "stop": "stop_sequences",
-    "response_format": "output_config",
-}
+_NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config"}
 """The names in these requests of fields of the chat requests that they are made into."""
 
 

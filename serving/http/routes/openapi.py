@@ -95,11 +95,7 @@ class Routes(list[BaseRoute]):
     """The routes of one application, each added where its function is."""
 
     def add(
-        self,
-        path: str,
-        method: str,
-        body: type[BaseModel] | Json | None = None,
-        query: tuple[str, ...] = (),
+        self, path: str, method: str, body: type[BaseModel] | Json | None = None, query: tuple[str, ...] = ()
     ) -> Callable[[Endpoint], Endpoint]:
         """Decorates what answers requests to `path`: a function of the request and the path's parameters,
         which returns a response or JSON. The first line of its docstring is its summary."""

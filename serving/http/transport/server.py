@@ -27,10 +27,7 @@ from phasewise.serving.http.transport.listening import BACKLOG, Address
 
 ServiceState = Literal["starting", "running", "replacing", "lost", "draining"]
 
-_SAYS = {
-    "starting": "the server is starting",
-    "lost": "the engine has stopped; restart the server",
-}
+_SAYS = {"starting": "the server is starting", "lost": "the engine has stopped; restart the server"}
 
 
 class Computes(Protocol):

@@ -139,10 +139,7 @@ def _hunyuan_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(_norm_last(get, config), experts=experts, ffn=width)
 
 
-_HUNYUAN: Names = {
-    "self_attn.query_layernorm.weight": "q_norm",
-    "self_attn.key_layernorm.weight": "k_norm",
-}
+_HUNYUAN: Names = {"self_attn.query_layernorm.weight": "q_norm", "self_attn.key_layernorm.weight": "k_norm"}
 HUNYUAN = Family(
     "hunyuan-dense",
     hf=("hunyuan_v1_dense",),

@@ -74,10 +74,7 @@ OTHER_PARTS = other_parts(
 
 def as_gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
     return replace(
-        config,
-        post_norms=True,
-        embed_scale=math.sqrt(config.hidden),
-        attention_scale=attention_scale,
+        config, post_norms=True, embed_scale=math.sqrt(config.hidden), attention_scale=attention_scale
     )
 
 
@@ -172,12 +169,7 @@ GEMMA3 = Family(
     hf=("gemma3_text", "gemma3"),
     from_hf=_gemma3,
     from_gguf=_gemma3_gguf,
-    hf_defaults={
-        **DEFAULTS,
-        "vocab_size": 262208,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-    },
+    hf_defaults={**DEFAULTS, "vocab_size": 262208, "rope_theta": 1e6, "max_position_embeddings": 131072},
     hf_text_prefixes=TEXT_PREFIXES,
     hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
     ffn_form=FeedForwardForm("gelu_tanh"),

@@ -48,11 +48,7 @@ def _llama_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return (_mixtral if get("expert_count", int, 0) else _with_window)(get, config)
 
 
-LLAMA = Family(
-    "llama",
-    from_gguf=_llama_gguf,
-    gguf_interleaved_heads=True,
-)
+LLAMA = Family("llama", from_gguf=_llama_gguf, gguf_interleaved_heads=True)
 MISTRAL = Family(
     "mistral",
     gguf=(),
@@ -108,12 +104,7 @@ def _olmoe(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
 
 
-OLMO2 = Family(
-    "olmo2",
-    from_hf=_olmo2,
-    from_gguf=_olmo_gguf,
-    hf_defaults={"rms_norm_eps": 1e-5},
-)
+OLMO2 = Family("olmo2", from_hf=_olmo2, from_gguf=_olmo_gguf, hf_defaults={"rms_norm_eps": 1e-5})
 OLMO3 = Family(
     "olmo3",
     gguf=(),

@@ -75,12 +75,7 @@ def _qwen2_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 _VL_TEXT, _VL_OTHERS = ("model.language_model.",), ("model.visual.",)
 """Names of Qwen 3 VL. Its texts have the same positions in all sections of RoPE, and pictures in no layer."""
 
-QWEN2 = Family(
-    "qwen2",
-    from_hf=_windows,
-    hf_biases="",
-    hf_defaults={"max_position_embeddings": CONTEXT},
-)
+QWEN2 = Family("qwen2", from_hf=_windows, hf_biases="", hf_defaults={"max_position_embeddings": CONTEXT})
 QWEN3 = Family(
     "qwen3",
     hf=("qwen3", "qwen3_vl", "qwen3_vl_text"),
@@ -201,10 +196,7 @@ _APART: Names = {
     "linear_attn.in_proj_b.weight": "state_b",
     "linear_attn.in_proj_a.weight": "state_a",
 }
-_EXPERTS: Names = {
-    **fed("mlp.shared_expert"),
-    "mlp.shared_expert_gate.weight": "shared_gate",
-}
+_EXPERTS: Names = {**fed("mlp.shared_expert"), "mlp.shared_expert_gate.weight": "shared_gate"}
 _GGUF: Names = {
     "attn_q.weight": TensorCut(("q", "attn_gate"), turns="n_heads"),
     "attn_qkv.weight": TensorCut(("state_q", "state_k", "state_v")),
@@ -215,11 +207,7 @@ _GGUF_NEXT: Names = {
     "ssm_ba.weight": TensorCut(("state_b", "state_a"), turns="groups"),
 }
 _GGUF_APART: Names = {"ssm_beta.weight": "state_b", "ssm_alpha.weight": "state_a"}
-_DEFAULTS: dict[str, Any] = {
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "max_position_embeddings": 32768,
-}
+_DEFAULTS: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
 _MIXTURE_DEFAULTS = {**_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632}
 
 QWEN2_MOE = Family(

@@ -94,12 +94,7 @@ def test_inputs_from_a_file_come_over_and_over(server: EmbeddingServer, tmp_path
     assert len(sent) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--find",), "--find needs --slo"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [(("--find",), "--find needs --slo")])
 def test_wrong_usage(server: EmbeddingServer, arguments: tuple[str, ...], says: str) -> None:
     assert says in invoke(server.url, *arguments).usage_error
 

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.kerneldb.records import (
-    Measurement,
-    Origin,
-    PlanRecord,
-    Problem,
-    Sample,
-    Schedule,
-)
+from phasewise.kerneldb.records import Measurement, Origin, PlanRecord, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import plans_for

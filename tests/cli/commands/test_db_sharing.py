@@ -14,14 +14,7 @@ import pytest
 
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.portable import import_rows
-from phasewise.kerneldb.records import (
-    Origin,
-    PlanRecord,
-    Problem,
-    Schedule,
-    ServedStep,
-    StepTime,
-)
+from phasewise.kerneldb.records import Origin, PlanRecord, Problem, Schedule, ServedStep, StepTime
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner import native

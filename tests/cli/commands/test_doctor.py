@@ -49,11 +49,7 @@ def test_text_stays_within_80_columns(tmp_path: Path, plant: Plant) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shipped", "told"),
-    [
-        (0, "but none for such cores"),
-        (31, "brings 31 schedules for"),
-    ],
+    ("shipped", "told"), [(0, "but none for such cores"), (31, "brings 31 schedules for")]
 )
 def test_the_kinds_that_the_package_knows_are_told_in_one_line(
     tmp_path: Path, shipped: int, told: str

@@ -56,10 +56,7 @@ STATE = ClusterStatus(
         {"node": "10.11.12.14", "cores": 8, "labels": {}, "state": "dead"},
     ],
     [{"server": "5f" * 4, "model": "a-model\x1b[2J", "node": "10.11.12.13", "state": "running"}],
-    [
-        instance(0),
-        instance(1, state="waiting", problem="no node has room for it (prompt 24)", **STOPPED),
-    ],
+    [instance(0), instance(1, state="waiting", problem="no node has room for it (prompt 24)", **STOPPED)],
 )
 
 

@@ -162,9 +162,6 @@ def test_no_colour_means_both_phases(n_prefill: int, n_decode: int) -> None:
     assert all(group.fill != next_group.fill for group, next_group in pairwise(decode))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--plan", "--plan-file", "plans.json"], ["model"]],
-)
+@pytest.mark.parametrize("arguments", [["--plan", "--plan-file", "plans.json"], ["model"]])
 def test_views_that_do_not_go_together_are_wrong_usage(arguments: list[str]) -> None:
     assert _invoke(*arguments, "--input", V2).usage_error

@@ -146,8 +146,7 @@ def test_json_holds_what_was_gained_and_a_second_run_times_nothing(
         assert gain["gain_low"] <= gain["gain"] <= gain["gain_high"]
         assert gain["is_default"] or gain["last_duel"]["gain_low"] > 1
         bound_ns = max(
-            2 * gain["m"] * gain["n"] * gain["k"] / 1e12,
-            (gain["roofline_fraction"] * gain["tuned_ns"]) / 1e9,
+            2 * gain["m"] * gain["n"] * gain["k"] / 1e12, (gain["roofline_fraction"] * gain["tuned_ns"]) / 1e9
         )
         assert 0 < bound_ns * 1e9 == pytest.approx(gain["roofline_fraction"] * gain["tuned_ns"])
 
@@ -157,9 +156,7 @@ def test_a_limit_that_was_measured_too_low_gives_no_share(
 ) -> None:
     """A busy machine's limit is a hundred times too low: no product reached 434 % of it."""
     monkeypatch.setattr(
-        rounds,
-        "measure_roofline",
-        lambda *arguments: Roofline({"f32": 1e4, "bf16": 1e4, "int8": 1e4}, 1e4),
+        rounds, "measure_roofline", lambda *arguments: Roofline({"f32": 1e4, "bf16": 1e4, "int8": 1e4}, 1e4)
     )
     text, fields = tune(*SMALL), tune_json(*SMALL)
 

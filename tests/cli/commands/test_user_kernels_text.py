@@ -45,10 +45,7 @@ def outcome(
 @pytest.mark.parametrize(
     ("shape_outcome", "said"),
     [
-        (
-            outcome(THIRD, AUTHORS, SECOND, fought(1.14, 1.1)),
-            "the author's C (1.14x over the choice before)",
-        ),
+        (outcome(THIRD, AUTHORS, SECOND, fought(1.14, 1.1)), "the author's C (1.14x over the choice before)"),
         (outcome(SECOND, AUTHORS, SECOND, None), "2.40x over the author's C  5 timed"),
         (outcome(SECOND, AUTHORS, AUTHORS, fought(2.4, 2.0)), "2.40x over the author's C  5 timed"),
         (outcome(SECOND, AUTHORS, AUTHORS, None, 0.9), "no verdict over the author's C  5 timed"),

@@ -50,12 +50,7 @@ def test_a_completion_has_sixteen_tokens_unless_told(api: openai.OpenAI) -> None
 
 @pytest.mark.parametrize(
     ("prompt", "texts"),
-    [
-        ("c", ["def"]),
-        (["a", "k"], ["bcd", "lmn"]),
-        ([97, 98], ["cde"]),
-        ([[97], [107, 108]], ["bcd", "mno"]),
-    ],
+    [("c", ["def"]), (["a", "k"], ["bcd", "lmn"]), ([97, 98], ["cde"]), ([[97], [107, 108]], ["bcd", "mno"])],
 )
 def test_every_shape_of_prompt(api: openai.OpenAI, prompt: object, texts: list[str]) -> None:
     got = api.completions.create(model="fake", prompt=prompt, max_tokens=3, temperature=0)  # type: ignore[call-overload]

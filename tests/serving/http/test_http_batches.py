@@ -336,12 +336,7 @@ def test_what_cannot_be_a_batch_is_refused(server: FakeServer) -> None:
         ({"completion_window": "31d"}, "completion_window"),
         ({"input_file_id": "file-0"}, "file-0"),
     ):
-        given: Any = {
-            "input_file_id": file.id,
-            "endpoint": ENDPOINT,
-            "completion_window": "24h",
-            **fields,
-        }
+        given: Any = {"input_file_id": file.id, "endpoint": ENDPOINT, "completion_window": "24h", **fields}
         with pytest.raises(openai.APIStatusError, match=named):
             client.batches.create(**given)
     with pytest.raises(openai.BadRequestError, match="purpose must be batch"):

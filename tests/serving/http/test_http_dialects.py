@@ -241,19 +241,9 @@ def test_so_it_is_in_the_other_apis(running: Running, prompts: list[str]) -> Non
         return [ask, {"role": "assistant", "content": [call]}, {"role": "user", "content": [block]}]
 
     document = {"type": "document", "title": "Plan", "source": {"type": "text", "data": "first this"}}
-    hit = {
-        "type": "search_result",
-        "title": "T",
-        "source": "u",
-        "content": [{"type": "text", "text": "hit"}],
-    }
+    hit = {"type": "search_result", "title": "T", "source": "u", "content": [{"type": "text", "text": "hit"}]}
     reference = {"type": "tool_reference", "tool_name": "grep"}
-    held = (
-        (IMAGE["messages"], "left out"),
-        (document, "first this"),
-        (hit, "hit"),
-        (reference, "grep"),
-    )
+    held = ((IMAGE["messages"], "left out"), (document, "first this"), (hit, "hit"), (reference, "grep"))
     for part, says in held:
         answer = anthropic(running, *result([{"type": "text", "text": "see"}, part]))
         assert answer.status_code == 200, answer.text

@@ -240,10 +240,7 @@ def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation(
 
     with fake_server(model=lambda model: replace(model, estimate=estimate)) as server:
         post(server, prompt=["a", "b"], n=3, max_tokens=4, temperature=0.5)
-        messages = [
-            {"role": "system", "content": "be brief"},
-            {"role": "user", "content": "x"},
-        ]
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}]
         for text in ("y", "z"):
             messages[1]["content"] = text
             body = {"model": "fake", "messages": messages, "max_tokens": 4}

@@ -26,9 +26,7 @@ def asked(running: Scripted, path: str = "chat", **fields: Any) -> httpx.Respons
     return httpx.post(f"{running[0].url}/api/{path}", json=body, timeout=60)
 
 
-def test_fields_that_say_nothing_here_are_named_in_a_header(
-    running: Scripted,
-) -> None:
+def test_fields_that_say_nothing_here_are_named_in_a_header(running: Scripted) -> None:
     for path, fields in (("chat", {}), ("generate", {"prompt": "hi"}), ("chat", {"stream": True})):
         answer = asked(running, path, **fields, context=[1], keep_alive=5, suffix="", **{"no name": 1})
         named = {"context", "messages"} if path == "generate" else {"context"}

@@ -136,8 +136,7 @@ def test_prompt_logprobs_as_vllm_tells_them(server: FakeServer, n_top: int) -> N
     asked: dict[str, Any] = {"model": "fake", "max_tokens": 2, "prompt_logprobs": n_top, "n": 2}
     whole = httpx.post(f"{server.url}/v1/completions", json={**asked, "prompt": "abz"}).json()
     chat = httpx.post(
-        f"{server.url}/v1/chat/completions",
-        json={**asked, "messages": [{"role": "user", "content": "abz"}]},
+        f"{server.url}/v1/chat/completions", json={**asked, "messages": [{"role": "user", "content": "abz"}]}
     ).json()
     for text, places in (
         *(("abz", choice["prompt_logprobs"]) for choice in whole["choices"]),

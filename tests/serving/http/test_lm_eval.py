@@ -37,11 +37,7 @@ pytestmark = [
 ]
 
 QUESTIONS = [
-    {
-        "question": f"Question {number}: what follows {word}?\nAnswer:",
-        "choices": choices,
-        "answer": answer,
-    }
+    {"question": f"Question {number}: what follows {word}?\nAnswer:", "choices": choices, "answer": answer}
     for number, (word, choices, answer) in enumerate(
         [
             ("one", ["two", "a fish", "seven seas", "Z"], 0),
@@ -149,11 +145,7 @@ def of_server(url: str, name: str) -> tuple[str, str]:
 
 
 def judged(
-    folder: Path,
-    environment: dict[str, str],
-    questions: list[dict[str, Any]],
-    kind: str,
-    settings: str,
+    folder: Path, environment: dict[str, str], questions: list[dict[str, Any]], kind: str, settings: str
 ) -> list[dict[str, Any]]:
     """The records that lm-eval writes, one for each question."""
     data, tasks, out = folder / "questions.jsonl", folder / "tasks", folder / f"out-{kind}"

@@ -70,9 +70,7 @@ def test_what_outlives_is_at_least_as_long(lengths: list[int], answer_tokens: in
     assert math.isclose(mean, sum(left) / len(left))
 
 
-@given(
-    requests=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 50)), min_size=1, max_size=8),
-)
+@given(requests=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 50)), min_size=1, max_size=8))
 def test_the_peak_is_what_a_clock_would_see(requests: list[tuple[int, int]]) -> None:
     """One slot a step for each request until its end."""
     ticks = range(max(to_come for to_come, _ in requests) + 1)

@@ -28,13 +28,15 @@ from phasewise.tuner.topotree import (
     every_tree,
     fundamental,
     grouped_trees,
+    parents,
     parse,
+    removals,
 )
 from phasewise.tuner.topotree.enumeration import kept_counts
 from tests.support.machines.machine_shapes import machine_of, nest_of
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
-from tests.support.topotrees import count_grouped, group_bound, parents, removal_bound, removals
+from tests.support.topotrees import count_grouped, group_bound, removal_bound
 
 Nest = Any
 """A PU or a tuple of nests."""
