@@ -10,14 +10,20 @@ and back in its own pool when that is done (IV-A, "machine pool management").
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
+from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.held_blocks import HeldBlocks
-from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, MOST_STORED_BLOCKS, HeldReport
+from phasewise.serving.scheduling.held_prefixes import (
+    BLOCK_TOKENS,
+    KEY_BYTES,
+    MOST_KEYS,
+    MOST_STORED_BLOCKS,
+    HeldReport,
+)
 
 AUTHORS_OVERFLOW_TOKENS = 8192
 """The authors' value of `Limits.prompt_overflow_tokens`, of an H100."""
@@ -27,8 +33,7 @@ H100."""
 
 OWN_TOKEN_COUNTS = 4
 """Weight of a prompt's own tokens beside those that wait before it: computing what is held elsewhere delays
-all that come after too, the more the busier the machines are. Figures:
-benchmarks/notes/clusters.md."""
+all that come after too, the more the busier the machines are. Figures: benchmarks/notes/clusters.md."""
 UNLIKE = 2.0
 """Ratio of two machines' times for a token from which on they are not of one kind."""
 
@@ -63,6 +68,87 @@ class Limits:
     `OVERFLOW_S` by what it tells, and the authors' value until it has told anything."""
     split_above_tokens: int = 0
     """Prompt tokens to be computed up to which a prompt is computed where its answer is."""
+
+
+# ---- blocks of tokens that a machine can take over: reported ones, and those that it will compute ---------
+
+
+class ReportRefused(ClusterError):
+    """A report of held prefixes that cannot be true."""
+
+
+class HeldBlocks:
+    """The blocks of one machine, which can hold `most`. Reports are changes and are checked as a stranger's:
+    one that cannot be true ends the trust in that machine until it is started anew."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._held: set[int] = set()
+        self._coming: Counter[int] = Counter()
+        self._n_reports = 0
+        self._is_believed = True
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hear(self, report: HeldReport) -> None:
+        """Take note of a report; the first of a life replaces all before. ReportRefused for one that cannot
+        be true: nothing that the machine reports counts from then on, until it begins anew."""
+        if report.number == 1:
+            self._held.clear()
+            self._n_reports, self._is_believed = 0, True
+        if not self._is_believed:
+            return
+        mistake = self._mistake(report)
+        if mistake is not None:
+            self._held.clear()
+            self._is_believed = False
+            raise ReportRefused(mistake)
+        self._n_reports = report.number
+        self._held.difference_update(report.removed)
+        self._held.update(report.added)
+
+    def _mistake(self, report: HeldReport) -> str | None:
+        """The reason, in one line, why a report cannot be true; None: it can."""
+        added, removed = set(report.added), set(report.removed)
+        if max(len(report.added), len(report.removed)) > MOST_KEYS:
+            return f"a report of held prefixes has more than {MOST_KEYS} keys"
+        if any(not 0 <= key < 1 << 8 * KEY_BYTES for key in added):
+            return "it reports a key that is none"
+        if report.number != self._n_reports + 1:
+            return f"report {report.number} of held prefixes came after report {self._n_reports}"
+        if len(added) != len(report.added) or added & self._held:
+            return "it reports a prefix twice"
+        if len(removed) != len(report.removed) or not removed <= self._held:
+            return "it has forgotten a prefix that it did not report"
+        n_held = len(self._held) + len(added) - len(removed)
+        if n_held > self.most:
+            return f"it reports {counted(n_held, 'block')} of prefixes, but has room for {self.most}"
+        return None
+
+    def expect(self, keys: Sequence[int]) -> None:
+        """Count the blocks of a request that is on its way to the machine, and begins with them."""
+        self._coming.update(keys)
+
+    def ended(self, keys: Sequence[int]) -> None:
+        """Take back what `expect` counted for a request that has ended: what is left of it the machine
+        reports itself."""
+        self._coming.subtract(keys)
+        for key in keys:
+            if self._coming[key] <= 0:
+                del self._coming[key]
+
+    def n_first(self, keys: Sequence[int]) -> int:
+        """The number of the first of these blocks that are there, or will be."""
+        n_first = 0
+        for key in keys:
+            if key not in self._held and key not in self._coming:
+                break
+            n_first += 1
+        return n_first
+
+
+# ---- machines, and requests on their way -------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -134,23 +220,17 @@ Work = tuple[bool, float]
 """A queue by which machines are ordered: True where there is no room, then the length."""
 
 
-class Policy(Protocol):
-    """Chooses the machines of a request; it changes nothing of the machines."""
-
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment: ...
-
-
 class Router:
     """Requests on their way over machines of given roles and sizes, under one policy."""
 
-    def __init__(self, machines: Iterable[tuple[Role, int]], policy: Policy) -> None:
-        """Make a router. machines: role, and KV slots that its pool has."""
+    def __init__(self, machines: Iterable[tuple[Role, int]], policy: str, limits: Limits) -> None:
+        """Make a router. machines: role, and KV slots that its pool has. policy: one of `POLICIES`."""
         self._machines = tuple(
             _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)
             for index, (role, kv_slots) in enumerate(machines)
         )
         _check_roles({machine.home for machine in self._machines})
-        self._policy = policy
+        self._queues_for, self._limits = POLICIES[policy], limits
         self._held: dict[str, _Held] = {}
 
     @property
@@ -164,10 +244,6 @@ class Router:
         return tuple(machine.counts for machine in self._machines)
 
     @property
-    def n_requests(self) -> int:
-        return len(self._held)
-
-    @property
     def has_machines(self) -> bool:
         """True if any machine can be given requests."""
         return any(machine.is_here for machine in self._machines)
@@ -177,36 +253,28 @@ class Router:
         return len(self._machines[index].blocks)
 
     def leave(self, index: int) -> None:
-        """Note that a machine has ended: it is given no request until it is `back`.
-
-        Those it had are still counted.
-        """
+        """Note that a machine has ended: it is given no request until it is `back`. Those it had are still
+        counted."""
         self._machines[index].is_here = False
 
     def back(self, index: int, kv_slots: int) -> None:
-        """Note that a machine can be given requests (again).
-
-        One that was started anew reports what it holds anew.
-        """
+        """Note that a machine can be given requests (again). One that was started anew reports what it holds
+        anew."""
         machine = self._machines[index]
         machine.is_here, machine.kv_slots, machine.token_s = True, kv_slots, 0.0
         machine.blocks.most = _most_blocks(kv_slots)
 
     def tells(self, index: int, token_s: float, report: HeldReport | None = None) -> None:
         """Note what a machine tells: its pace (`_Machine.token_s`), and changes of what it holds.
-
-        ReportRefused for a report that cannot be true.
-        """
+        ReportRefused for a report that cannot be true."""
         machine = self._machines[index]
         machine.token_s = token_s if 0 < token_s < math.inf else 0.0
         if report is not None:
             machine.blocks.hear(report)
 
     def assign(self, ask: Ask, *, whole: bool = False) -> Assignment:
-        """Choose machines for a request, which counts on them until it is `finished`.
-
-        whole: one machine for both phases. ClusterError if no machine is here.
-        """
+        """Choose machines for a request, which counts on them until it is `finished`. whole: one machine for
+        both phases. ClusterError if no machine is here."""
         if ask.request_id in self._held:
             raise ValueError(f"request {ask.request_id!r} is assigned already")
         here = [machine for machine in self._machines if machine.is_here]
@@ -244,15 +312,13 @@ class Router:
     def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
         """Choose a machine; where one kind is missing for now, the others do both phases."""
         if len(here) == len(self._machines) or _can_divide({machine.home for machine in here}):
-            return self._policy.choose(ask, here)
-        least = min(here, key=_pending_tokens)
+            return _in_pools(ask, here, self._limits, self._queues_for(ask, here))
+        least = min(here, key=lambda machine: machine.pending_tokens)
         return Assignment(least.index, least.index)
 
     def prompt_done(self, request_id: str) -> None:
-        """Note that a request's prompt is computed, and has left the machine that did it.
-
-        A second call does nothing.
-        """
+        """Note that a request's prompt is computed, and has left the machine that did it. A second call does
+        nothing."""
         held = self._held[request_id]
         if held.is_prompt_done:
             return
@@ -275,46 +341,20 @@ class Router:
             self._machines[index].blocks.ended(held.ask.prefix)
         self._look(held.assignment)
 
-    def check(self) -> None:
-        """Raise unless the machines' counts are the sums over the requests that have not ended."""
-        for machine in self._machines:
-            mine = [held for held in self._held.values() if machine.index in held.assignment]
-            prompts = [
-                held.n_to_compute
-                for held in mine
-                if held.assignment.prompt == machine.index and not held.is_prompt_done
-            ]
-            answers = [held for held in mine if held.assignment.token == machine.index]
-            leaving = [
-                held.ask.prompt_tokens
-                for held in mine
-                if held.assignment.token != machine.index and not held.is_prompt_done
-            ]
-            kv = sum(leaving) + sum(held.ask.prompt_tokens + held.ask.answer_tokens for held in answers)
-            expected = (len(prompts), sum(prompts), len(answers), kv)
-            load = (machine.n_prompts, machine.prompt_tokens, machine.n_answers, machine.kv_tokens)
-            if expected != load:
-                raise AssertionError(f"machine {machine.index} counts {load}, its requests are {expected}")
 
-
-@dataclass(frozen=True, slots=True)
-class SplitwisePolicy:
-    """Join the shortest queue, in pools: a machine's own kind first, then the mixed pool, then the opposite
-    kind, whose machine becomes mixed by that. Where all are full, both phases run on the least loaded.
+def _by_queue(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Work]:
+    """Join the shortest queue, in pools (`splitwise`): a machine's own kind first, then the mixed pool, then
+    the opposite kind, whose machine becomes mixed by that. Where all are full, both phases run on the least
+    loaded.
 
     A prompt machine's queue is its pending tokens. A token machine's is the context that its steps read,
     since that is what fills its memory and makes its steps long; a token is pending for each answer all the
     time, so the number of answers alone would not tell long from short ones.
     """
-
-    limits: Limits = Limits()
-
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        return _in_pools(ask, machines, self.limits, lambda machine: (False, machine.pending_tokens))
+    return lambda machine: (False, machine.pending_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixAwarePolicy:
+def _by_work(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Work]:
     """As `splitwise`, but a queue is the work that it would be with this request: the tokens that the machine
     has not computed yet, of those before it and, `OWN_TOKEN_COUNTS` times, of this prompt. So a request goes
     where its beginning is, unless the queue there is longer by that much than elsewhere; and then it is there
@@ -326,19 +366,15 @@ class PrefixAwarePolicy:
     An answer is placed as under `splitwise`, but for a prompt whose rest is short where its answer may run:
     it is computed there, as the next turn of a conversation is where the last one was answered.
     """
+    least_s = min((machine.token_s for machine in machines if machine.token_s > 0), default=1.0)
+    needed = ask.prompt_tokens + ask.answer_tokens
 
-    limits: Limits = Limits()
+    def work(machine: _Machine) -> Work:
+        n_tokens = machine.pending_tokens + OWN_TOKEN_COUNTS * machine.n_to_compute(ask)
+        times_as_slow = machine.token_s / least_s
+        return not machine.has_room(needed), n_tokens * (times_as_slow if times_as_slow >= UNLIKE else 1)
 
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        least_s = min((machine.token_s for machine in machines if machine.token_s > 0), default=1.0)
-        needed = ask.prompt_tokens + ask.answer_tokens
-
-        def work(machine: _Machine) -> Work:
-            n_tokens = machine.pending_tokens + OWN_TOKEN_COUNTS * machine.n_to_compute(ask)
-            times_as_slow = machine.token_s / least_s
-            return not machine.has_room(needed), n_tokens * (times_as_slow if times_as_slow >= UNLIKE else 1)
-
-        return _in_pools(ask, machines, self.limits, work)
+    return work
 
 
 def _in_pools(
@@ -379,26 +415,11 @@ def _overflow_tokens(machine: _Machine, limits: Limits) -> float:
     return OVERFLOW_S / machine.token_s if machine.token_s > 0 else AUTHORS_OVERFLOW_TOKENS
 
 
-class RoundRobinPolicy:
-    """Chooses machines of each kind in turn. Mixed machines do both phases of a request."""
-
-    def __init__(self) -> None:
-        self._prompts, self._tokens = count(), count()
-
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        prompts = [machine for machine in machines if machine.home != "token"]
-        prompt = prompts[next(self._prompts) % len(prompts)]
-        if prompt.home == "mixed":
-            return Assignment(prompt.index, prompt.index)
-        tokens = [machine for machine in machines if machine.home != "prompt"]
-        return Assignment(prompt.index, tokens[next(self._tokens) % len(tokens)].index)
-
-
-POLICIES: Mapping[str, Callable[[Limits], Policy]] = {
-    "splitwise": SplitwisePolicy,
-    "round-robin": lambda limits: RoundRobinPolicy(),
-    "prefix-aware": PrefixAwarePolicy,
+POLICIES: Mapping[str, Callable[[Ask, Sequence[_Machine]], Callable[[_Machine], Work]]] = {
+    "splitwise": _by_queue,
+    "prefix-aware": _by_work,
 }
+"""The policies by name: each measures the queues that a request may join."""
 
 
 def _first_fit(
@@ -415,10 +436,6 @@ def _first_fit(
             if fits(least):
                 return least
     return None
-
-
-def _pending_tokens(machine: _Machine) -> int:
-    return machine.pending_tokens
 
 
 def _most_blocks(kv_slots: int) -> int:

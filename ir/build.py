@@ -74,12 +74,9 @@ MAX_CHOICES = 500
 
 
 def with_parameters(text: str, where: str = "kernel") -> str:
-    """The text with `widen` and `unroll` for each innermost loop that may have them.
-
-    Loops of vectors get both; loops of numbers `unroll`, where the kernel has no vectors at all. A
-    transformation that a loop refuses is left out: sums of floats are widened only where the text says
-    `reassociate()`.
-    """
+    """The text with `widen` and `unroll` for each innermost loop that may have them. Loops of vectors get
+    both; loops of numbers `unroll`, where the kernel has no vectors at all. A transformation that a loop
+    refuses is left out: sums of floats are widened only where the text says `reassociate()`."""
     function = read(text, where)
     loops = [loop for loop in innermost(function.body) if _is_worth(loop, function)]
     n_choices = 1

@@ -18,9 +18,6 @@ from phasewise.ir.types import (
     I64,
     SCALARS,
     U8,
-    U16,
-    U32,
-    U64,
     Array,
     Pointer,
     Scalar,
@@ -61,25 +58,6 @@ MASK_TYPES: dict[str, Vec] = {
 """Types of 512-bit masks, as the comparisons that they come from: all bits of a lane set, or none."""
 X86_TYPES |= MASK_TYPES
 X86_NAMES = {of: name for name, of in X86_TYPES.items()}
-NEON_TYPES: dict[str, Type] = {
-    f"{word}{8 * elem.size}x{lanes}_t": Vec(elem, lanes)
-    for word, elems in (
-        ("int", (I8, I16, I32, I64)),
-        ("uint", (U8, U16, U32, U64)),
-        ("float", (F32, F64)),
-    )
-    for elem in elems
-    for lanes in (8 // elem.size, 16 // elem.size)
-}
-NEON_TYPES |= {"float16x4_t": Vec(U16, 4), "float16x8_t": Vec(U16, 8), "float16_t": U16}
-NEON_TYPES |= {
-    f"{name.removesuffix('_t')}x{many}_t": Array(of, many)
-    for name, of in list(NEON_TYPES.items())
-    if isinstance(of, Vec)
-    for many in (2, 3, 4)
-}
-NEON_NAMES = {of: name for name, of in reversed(NEON_TYPES.items()) if not name.startswith("float16")}
-
 # ---- helpers of builders ---------------------------------------------------------------------------------
 
 
@@ -177,11 +155,6 @@ def reading(elem: Scalar) -> Build:
     return lambda a: a[0] if elem == BITS else as_elem(a[0], elem)
 
 
-def lane(elem: Scalar) -> Build:
-    """Builds the lane whose number stands behind the register among the arguments."""
-    return lambda a: call("lane", (as_elem(a[0], elem),), (number(a[1]),))
-
-
 def dup(places: Sequence[int], elem: Scalar) -> Build:
     return lambda a: shuffled(as_elem(a[0], elem), as_elem(a[0], elem), places)
 
@@ -247,13 +220,9 @@ def unpacked(elem: Scalar, which: int) -> Build:
 
 
 def neighbours(a: Sequence[ir.Expr], elem: Scalar, op: str = "+") -> ir.Expr:
-    """Each lane added to (or combined by `op` with) the next one; of vectors below sixteen bytes too."""
+    """Each lane added to (or combined by `op` with) the next one."""
     first, second = as_elem(a[0], elem), as_elem(a[1], elem)
     group = 2 * (16 // elem.size)
-    if size_of(first) < 16:
-        both = joined(first, second)
-        even, odd = (permuted(both, range(start, lanes_of(both), 2)) for start in (0, 1))
-        return binary(op, even, odd)
     even = shuffled(first, second, range(0, group, 2))
     return binary(op, even, shuffled(first, second, range(1, group, 2)))
 

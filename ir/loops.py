@@ -20,10 +20,8 @@ class Accumulator:
 
     @property
     def is_exact(self) -> bool:
-        """True if the order of turns changes no bit of the result.
-
-        Of floats it does change bits, of min and max too, for NaN and zeros.
-        """
+        """True if the order of turns changes no bit of the result. Of floats it does change bits, of min and
+        max too, for NaN and zeros."""
         return not _elem(self.type).is_float
 
     def identity(self, value: ir.Expr) -> ir.Expr:

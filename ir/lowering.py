@@ -104,8 +104,7 @@ def _is_one(e: ir.Expr) -> bool:
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """C in pieces, so that several functions may share a file. `definitions` are types, words and tables by
-    name.
-    """
+    name."""
 
     name: str
     signature: str

@@ -201,10 +201,8 @@ class LoweredExpressions:
         return f"{name}({self._scalar(a)})"
 
     def _reduced(self, op: str, source: ir.Expr, order: str) -> str:
-        """C of a reduction to a number.
-
-        Halves are whole registers first; pairs meet within a register first.
-        """
+        """C of a reduction to a number. Halves are whole registers first; pairs meet within a register
+        first."""
         part, parts = self._part(ir.vec(source)), self._vector(source)
         if order == "pairs":
             values = [f"{self._words.reduction(op, part, order)}({register})" for register in parts]

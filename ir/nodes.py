@@ -37,10 +37,8 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """An operation of C's arithmetic or comparisons; on vectors lane by lane.
-
-    A pointer may be on the left of + and -.
-    """
+    """An operation of C's arithmetic or comparisons; on vectors lane by lane. A pointer may be on the left of
+    + and -."""
 
     type: Type
     op: str
@@ -64,10 +62,8 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class CallExpression:
-    """A call of an intrinsic, a helper or an operation.
-
-    `numbers`: what has to be known when compiling, e.g. lanes, a shift, a pattern.
-    """
+    """A call of an intrinsic, a helper or an operation. `numbers`: what has to be known when compiling, e.g.
+    lanes, a shift, a pattern."""
 
     type: Type
     name: str
@@ -149,10 +145,7 @@ class For:
 @dataclass(frozen=True, slots=True)
 class Steps:
     """A named loop: `variable` goes from `start` by `step` while the condition holds, and keeps its last
-    value.
-
-    `how` transforms it, in this order; `unroll` there expands a loop of known length completely.
-    """
+    value. `how` transforms it, in this order; `unroll` there expands a loop of known length completely."""
 
     name: str
     variable: str
@@ -227,10 +220,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The values that callers pass for one argument: how many elements, of which kind.
-
-    Counts are expressions over other arguments.
-    """
+    """The values that callers pass for one argument: how many elements, of which kind. Counts are expressions
+    over other arguments."""
 
     name: str
     line: int

@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phasewise.ir import nodes as ir
+from phasewise.ir.builders import X86_NAMES
 from phasewise.ir.c_text import c_type, compared, number, struct_text, wrapped
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.lowering import Lowered
 from phasewise.ir.operations import LIBRARY_F64
-from phasewise.ir.raising.intrinsics import register_name
 from phasewise.ir.raising.parse import parse_file
-from phasewise.ir.targets import TARGETS, IsaTarget
+from phasewise.ir.targets import IsaTarget
 from phasewise.ir.types import (
-    F16,
     Array,
     Scalar,
     Type,
@@ -29,15 +28,14 @@ from phasewise.ir.types import (
     innermost,
 )
 
-HEADERS = {"neon": "#include <arm_neon.h>\n", "neon_dotprod": "#include <arm_neon.h>\n", "portable": ""}
 _BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x); return x; }}"""
 
 
 def printed_c(function: ir.FunctionDefinition) -> str:
     """A C file with the function, its helpers, structs and tables."""
-    own = HEADERS.get(function.source_isa, "#include <immintrin.h>\n")
+    own = "" if function.source_isa == "portable" else "#include <immintrin.h>\n"
     head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
-    printer = _Printer(function.source_isa)
+    printer = _Printer()
     structs = [struct_text(struct, printer.type) for struct in function.structs]
     definitions, body = printed_parts(function)
     return "\n".join([head, *structs, *definitions.values(), body, ""])
@@ -46,7 +44,7 @@ def printed_c(function: ir.FunctionDefinition) -> str:
 def printed_parts(function: ir.FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
     """The declarations that the function needs but structs and headers, by name, and the C of the
     function."""
-    printer = _Printer(function.source_isa)
+    printer = _Printer()
     tables = {table.name: table for part in (*function.helpers, function) for table in part.tables}
     helpers = {helper.name: printer.function(helper, is_static=True) for helper in function.helpers}
     body = printer.function(function, is_static)
@@ -55,19 +53,11 @@ def printed_parts(function: ir.FunctionDefinition, is_static: bool = False) -> t
 
 
 class _Printer:
-    def __init__(self, isa: str) -> None:
-        self._isa = isa
+    def __init__(self) -> None:
         self.extra: dict[str, str] = {}
 
     def type(self, of: Type, name: str = "") -> str:
-        return c_type(of, name, self._element)
-
-    def _element(self, of: Type) -> str | None:
-        """The text of an element's type, registers and float16 included, which the text of the high level
-        does not have."""
-        if isinstance(of, Vec):
-            return register_name(self._isa, of) or "?"
-        return "__fp16" if of == F16 else None
+        return c_type(of, name, lambda own: X86_NAMES.get(own, "?") if isinstance(own, Vec) else None)
 
     def array(self, declaration: ir.Declare) -> str:
         of = innermost(declaration.type)
@@ -209,9 +199,8 @@ def original_of(
     function = parse_file(path, kernel.name, None, include, define)
     if (function.args, function.result) != (kernel.args, kernel.result):
         raise UserKernelError(f"{path}: {kernel.name} has other arguments than the kernel")
-    home = TARGETS.get(function.source_isa, TARGETS["portable"])
-    if home.family not in (target.family, TARGETS["portable"].family):
-        raise UserKernelError(f"{path} is written for {home.name}, which {target.name} does not run")
+    if function.source_isa != "portable" and target.family != "x86":
+        raise UserKernelError(f"{path} is of {function.source_isa}, which {target.name} does not run")
     digest = hashlib.sha256(printed_c(function).encode()).digest()
     return Original(function, int.from_bytes(digest[:4], "big") >> 2)
 

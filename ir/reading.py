@@ -44,11 +44,8 @@ TRANSFORMATIONS = ("unroll", "widen")
 
 
 def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> ir.FunctionDefinition:
-    """Read a kernel from its text.
-
-    With `choice`, these values stand in place of the parameters; else the names stay, and types are those of
-    the defaults. Raises SourceError.
-    """
+    """Read a kernel from its text. With `choice`, these values stand in place of the parameters; else the
+    names stay, and types are those of the defaults. Raises SourceError."""
     return _Reader(text, where, choice).function()
 
 
@@ -346,10 +343,8 @@ class _Reader(TextExpressions):
         self._types[name] = of
 
     def _fit(self, value: ir.Expr, of: Type, node: ast.AST) -> ir.Expr:
-        """A value fitted to the type that is needed.
-
-        Numbers of the text take it, nothing else is converted.
-        """
+        """A value fitted to the type that is needed. Numbers of the text take it, nothing else is
+        converted."""
         if value.type == of:
             return value
         if (

@@ -16,10 +16,8 @@ COMMON_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class IsaTarget:
-    """An instruction set as a target.
-
-    `register_bytes` is the widest vector that one variable of the lowered C holds.
-    """
+    """An instruction set as a target. `register_bytes` is the widest vector that one variable of the lowered
+    C holds."""
 
     name: str
     family: str

@@ -33,8 +33,7 @@ MAX_COPIES = 64
 
 def transformed(function: ir.FunctionDefinition, where: str = "kernel") -> ir.FunctionDefinition:
     """The function with every loop transformed as it says. SourceError where one cannot be, naming its
-    line.
-    """
+    line."""
     worker = _Transformer(function, where)
     return replace(function, body=worker.body(function.body))
 

@@ -118,9 +118,9 @@ def alignment(of: Type) -> int:
 
 I8, U8, I16, U16 = Scalar("i8"), Scalar("u8"), Scalar("i16"), Scalar("u16")
 I32, U32, I64, U64 = Scalar("i32"), Scalar("u32"), Scalar("i64"), Scalar("u64")
-F32, F64, F16, BITS = Scalar("f32"), Scalar("f64"), Scalar("f16"), Scalar("bits")
+F32, F64, BITS = Scalar("f32"), Scalar("f64"), Scalar("bits")
 VOID = Void()
-SCALARS = {scalar.name: scalar for scalar in (I8, U8, I16, U16, I32, U32, I64, U64, F32, F64, F16)}
+SCALARS = {scalar.name: scalar for scalar in (I8, U8, I16, U16, I32, U32, I64, U64, F32, F64)}
 
 
 def innermost(of: Type) -> Type:

@@ -37,8 +37,7 @@ def widened(
     loop: ir.Steps, sums: list[Accumulator], n: int, suffix: str
 ) -> tuple[ir.Body, ir.Steps, ir.Body]:
     """The statements before, the loop of n turns at once, and the statements after it. ValueError: why that
-    cannot be.
-    """
+    cannot be."""
     if leaves_early(loop.body):
         raise ValueError("the loop may end within a turn")
     worker = _Widener(loop, sums, n, suffix)

@@ -14,7 +14,7 @@ from phasewise.ir.types import SCALARS, Scalar, Vec
 
 C_NAMES = {
     "i8": "int8_t", "u8": "uint8_t", "i16": "int16_t", "u16": "uint16_t", "i32": "int32_t", "u32": "uint32_t",
-    "i64": "int64_t", "u64": "uint64_t", "f32": "float", "f64": "double", "f16": "uint16_t",
+    "i64": "int64_t", "u64": "uint64_t", "f32": "float", "f64": "double",
 }  # fmt: skip
 
 

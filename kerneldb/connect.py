@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
 
 from phasewise._files import open_file
@@ -34,13 +34,9 @@ from phasewise.kerneldb.location import MEMORY_URL, Location
 BUSY_TIMEOUT_S = 15.0
 """The time to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
 
-LOOK_AGAIN_S = 0.0003
-"""Pause between two attempts to get the write lock."""
-
 LEAST_ROOM_BYTES = 64 << 10
 """Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
-log.
-"""
+log."""
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
 COPY_SUFFIX = ".before-upgrade"
@@ -49,9 +45,8 @@ _WRITES = "sqlite_writes"
 _STEPS = "sqlite_steps"
 
 MAX_STATEMENT_STEPS = 4_000_000_000
-"""Most steps of SQLite's virtual machine for one statement. It takes some 100 million in a second: enough
-to group and sort ten million rows. A damaged or hostile file can ask for any number.
-"""
+"""Most steps of SQLite's virtual machine for one statement. It takes some 100 million in a second: enough to
+group and sort ten million rows. A damaged or hostile file can ask for any number."""
 MOST_VALUE_BYTES = 64 << 20
 """Largest row or text that SQLite makes for us; its own limit is a gigabyte."""
 _STEPS_BETWEEN_LOOKS = 1_000_000
@@ -115,10 +110,8 @@ def _memory_engine() -> Engine:
 
 def server_limits(url: str) -> dict[str, Any]:
     """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long,
-    and that compile none.
-
-    What the URL itself says of either holds instead. Empty for other kinds of servers and drivers.
-    """
+    and that compile none. What the URL itself says of either holds instead. Empty for other kinds of servers
+    and drivers."""
     parsed = make_url(url)
     if parsed.drivername not in _LIBPQ_DRIVERS:
         return {}
@@ -161,10 +154,8 @@ def _with_sqlite_habits(engine: Engine) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        if connection.get_execution_options().get(_WRITES):
-            begin_writing(connection)
-        else:
-            connection.exec_driver_sql("BEGIN")
+        writes = connection.get_execution_options().get(_WRITES)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
 
@@ -207,32 +198,10 @@ def for_writing(engine: Engine) -> Engine:
     return engine.execution_options(**{_WRITES: True})
 
 
-def begin_writing(connection: Connection) -> None:
-    """Take SQLite's write lock. Its own waiting sleeps 1, 2, 5, 10 .. 100 ms, where a write takes two."""
-    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
-    dbapi = connection.connection.driver_connection
-    assert isinstance(dbapi, sqlite3.Connection)
-    dbapi.execute("PRAGMA busy_timeout = 0")
-    try:
-        while True:
-            try:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-                return
-            except OperationalError as error:
-                busy = getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_BUSY")
-                if not busy or time.monotonic() > deadline_s:
-                    raise
-                time.sleep(LOOK_AGAIN_S)
-    finally:
-        dbapi.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
-
-
 def use_write_ahead_log(engine: Engine) -> None:
-    """Readers and one writer side by side. Stored in the file, so needed once.
-
-    The switch needs the file for itself and does not wait for it, hence the loop. A file system that
-    cannot share memory keeps the old journal, which is slower and as safe.
-    """
+    """Readers and one writer side by side. Stored in the file, so needed once. The switch needs the file for
+    itself and does not wait for it, hence the loop. A file system that cannot share memory keeps the old
+    journal, which is slower and as safe."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         with engine.connect() as connection:
@@ -248,11 +217,9 @@ def use_write_ahead_log(engine: Engine) -> None:
 
 
 def check_file(file: Path) -> bool:
-    """True if an existing database file can be written as well as read; refuses what cannot be a database.
-
-    A file that this process has open is not looked into: closing any descriptor of a file drops all of a
-    process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away.
-    """
+    """True if an existing database file can be written as well as read; refuses what cannot be a database. A
+    file that this process has open is not looked into: closing any descriptor of a file drops all of a
+    process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -324,8 +291,7 @@ def make_room(location: Location) -> None:
 
 def copy_beside(file: Path) -> Path:
     """The copy: what is committed, as one whole file with the database's mode. There is one of each database,
-    of its last upgrade. KernelDbError where it cannot be made. The caller holds the write lock.
-    """
+    of its last upgrade. KernelDbError where it cannot be made. The caller holds the write lock."""
     copy = file.with_name(file.name + COPY_SUFFIX)
     temporary = file.with_name(f".phasewise-{secrets.token_hex(8)}")
     try:

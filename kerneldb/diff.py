@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.records import KINDS, MachineKey, PlanRecord, StepTime, StoredRow
 from phasewise.kerneldb.store import Store
-from phasewise.kerneldb.upkeep import (
-    AsShared,
-    PlanKey,
-    Preferred,
-    order_of,
-    plans_in_use,
-    preferred_of,
-    standings,
-)
+from phasewise.kerneldb.upkeep import AsShared, Preferred, order_of, preferred_of, standings
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose preferred schedules differ, or their standing: in use, measured or imported.
-
-    None on the side that knows nothing of it.
-    """
+    """A key whose preferred schedules differ, or their standing: in use, measured or imported. None on the
+    side that knows nothing of it."""
 
     key: Key
     here: Preferred | None
     there: Preferred | None
-
-
-@dataclass(frozen=True)
-class PlanDifference:
-    """A phase of a model whose plans in use differ; None on the side that has none."""
-
-    model_key: str
-    phase: str
-    machine: MachineKey
-    here: str | None
-    there: str | None
 
 
 @dataclass(frozen=True)
@@ -49,9 +27,8 @@ class OtherDifference:
 
     kind: str
     of: str
-    """E.g. `gemm bf16s8 1536x576, m 8`, a predictor and the answers that judged it, or a user's kernel and
-    its shape.
-    """
+    """E.g. `gemm bf16s8 1536x576, m 8`, a model and a phase, a predictor and the answers that judged it, or a
+    user's kernel and its shape."""
     machine: MachineKey
     kernel_abi: str
     here: str | None
@@ -65,7 +42,6 @@ class Diff:
     same: int
     """Keys whose schedules, storages, scores or parameters are the same."""
     differences: tuple[Difference, ...]
-    plans: tuple[PlanDifference, ...] = ()
     others: tuple[OtherDifference, ...] = ()
     steps_here: int = 0
     """Steps of models that were timed here alone: which steps a search times is no difference."""
@@ -73,10 +49,8 @@ class Diff:
 
 
 def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> Diff:
-    """Compare by key. Another schedule or plan is a difference, and so is one in use on one side alone.
-
-    One key at a time: memory goes by keys and by what differs, not by timings.
-    """
+    """Compare by key. Another schedule or plan is a difference, and so is one in use on one side alone. One
+    key at a time: memory goes by keys and by what differs, not by timings."""
     mine, theirs = standings(here), standings(there)
     keys = sorted({*mine, *theirs}, key=order_of)
     differences, same = [], 0
@@ -87,13 +61,17 @@ def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> 
             same += 1
         elif own or other:
             differences.append(Difference(key, own, other))
-    plans = tuple(_plan_differences(plans_in_use(here, as_shared), plans_in_use(there, as_shared)))
-    own_others, other_others = others_in_use(here), others_in_use(there)
-    others = tuple(_other_differences(own_others, other_others))
-    same += len(own_others.keys() | other_others.keys()) - len(others)
+    own_others, other_others = others_in_use(here, as_shared), others_in_use(there, as_shared)
+    others = []
+    for thing in sorted({*own_others, *other_others}, key=repr):
+        sides = own_others.get(thing), other_others.get(thing)
+        if sides[0] == sides[1]:
+            same += 1
+        else:
+            others.append(OtherDifference(*thing, *sides))
     steps, other_steps = _steps_timed(here), _steps_timed(there)
     alone = len(steps - other_steps), len(other_steps - steps)
-    return Diff(same, tuple(differences), plans, others, *alone)
+    return Diff(same, tuple(differences), tuple(others), *alone)
 
 
 def _steps_timed(store: Store) -> set[tuple[object, ...]]:
@@ -106,34 +84,18 @@ def _steps_timed(store: Store) -> set[tuple[object, ...]]:
 OtherKey: TypeAlias = tuple[str, str, MachineKey, str]
 
 
-def others_in_use(store: Store) -> dict[OtherKey, str]:
-    """The newest verdict of rows on each storage, predictor and user's kernel.
-
-    One made there counts before an imported one, which is said where it is not used as it comes.
-    """
+def others_in_use(store: Store, as_shared: AsShared) -> dict[OtherKey, str]:
+    """The newest verdict of rows on each plan, storage, predictor and user's kernel. One made there counts
+    before an imported one, which is said where it is not used as it comes."""
     said: dict[OtherKey, tuple[bool, str]] = {}
     for kind in KINDS.values():
-        for row in store.stream(kind) if kind.verdict is not StoredRow.verdict else ():
+        for stored in store.stream(kind) if kind.verdict is not StoredRow.verdict else ():
+            row = as_shared(stored) if isinstance(stored, PlanRecord) else stored
+            if row is None:
+                continue
             thing, of, what = row.verdict or ("", "", "")
             key, verified = (thing, of, row.origin.machine, row.build), row.origin.verified
             if verified or not said.get(key, (False, ""))[0]:
                 is_used = verified or kind.kind.is_used_imported
                 said[key] = (verified, what if is_used else f"{what}, imported")
     return {key: what for key, (_, what) in said.items()}
-
-
-def _other_differences(
-    mine: Mapping[OtherKey, str], theirs: Mapping[OtherKey, str]
-) -> Iterator[OtherDifference]:
-    for key in sorted({*mine, *theirs}, key=repr):
-        if mine.get(key) != theirs.get(key):
-            yield OtherDifference(*key, mine.get(key), theirs.get(key))
-
-
-def _plan_differences(
-    mine: Mapping[PlanKey, PlanRecord], theirs: Mapping[PlanKey, PlanRecord]
-) -> Iterator[PlanDifference]:
-    for key in sorted({*mine, *theirs}, key=repr):
-        own, other = (plans[key].plan_json if key in plans else None for plans in (mine, theirs))
-        if own != other:
-            yield PlanDifference(*key, own, other)

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.pool import QueuePool
 
-from phasewise.kerneldb.connect import BUSY_TIMEOUT_S, begin_writing, server_limits
+from phasewise.kerneldb.connect import BUSY_TIMEOUT_S, server_limits
 from phasewise.kerneldb.location import Location
 
 
@@ -59,7 +59,4 @@ def lock_when_beginning(engine: Engine) -> None:
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
-            if _is_reading.get():
-                connection.exec_driver_sql("BEGIN")
-            else:
-                begin_writing(connection)
+            connection.exec_driver_sql("BEGIN" if _is_reading.get() else "BEGIN IMMEDIATE")

@@ -58,10 +58,8 @@ Hints: TypeAlias = Mapping[Problem, Hint]
 def waiting_hints(
     store: Store, machine: MachineKey, kernel_abi: str, shipped: Iterable[Measurement] = ()
 ) -> Hints:
-    """The hints for products of one build of a kernel family on one kind of machine.
-
-    Of a weight all have the arithmetic of the most trusted one, since its products must agree in it.
-    """
+    """The hints for products of one build of a kernel family on one kind of machine. Of a weight all have the
+    arithmetic of the most trusted one, since its products must agree in it."""
     own = store.promoted_measurements(machine, verified=True)
     judged = {row.problem for row in own if row.kernel_abi == kernel_abi}
     sources = {

@@ -56,11 +56,8 @@ def default_file() -> Path:
 
 def locate(db: str | os.PathLike[str] | None) -> Location:
     """The location that `--db` names: nothing, a path (`~` is expanded), or a URL such as
-    `postgresql://host/name`.
-
-    `sqlite:///relative/file` and `sqlite:////absolute/file` are files too; `sqlite://` and `:memory:` live in
-    memory.
-    """
+    `postgresql://host/name`. `sqlite:///relative/file` and `sqlite:////absolute/file` are files too;
+    `sqlite://` and `:memory:` live in memory."""
     if db is None:
         return Location(default_file(), None, is_default=True)
     text = os.fspath(db)

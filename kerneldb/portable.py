@@ -1,14 +1,8 @@
 """Schedules as a file that can be published: JSON lines, deterministic, versioned, checksummed.
 
     {"file": "phasewise schedules", "version": 1}
-    {"measurement": {...}, "sha256": "16 digits"}       one line a timing, each with a checksum of its own
-    {"promotion": {...}, "sha256": "16 digits"}         and a line for each schedule that was taken into use
-    {"storage_duel": {...}, "sha256": "16 digits"}      and for each comparison of sparse with dense storage
-    {"plan": {...}, "sha256": "16 digits"}              and for each plan: it names a model
-    {"predictor_score": {...}, "sha256": "16 digits"}   and for each score of a predictor: it names a model
-    {"user_timing": {...}, "sha256": "16 digits"}       only where asked for: they name users' functions
-    {"user_promotion": {...}, "sha256": "16 digits"}    the same
-    {"step_time": {...}, "sha256": "16 digits"}         only where asked for: they name models
+    {"measurement": {...}, "sha256": "16 digits"}       a line for each row, with a checksum of its own
+    {"plan": {...}, "sha256": "16 digits"}              kinds that name models or functions where asked for
     {"rows": 2, "sha256": "64 digits"}                  over all bytes before this line
 
 The same rows give the same bytes, in whatever order and database they were kept. Whether a row is trusted
@@ -31,6 +25,7 @@ from functools import cache, lru_cache
 from itertools import chain, islice
 from typing import Any, BinaryIO, TypeAlias
 
+from phasewise._json import refuse_constant, with_unique_keys
 from phasewise._words import counted
 from phasewise.kerneldb.errors import ExportFileError, RecordError
 from phasewise.kerneldb.fields import RecordField, is_shared, parts, shared
@@ -94,11 +89,9 @@ def groups_of(
     also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[StoredRow]]:
-    """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file.
-
-    also: plans, scores of predictors and step times, which name models, and what is known of users' kernels,
-    which names their functions. as_shared: a plan as it goes out, None where it cannot.
-    """
+    """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file. also:
+    plans, scores of predictors and step times, which name models, and what is known of users' kernels, which
+    names their functions. as_shared: a plan as it goes out, None where it cannot."""
     for record in KINDS.values():
         if record in also or record not in PRIVATE:
             for group in store.grouped(record, wanted):
@@ -112,11 +105,13 @@ def in_use_groups(
     also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[StoredRow]]:
-    """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each.
-
-    All of them are in memory; they are as many as there are problems.
-    """
-    timings = [_summarised(row) for row in store.promoted_measurements() if wanted(row.origin.machine)]
+    """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each. All
+    of them are in memory; they are as many as there are problems."""
+    timings = [
+        replace(row, sample=replace(row.sample, samples_ns=tuple(summary_of(row.sample.samples_ns))))
+        for row in store.promoted_measurements()
+        if wanted(row.origin.machine)
+    ]
     yield [*timings]
     rest = groups_of(store, wanted, also, as_shared)
     chosen = {(row.problem, row.origin.machine, row.kernel_abi, row.sample.schedule) for row in timings}
@@ -134,10 +129,6 @@ def in_use_groups(
             yield group
 
 
-def _summarised(row: Measurement) -> Measurement:
-    return replace(row, sample=replace(row.sample, samples_ns=tuple(summary_of(row.sample.samples_ns))))
-
-
 def rows_of(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
@@ -148,10 +139,8 @@ def rows_of(
 
 
 def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
-    """The lines of a file with these rows, each with its line end. ASCII only.
-
-    Groups come in the order of a file (`groups_of`); one of them at a time is in memory.
-    """
+    """The lines of a file with these rows, each with its line end. ASCII only. Groups come in the order of a
+    file (`groups_of`); one of them at a time is in memory."""
     digest = hashlib.sha256()
     count = 0
     for line in chain([canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
@@ -165,10 +154,8 @@ def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
 
 def too_many(count: int) -> str:
     """Says that a file holds fewer rows, and what to do."""
-    return (
-        f"{counted(count, 'row')} are too many for one file, which holds {MAX_ROWS}: "
-        "choose machines with --signature"
-    )
+    rows = counted(count, "row")
+    return f"{rows} are too many for one file, which holds {MAX_ROWS}: choose machines with --signature"
 
 
 def _row_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
@@ -179,16 +166,13 @@ def _row_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
 
 def _place_of(row: StoredRow) -> tuple[Any, ...]:
     """The sort key of a row in a file: kind, key, machine, build, then time."""
-    named = (_sorted_by(getattr(row, name)) for name in row.kind.named_by)
+    values = (getattr(row, name) for name in row.kind.named_by)
+    named = (value if isinstance(value, str) else _numbers_of(value) for value in values)
     machine, origin = row.origin.machine, row.origin
     return (
         *(row.kind.word, *named, machine.core_sig, machine.placement_sig, row.build),
         origin.created_at_ms,
     )
-
-
-def _sorted_by(value: Any) -> Any:
-    return value if isinstance(value, str) else _numbers_of(value)
 
 
 @lru_cache(maxsize=1024)
@@ -238,10 +222,8 @@ _shared_fields = lru_cache(maxsize=4096)(fields_of)
 
 
 def import_rows(store: Store, rows: Iterable[StoredRow]) -> Taken:
-    """Append the rows, unverified, unless they are there.
-
-    Interrupted, it has kept what it read; run again, it adds the rest.
-    """
+    """Append the rows, unverified, unless they are there. Interrupted, it has kept what it read; run again,
+    it adds the rest."""
     source = iter(rows)
     read = added = 0
     while batch := [trusted(row, False) for row in islice(source, ROWS_AT_ONCE)]:
@@ -251,10 +233,8 @@ def import_rows(store: Store, rows: Iterable[StoredRow]) -> Taken:
 
 
 def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[StoredRow]:
-    """The rows of a file, unverified; `refuse` hears of each line left out, while the rows are taken.
-
-    Raises ExportFileError at once when the first line is not an export's, or one of a newer program.
-    """
+    """The rows of a file, unverified; `refuse` hears of each line left out, while the rows are taken. Raises
+    ExportFileError at once when the first line is not an export's, or one of a newer program."""
     lines = _Lines(stream, refuse)
     _check_header(lines.next() or b"", name)
     return _read_rows(lines, refuse)
@@ -346,8 +326,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     """A line's JSON object. Raises ValueError, or RecursionError where it nests too deeply."""
     try:
         content = _DECODER.decode(line.decode("utf-8"))
-    except RecordError:
-        raise
     except ValueError as error:
         raise ValueError(f"the line is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -355,18 +333,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return content
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    by_name = dict(pairs)
-    if len(by_name) != len(pairs):
-        raise RecordError("a name stands twice in one object")
-    return by_name
-
-
-def _no_constant(name: str) -> None:
-    raise RecordError(f"{name} is not a number of JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=with_unique_keys, parse_constant=refuse_constant)
 
 
 def read_row(line: bytes) -> StoredRow:

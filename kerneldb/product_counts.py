@@ -43,9 +43,7 @@ def count_products(
     of: Collection[tuple[Problem, MachineKey]] | None = None,
 ) -> ProductCounts:
     """Products of one kind of core; of these products, or of all that are known. builds: this program's own.
-
-    Read from indexes of this kind of core alone.
-    """
+    Read from indexes of this kind of core alone."""
 
     def is_wanted(key: Key) -> bool:
         return of is None or (key.problem, key.machine) in of

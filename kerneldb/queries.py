@@ -98,11 +98,9 @@ def _same_schedule() -> Condition:
 
 
 def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
-    """One measurement a key: the newest of the schedule that was promoted last.
-
-    A promotion that names a schedule without measurements hides no older one. where: conditions on
-    promotions, from which the search goes out.
-    """
+    """One measurement a key: the newest of the schedule that was promoted last. A promotion that names a
+    schedule without measurements hides no older one. where: conditions on promotions, from which the search
+    goes out."""
     newest = -MEASUREMENT.c.id  # ordered by the id itself, SQLite reads all timings of a schedule for it
     rank = func.row_number().over(partition_by=key_of(PROMOTION), order_by=(PROMOTION.c.id.desc(), newest))
     ranked = (
@@ -140,10 +138,8 @@ def counts_by_build() -> AnySelect:
 
 
 def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
-    """Ids of timings of schedules behind the `keep` fastest of their key that no promotion names.
-
-    Beside each, its rank among the rows of the schedule: 1 has the least estimate, the older of equals.
-    """
+    """Ids of timings of schedules behind the `keep` fastest of their key that no promotion names. Beside
+    each, its rank among the rows of the schedule: 1 has the least estimate, the older of equals."""
     row = MEASUREMENT.c
     of_schedule = (*key_of(MEASUREMENT), row.schedule_id)
     place = func.row_number().over(

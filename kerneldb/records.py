@@ -108,8 +108,7 @@ class Schedule(CheckedRecord):
     threads_k: _Threads
     compute_path: Word
     """The arithmetic of weights and activations, e.g. `fma`, `int8_dot`, `bf16_dot`; known to the kernel
-    family.
-    """
+    family."""
     k_parts: Annotated[int, Whole(1, MAX_K_PARTS)]
     """Number of parts in which the k inputs are summed; the parts' sums are added in order."""
     prefetch_bytes: Annotated[int, Whole(0, 65_536)]
@@ -191,16 +190,12 @@ class Comparison(CheckedRecord):
     @property
     def proves_faster(self) -> bool:
         """The candidate is faster than the incumbent, beyond doubt of the comparison's confidence."""
-        return self.gain_low > 1.0 and self._is_proven
+        return self.gain_low > 1.0 and is_proven(self.gain, self.gain_low, self.gain_high)
 
     @property
     def proves_slower(self) -> bool:
         """The candidate is slower than the incumbent, beyond doubt of the comparison's confidence."""
-        return self.gain_high < 1.0 and self._is_proven
-
-    @property
-    def _is_proven(self) -> bool:
-        return is_proven(self.gain, self.gain_low, self.gain_high)
+        return self.gain_high < 1.0 and is_proven(self.gain, self.gain_low, self.gain_high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +210,9 @@ class ServedStep(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class UserProblem(CheckedRecord):
-    """A user's kernel, in one build, on one shape: the values of its whole numbers.
-
-    No code is kept. `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used
-    for the very source that they were found with.
-    """
+    """A user's kernel, in one build, on one shape: the values of its whole numbers. No code is kept.
+    `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used for the very
+    source that they were found with."""
 
     name: Line
     """Name of its function."""
@@ -236,24 +229,20 @@ class UserProblem(CheckedRecord):
 
 @dataclass(frozen=True)
 class RowKind:
-    """The declaration of a kind of rows beside its fields. Names are those of flat fields.
-
-    To add one: declare it at the end of this file, and draft its migration (`phasewise.migrations`).
-    """
+    """The declaration of a kind of rows beside its fields. Names are those of flat fields. To add one:
+    declare it at the end of this file, and draft its migration (`phasewise.migrations`)."""
 
     word: str
     """By which a line of a file begins."""
     table: str
     named_by: tuple[str, ...]
     """Fields of the row that say what it is about. Files are sorted by them, then by machine, build and time;
-    rows with the same ones and the same instant are compared when others are merged in.
-    """
+    rows with the same ones and the same instant are compared when others are merged in."""
     indexes: Mapping[str, tuple[str, ...]]
     """Columns, by the last word of the index's name."""
     private: tuple[str, ...] = ()
     """Fields that may name something of the owner. Such rows leave where they are asked for, and those are
-    never pushed that hold the host's name, the user's or a path.
-    """
+    never pushed that hold the host's name, the user's or a path."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Older names of columns."""
     on_one_core: bool = False
@@ -321,10 +310,8 @@ class Measurement(StoredRow):
 
 @dataclass(frozen=True, slots=True)
 class Promotion(StoredRow):
-    """A schedule taken into use for a problem, after it was compared with the one in use until then.
-
-    The newest verified one of a problem, machine and build is in use.
-    """
+    """A schedule taken into use for a problem, after it was compared with the one in use until then. The
+    newest verified one of a problem, machine and build is in use."""
 
     kind = RowKind("promotion", "promotion", named_by=("problem",), indexes=_OF_PROBLEM)
     problem: Problem
@@ -379,13 +366,16 @@ class PlanRecord(StoredRow):
     objectives: Figures = field(default_factory=dict, hash=False)
     """The figures of the plan when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
 
+    @property
+    def verdict(self) -> tuple[str, str, str]:
+        """The plan of a model's phase."""
+        return "plan", f"{self.model_key}, {self.phase}", self.plan_json
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime(StoredRow):
-    """One timing of one step of a model on one configuration of cores.
-
-    Code that replays the timing checks that the plan is the one that `configuration_key` names.
-    """
+    """One timing of one step of a model on one configuration of cores. Code that replays the timing checks
+    that the plan is the one that `configuration_key` names."""
 
     kind = RowKind(
         "step_time",
@@ -412,10 +402,8 @@ class StepTime(StoredRow):
 
 @dataclass(frozen=True, slots=True)
 class PredictorScore(StoredRow):
-    """The worth of a predictor of answers' lengths, judged by answers that it did not learn from.
-
-    It says nothing of a machine: its origin is where it was judged.
-    """
+    """The worth of a predictor of answers' lengths, judged by answers that it did not learn from. It says
+    nothing of a machine: its origin is where it was judged."""
 
     kind = RowKind(
         "predictor_score",

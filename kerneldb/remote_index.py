@@ -14,12 +14,12 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
-from phasewise.kerneldb.fields import MAX_TEXT
+from phasewise.kerneldb.fields import Characters, CheckedRecord, Line, Whole
 
 NAME = "phasewise-index.json"
 FILE = "phasewise remote"
@@ -30,22 +30,20 @@ MAX_BUNDLES = 10_000
 MAX_BUNDLE_BYTES = 512 * 2**20
 MAX_SERIAL = 2**53
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
 
 class RemoteError(KernelDbError):
     """A remote cannot be read, written or trusted. Nothing was changed by what it holds."""
 
 
 @dataclass(frozen=True, order=True)
-class Bundle:
+class Bundle(CheckedRecord):
     """Rows of one kind of core, by the digest of their bytes."""
 
-    core: str
+    core: Line
     """Core signature."""
-    sha256: str
-    bytes: int
-    rows: int
+    sha256: Annotated[str, Characters(64, "64 hex digits", re.compile(r"[0-9a-f]{64}"))]
+    bytes: Annotated[int, Whole(0, MAX_BUNDLE_BYTES)]
+    rows: Annotated[int, Whole(0, MAX_SERIAL)]
 
     @property
     def path(self) -> str:
@@ -93,22 +91,5 @@ def _index(fields: Any) -> RemoteIndex:
     bundles = fields["bundles"]
     if not isinstance(bundles, list) or len(bundles) > MAX_BUNDLES:
         raise ValueError(f"its bundles must be a list of at most {MAX_BUNDLES}")
-    return RemoteIndex(_whole(fields["serial"], "serial", MAX_SERIAL), tuple(sorted(map(_bundle, bundles))))
-
-
-def _bundle(fields: Any) -> Bundle:
-    if not isinstance(fields, dict) or set(fields) != {"core", "sha256", "bytes", "rows"}:
-        raise ValueError("a bundle must be an object with core, sha256, bytes and rows")
-    core, digest = fields["core"], fields["sha256"]
-    if not isinstance(core, str) or not 1 <= len(core) <= MAX_TEXT or not core.isprintable():
-        raise ValueError(f"a core signature must be 1 to {MAX_TEXT} printable characters")
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"a digest must be 64 hex digits, not {digest!r:.80}")
-    size = _whole(fields["bytes"], "the bytes of a bundle", MAX_BUNDLE_BYTES)
-    return Bundle(core, digest, size, _whole(fields["rows"], "the rows of a bundle", MAX_SERIAL))
-
-
-def _whole(value: Any, name: str, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{name} must be a whole number up to {most}, not {value!r:.40}")
-    return value
+    Whole(0, MAX_SERIAL)("serial", fields["serial"])
+    return RemoteIndex(fields["serial"], tuple(sorted(Bundle(**bundle) for bundle in bundles)))

@@ -133,8 +133,7 @@ def _by_ids(kind: Any) -> AnySelect:
 
 def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
     """Insert them in their order, with problems and schedules that are new, in few statements: other
-    processes wait for the transaction.
-    """
+    processes wait for the transaction."""
     by_kind: dict[Any, list[StoredRow]] = {}
     for row in rows:
         by_kind.setdefault(type(row), []).append(row)

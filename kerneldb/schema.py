@@ -25,8 +25,7 @@ HEAD = REVISIONS[-1]
 
 BREAKING = ("0001", "0002")
 """Revisions that changed what older rows mean. All others only add: tables, and columns without which the
-other columns still mean what they meant.
-"""
+other columns still mean what they meant."""
 
 VERSION_TABLE = "phasewise_schema"
 """Not Alembic's usual name: Optuna keeps its own Alembic history, perhaps in the same database."""
@@ -56,10 +55,8 @@ def absent_tables(connection: Connection) -> frozenset[str]:
 
 
 def read_revision(connection: Connection, name: str) -> str | None:
-    """The revision of our tables, None where there are no tables at all.
-
-    Refuses a database of another program, one without exactly one revision, and a newer one.
-    """
+    """The revision of our tables, None where there are no tables at all. Refuses a database of another
+    program, one without exactly one revision, and a newer one."""
     if connection.dialect.name == "sqlite":
         _refuse_computed_rows(connection, name)
     elif connection.dialect.name == "postgresql":
@@ -95,8 +92,7 @@ _COMPUTES = """
 
 def _refuse_computed_rows(connection: Connection, name: str) -> None:
     """Refuse views, triggers and the like, whose rows may never end. The triggers that forbid to edit rows
-    are ours, those of a newer program's tables included; Optuna has none.
-    """
+    are ours, those of a newer program's tables included; Optuna has none."""
     for kind, what, where, definition in connection.execute(text(_COMPUTES)):
         if kind != "trigger" or definition != _guard_of(where):
             raise _computing(name, f"a {kind} {what!s:.60}")
@@ -167,9 +163,7 @@ def upgrade(
     connection: Connection, name: str, before_changing: Callable[[], None] = lambda: None
 ) -> SchemaChange:
     """Bring the database to HEAD inside the caller's transaction, which on SQLite holds the write lock.
-
-    before_changing: called where there are rows of an older schema.
-    """
+    before_changing: called where there are rows of an older schema."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
     before = read_revision(connection, name)
@@ -178,16 +172,15 @@ def upgrade(
     elif before != HEAD:
         if before is not None:
             before_changing()
-        _migrate(connection)
+        migrate(connection)
     return SchemaChange(before, HEAD)
 
 
-def _migrate(connection: Connection) -> None:
+def migrate(connection: Connection) -> None:
+    """Bring the database to HEAD by all migrations that it lacks."""
     from alembic import command
 
-    config = _alembic_config()
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(alembic_config(connection), "head")
 
 
 def _create_file(connection: Connection) -> None:
@@ -204,21 +197,7 @@ def _create_file(connection: Connection) -> None:
     connection.execute(text(f"INSERT INTO {VERSION_TABLE} VALUES (:head)"), {"head": HEAD})
 
 
-def draft_revision(message: str) -> None:
-    """Write the next migration file from the difference between the newest schema and today's models."""
-    from alembic import command
-    from sqlalchemy import create_engine
-
-    engine = create_engine("sqlite://")
-    with engine.connect() as connection:
-        _migrate(connection)
-        config = _alembic_config()
-        config.attributes["connection"] = connection
-        command.revision(config, message, autogenerate=True, rev_id=f"{len(REVISIONS) + 1:04}")
-    engine.dispose()
-
-
-def _alembic_config() -> Config:
+def alembic_config(connection: Connection) -> Config:
     """Made here rather than read from an alembic.ini, which a wheel has no good place for."""
     from alembic.config import Config
 
@@ -230,4 +209,5 @@ def _alembic_config() -> Config:
     config.set_main_option("path_separator", "os")
     config.set_main_option("file_template", "v%%(rev)s_%%(slug)s")
     config.attributes["version_table"] = VERSION_TABLE
+    config.attributes["connection"] = connection
     return config

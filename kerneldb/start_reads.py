@@ -22,8 +22,9 @@ from phasewise.kerneldb.errors import DatabaseNameError, KernelDbError
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.counts import Report
     from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, StoredRow
-    from phasewise.kerneldb.store import Report, Store
+    from phasewise.kerneldb.store import Store
 
 R = TypeVar("R", bound="StoredRow")
 
@@ -47,10 +48,8 @@ def n_without_database() -> int:
 def open_start_reads(
     db: str | os.PathLike[str] | None, report: Report = _log.warning
 ) -> Iterator[StartReads]:
-    """Open the database that `db` names for reading at a start, created where it is not there yet.
-
-    `report` gets one line where it cannot be read. DatabaseNameError where `db` can name none.
-    """
+    """Open the database that `db` names for reading at a start, created where it is not there yet. `report`
+    gets one line where it cannot be read. DatabaseNameError where `db` can name none."""
     from phasewise.kerneldb.store import open_store
 
     location = locate(db)
@@ -117,22 +116,16 @@ def _missing(location: Location, error: KernelDbError, report: Report) -> StartR
 
 
 def _folder_of(location: Location) -> Path:
-    name = str(location.file or location.url)
-    return (
-        cache_folder()
-        / "databases"
-        / hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    )
+    name = str(location.file or location.url).encode("utf-8", "surrogateescape")
+    return cache_folder() / "databases" / hashlib.sha256(name).hexdigest()[:32]
 
 
 def _keep(copy: Path, rows: Sequence[StoredRow]) -> None:
     """Written where it says something new. What cannot be kept is not."""
     from phasewise.kerneldb.portable import row_line
 
-    lines = [
-        (_VERIFIED if row.origin.verified else _IMPORTED) + row_line(row).encode() + b"\n" for row in rows
-    ]
-    data = b"".join(lines)
+    trust = {True: _VERIFIED, False: _IMPORTED}
+    data = b"".join(trust[row.origin.verified] + row_line(row).encode() + b"\n" for row in rows)
     with suppress(OSError):
         copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not copy.exists() or _read(copy) != data:
@@ -147,9 +140,7 @@ def _kept(copy: Path) -> list[StoredRow]:
     rows: list[StoredRow] = []
     for line in _read(copy).splitlines(keepends=True):
         with suppress(ValueError, RecursionError):
-            row = read_row(line[1:])
-            is_verified = line[:1] == _VERIFIED
-            rows.append(trusted(row, is_verified))
+            rows.append(trusted(read_row(line[1:]), line[:1] == _VERIFIED))
     return rows
 
 

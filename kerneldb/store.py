@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, delete, func, select, text
 
 from phasewise.kerneldb import connect, counts, queries, schema, summaries
-from phasewise.kerneldb.counts import Key, KeyCount, StoreStats
+from phasewise.kerneldb.counts import Key, KeyCount, Report, StoreStats
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     DatabaseTooOldError,
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
 
     from phasewise.kerneldb.queries import AnySelect, Condition
-
-Report = Callable[[str], None]
 
 _IMPORT_LOCK = 0x70687769  # of PostgreSQL: a number that no other program is likely to use
 
@@ -167,10 +165,8 @@ class Store:
             add_rows(connection, added)
 
     def rows(self, kind: type[R], **equal: object) -> list[R]:
-        """The rows of a kind whose fields have these values, oldest first.
-
-        A field may be within the row's records: `machine`, `core_sig`, `phase`.
-        """
+        """The rows of a kind whose fields have these values, oldest first. A field may be within the row's
+        records: `machine`, `core_sig`, `phase`."""
         rows = self._read(kind, *queries.of(kind, **equal))
         return [
             row for row in rows if all(getattr(row, name, value) == value for name, value in equal.items())
@@ -230,11 +226,9 @@ class Store:
     def promoted_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
     ) -> Measurement | None:
-        """The schedule in use: the newest verified timing of the schedule that was promoted last.
-
-        None where no schedule was promoted, or none that was timed here. Not `verified`: what would be in use
-        where it was imported from.
-        """
+        """The schedule in use: the newest verified timing of the schedule that was promoted last. None where
+        no schedule was promoted, or none that was timed here. Not `verified`: what would be in use where it
+        was imported from."""
         key = queries.of(Promotion, problem=problem, machine=machine, kernel_abi=kernel_abi)
         return next(iter(self._promoted(verified, *key)), None)
 
@@ -242,8 +236,7 @@ class Store:
         self, machine: MachineKey | None = None, *, verified: bool = True
     ) -> list[Measurement]:
         """The schedules in use for each problem, build and kind of machine (or this kind); ordered by
-        problem.
-        """
+        problem."""
         where = () if machine is None else queries.of(Promotion, machine=machine)
         return self._promoted(verified, *where)
 
@@ -252,15 +245,9 @@ class Store:
         rows = self._read(Measurement, MEASUREMENT.c.id.in_(ids))
         return sorted(rows, key=lambda row: astuple(row.problem))
 
-    def plans(self) -> list[PlanRecord]:
-        """Every plan, oldest first."""
-        return self.rows(PlanRecord)
-
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
-        """The verified plan that was appended last, else the imported one; None where there is none.
-
-        A plan changes no answer, so that one from elsewhere is used until one is measured or set here.
-        """
+        """The verified plan that was appended last, else the imported one; None where there is none. A plan
+        changes no answer, so that one from elsewhere is used until one is measured or set here."""
         key = queries.of(PlanRecord, machine=machine, model_key=model_key, phase=phase)
         columns = TABLES[PlanRecord].c
         order = columns.verified.desc(), columns.id.desc()
@@ -280,10 +267,8 @@ class Store:
         return len(missing)
 
     def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
-        """Delete rows of the builds, with problems and schedules that nothing names any more.
-
-        Returns the rows deleted by table, or those that would be.
-        """
+        """Delete rows of the builds, with problems and schedules that nothing names any more. Returns the
+        rows deleted by table, or those that would be."""
         tables = [TABLES[kind] for kind in (Measurement, Promotion, StorageDuel, StepTime)]
         deletions = {
             **{table: delete(table).where(table.c.kernel_abi.in_(stale_builds)) for table in tables},
@@ -305,11 +290,9 @@ class Store:
         except_builds: Collection[str] = (),
         dry_run: bool = False,
     ) -> Summarised:
-        """Keep raw samples of the fastest schedules of each key and of those that promotions name.
-
-        Of any other one row is left, with a summary of its samples (`summaries`). Returns the numbers of rows
-        deleted and summarised. A few rows at a time: interrupted, it has done a part.
-        """
+        """Keep raw samples of the fastest schedules of each key and of those that promotions name. Of any
+        other one row is left, with a summary of its samples (`summaries`). Returns the numbers of rows
+        deleted and summarised. A few rows at a time: interrupted, it has done a part."""
         where = () if machine is None else queries.of(Measurement, machine=machine)
         with self._reading() as connection:
             losers = summaries.losers(
@@ -325,8 +308,7 @@ class Store:
 
     def delete_old(self, keep: int, *, dry_run: bool) -> Mapping[str, int]:
         """Delete rows behind the `keep` newest of their key, those made here and those imported, of the kinds
-        that have such a key (`RowKind.newest_of`); or count them. By table.
-        """
+        that have such a key (`RowKind.newest_of`); or count them. By table."""
         deleted = {}
         for kind in KINDS.values():
             if kind.kind.newest_of:
@@ -392,9 +374,7 @@ class Store:
         at_once: int | None = None,
     ) -> Iterator[R]:
         """The rows of these conditions that keep their record's bounds, oldest first or in another order.
-
-        at_once: number of rows in memory at one time; None: all.
-        """
+        at_once: number of rows in memory at one time; None: all."""
         if kind.kind.table in self._absent_tables:
             return
         rows: Any = kind
@@ -421,11 +401,9 @@ class Store:
 def group_conditions(
     connection: Connection, kind: type[StoredRow], wanted: Callable[[MachineKey], bool], report: Report
 ) -> Iterator[Condition]:
-    """The condition of the rows of each group, in one order whatever the database: what an export streams.
-
-    A group has a problem, a machine and a build; where rows are not of a problem, the first two of the
-    columns that name them. A reader keeps one group in memory: what one machine learnt about one thing.
-    """
+    """The condition of the rows of each group, in one order whatever the database: what an export streams. A
+    group has a problem, a machine and a build; where rows are not of a problem, the first two of the columns
+    that name them. A reader keeps one group in memory: what one machine learnt about one thing."""
     columns, keys = TABLES[kind].c, list[tuple[tuple[Any, ...], tuple[Any, ...]]]()
     is_of_problem = "problem_id" in columns
     names = queries.KEY_FIELDS if is_of_problem else queries.naming_columns(kind)[:2]

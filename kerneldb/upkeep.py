@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
 from phasewise._words import counted
-from phasewise.kerneldb.counts import Key, KeyCount
+from phasewise.kerneldb.counts import Key, KeyCount, Report
 from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Schedule
-from phasewise.kerneldb.store import Report, Store
+from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, TIDY_ABOVE_ROWS
 
 
@@ -35,22 +35,14 @@ class Preferred:
     standing: PreferenceReason
 
     @property
-    def key(self) -> Key:
-        """The key of the timing."""
-        row = self.measurement
-        return Key(row.problem, row.origin.machine, row.kernel_abi)
-
-    @property
     def schedule(self) -> Schedule:
         """The schedule of the timing."""
         return self.measurement.sample.schedule
 
 
 def standings(store: Store) -> dict[Key, PreferenceReason]:
-    """Every key that has timings, and why its preferred one is; in the order of problems.
-
-    Read from indexes: memory goes by keys, not by timings.
-    """
+    """Every key that has timings, and why its preferred one is; in the order of problems. Read from indexes:
+    memory goes by keys, not by timings."""
     in_use = store.promoted_keys()
     reasons = {count.key: _standing(count, count.key in in_use) for count in store.key_counts()}
     return dict(sorted(reasons.items(), key=lambda item: order_of(item[0])))
@@ -80,45 +72,30 @@ def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferre
 
 def order_of(key: Key) -> tuple[object, ...]:
     """By problem, then by machine and build."""
-    problem, machine = key.problem, key.machine
-    of_problem = (problem.family, problem.format, problem.n, problem.k, problem.m)
-    return (*of_problem, machine.core_sig, machine.placement_sig, key.kernel_abi)
+    return (*astuple(key.problem), *astuple(key.machine), key.kernel_abi)
 
 
 AsShared: TypeAlias = Callable[[PlanRecord], PlanRecord | None]
 """A plan as it is named elsewhere; None where it cannot be."""
 
 
-PlanKey: TypeAlias = tuple[str, str, MachineKey]
-
-
-def plans_in_use(store: Store, as_shared: AsShared = lambda plan: plan) -> dict[PlanKey, PlanRecord]:
-    """The plan in use of each model, phase and kind of machine, as `newest_plans` and `Store.newest_plan`."""
-    return newest_plans(
-        [shared for plan in store.rows(PlanRecord) if (shared := as_shared(plan)) is not None]
-    )
-
-
-def newest_plans(plans: Sequence[PlanRecord]) -> dict[PlanKey, PlanRecord]:
+def newest_plans(plans: Sequence[PlanRecord]) -> dict[tuple[str, str, MachineKey], PlanRecord]:
     """The newest plan of each key: one made there, else one imported. plans: oldest first."""
     in_order = sorted(plans, key=lambda plan: plan.origin.verified)
     return {(plan.model_key, plan.phase, plan.origin.machine): plan for plan in in_order}
 
 
 def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
-    """True if this program has another build of the same kernels; builds that it has none of are not judged.
-
-    `current` are names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that runs here.
-    """
+    """True if this program has another build of the same kernels; builds that it has none of are not
+    judged. `current` are names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that
+    runs here."""
     kernels = kernel_abi.rpartition("-")[0]
     return kernel_abi not in current and kernels in {name.rpartition("-")[0] for name in current}
 
 
 def builds_set_aside(keys: Collection[Key], current: Collection[str]) -> dict[str, int]:
-    """Stale builds whose winners wait to be timed again, and how many of them do.
-
-    keys: those with a schedule in use here, of every build.
-    """
+    """Stale builds whose winners wait to be timed again, and how many of them do. keys: those with a schedule
+    in use here, of every build."""
     judged = {(key.problem, key.machine) for key in keys if key.kernel_abi in current}
     return dict(
         Counter(
@@ -144,10 +121,7 @@ def collect_garbage(
 ) -> Collected:
     """Delete rows of stale builds but those whose winners here wait to be timed again. Of each key keep raw
     samples of the `keep_schedules` fastest schedules and of what promotions name, and of all others a
-    summary; and as many of the newest plans and scores.
-
-    dry_run: only count.
-    """
+    summary; and as many of the newest plans and scores. dry_run: only count."""
     spared = builds_set_aside(store.promoted_keys(), current_builds)
     builds = {build.kernel_abi for build in store.stats().builds}
     stale = [name for name in sorted(builds - spared.keys()) if is_stale(name, current_builds)]

@@ -37,7 +37,7 @@ def read_json(
     try:
         value = json.loads(
             text,
-            parse_constant=constant_of or _refuse_constant,
+            parse_constant=constant_of or refuse_constant,
             parse_float=_finite,
             parse_int=_whole,
             object_pairs_hook=object_of,
@@ -64,7 +64,7 @@ def is_flood(raw: bytes) -> bool:
     return False
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
@@ -94,7 +94,7 @@ def with_unique_keys(pairs: Pairs) -> dict[str, Any]:
 
 def infinity_of(name: str) -> float:
     """For `constant_of`: infinities, as Python's programs write them, and nothing else."""
-    return float(name) if name.endswith("Infinity") else _refuse_constant(name)
+    return float(name) if name.endswith("Infinity") else refuse_constant(name)
 
 
 def _refuse_depth(value: Any) -> None:
@@ -117,5 +117,5 @@ def _too_deep() -> ValueError:
     return ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite, parse_int=_whole)
 """For a text that goes on behind its value. Its depth is not looked at."""

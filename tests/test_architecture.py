@@ -186,7 +186,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster.simulated": (
         "cluster.simulated",
         "cluster.routing",
-        "cluster.held_blocks",
         "cluster.errors",
         *PURE,
         "tuner.config.slo",
@@ -200,18 +199,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster.real": (
         "cluster.real",
         "cluster.routing",
-        "cluster.held_blocks",
         "cluster.errors",
         "serving",
         "cython_kernels",
         "_version",
     ),
     "cluster.routing": (
-        "cluster.errors",
-        "cluster.held_blocks",
-        "serving.scheduling.held_prefixes",
-    ),
-    "cluster.held_blocks": (
         "cluster.errors",
         "serving.scheduling.held_prefixes",
     ),

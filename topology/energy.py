@@ -29,9 +29,7 @@ class _Zone:
 
 class EnergyCounters:
     """Joules since this was made, by zone. A counter wraps after minutes at full power: read it more often.
-
-    absence: why nothing can be read, in a line; None where it can.
-    """
+    absence: why nothing can be read, in a line; None where it can."""
 
     def __init__(self, root: Path = POWERCAP) -> None:
         self.absence: str | None = None
@@ -46,10 +44,8 @@ class EnergyCounters:
             self.absence = f"{root} has no RAPL counters, as in most virtual machines"
 
     def joules(self) -> dict[str, float]:
-        """Joules by the name of the zone, `package-0` or `package-0 dram`.
-
-        Empty where nothing can be read.
-        """
+        """Joules by the name of the zone, `package-0` or `package-0 dram`. Empty where nothing can be
+        read."""
         try:
             for zone in self._zones:
                 zone.advance()

@@ -41,10 +41,8 @@ KINDS = {
     "Core": Kind.CORE,
     "PU": Kind.PU,
 }
-"""Kind of node by hwloc's type, as version 1 (`Socket`, `Node`) and later ones name it.
-
-Devices and plain groups are left out.
-"""
+"""Kind of node by hwloc's type, as version 1 (`Socket`, `Node`) and later ones name it. Devices and plain
+groups are left out."""
 
 INSTRUCTION_CACHE = "2"
 """hwloc's `cache_type` of an instruction cache; 0 is unified, 1 data."""
@@ -65,9 +63,7 @@ CORE_TYPES = {"IntelAtom": "efficiency", "IntelCore": "performance", "IntelLowPo
 
 def read_lstopo(path: Path) -> Machine:
     """The machine described by an lstopo XML file, with the PUs that were allowed where it was written.
-
-    TopologyError if the file cannot be read, is no lstopo XML, exceeds a limit or contradicts itself.
-    """
+    TopologyError if the file cannot be read, is no lstopo XML, exceeds a limit or contradicts itself."""
     collector = _Collector()
     try:
         _parser(collector).Parse(read_input(path, MAX_FILE_BYTES), True)

@@ -20,20 +20,16 @@ _QUOTA = re.compile(r"([0-9]{1,20})\s+([0-9]{1,20})")
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """Limits of a process. `allowed`: a mask of CPUs.
-
-    `cpu_quota`: CPUs' worth of time, None without a limit.
-    """
+    """Limits of a process. `allowed`: a mask of CPUs. `cpu_quota`: CPUs' worth of time, None without a
+    limit."""
 
     allowed: int
     cpu_quota: float | None
 
 
 def read_limits(root: Path = Path("/")) -> ProcessLimits:
-    """The limits of this process, from its affinity and from the cgroup files under `root`.
-
-    The affinity is its first thread's, which `taskset` changes: other threads may be pinned.
-    """
+    """The limits of this process, from its affinity and from the cgroup files under `root`. The affinity is
+    its first thread's, which `taskset` changes: other threads may be pinned."""
     allowed = mask_of(os.sched_getaffinity(os.getpid()))
     within = cgroup_cpuset(root)
     if within is not None and allowed & within:

@@ -53,10 +53,8 @@ def core_signature(machine: Machine) -> str:
 
 def placement_signature(machine: Machine, cores: Sequence[int]) -> str:
     """The number of threads, and the shape of what they share, e.g. `32 threads: 2 nodes x 4 L3 x 4 cores`.
-
     `cores` are the PUs that threads are pinned to, one thread each. The same shape elsewhere on the machine
-    gives the same signature. TopologyError if a PU is named twice or does not exist.
-    """
+    gives the same signature. TopologyError if a PU is named twice or does not exist."""
     chosen = frozenset(cores)
     unknown = chosen.difference(machine.tree.cpus)
     if unknown or len(chosen) != len(cores) or not chosen:

@@ -48,11 +48,9 @@ HYBRID_UNITS = (("low-power", "cpu_lowpower"), ("efficiency", "cpu_atom"), ("per
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """The machine under `root`: `/` for the running one, any other folder for a snapshot.
-
-    Allowed is what this process may use of the running machine, and every online CPU of a snapshot.
-    TopologyError if there is nothing to read or it makes no sense.
-    """
+    """The machine under `root`: `/` for the running one, any other folder for a snapshot. Allowed is what
+    this process may use of the running machine, and every online CPU of a snapshot. TopologyError if there is
+    nothing to read or it makes no sense."""
     is_live = root == Path("/")
     try:
         online = _online(root / "sys/devices/system/cpu", is_live)
@@ -247,10 +245,8 @@ def _positive(path: Path) -> int | None:
 
 
 def read_core_kinds(root: Path = Path("/")) -> tuple[CpuKind, ...]:
-    """The kinds of core of the machine under `root`, slowest first; none where all are alike.
-
-    TopologyError as `read_machine`.
-    """
+    """The kinds of core of the machine under `root`, slowest first; none where all are alike. TopologyError
+    as `read_machine`."""
     try:
         return _kinds(root, _online(root / "sys/devices/system/cpu", root == Path("/")))
     except ValueError as error:

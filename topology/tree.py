@@ -39,12 +39,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Node:
-    """One part of the machine and the parts inside it.
-
-    `cpus` ascends and is empty for memory without CPUs of its own. `size_bytes` is a cache's capacity or a
-    NUMA node's memory, None where unknown. A core carries its L1 sizes, a NUMA node the size of the cache in
-    front of its memory.
-    """
+    """One part of the machine and the parts inside it. `cpus` ascends and is empty for memory without CPUs of
+    its own. `size_bytes` is a cache's capacity or a NUMA node's memory, None where unknown. A core carries
+    its L1 sizes, a NUMA node the size of the cache in front of its memory."""
 
     kind: Kind
     os_index: int | None
@@ -87,10 +84,8 @@ class CpuKind:
 
 @dataclass(frozen=True)
 class NumaDistances:
-    """Distances between NUMA nodes by the firmware's rating: 10 is local, 20 twice as slow.
-
-    `rows[i][j]` is from `nodes[i]` to `nodes[j]`. Ratings rank nodes; they are no measurements.
-    """
+    """Distances between NUMA nodes by the firmware's rating: 10 is local, 20 twice as slow. `rows[i][j]` is
+    from `nodes[i]` to `nodes[j]`. Ratings rank nodes; they are no measurements."""
 
     nodes: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
@@ -105,9 +100,7 @@ class NumaDistances:
 @dataclass(frozen=True)
 class MemoryAccess:
     """The firmware's figures of a NUMA node's memory, as `initiators` reach it; None where it does not say.
-
-    `initiators` are PUs, ascending. A node may have several entries, one for each set of PUs.
-    """
+    `initiators` are PUs, ascending. A node may have several entries, one for each set of PUs."""
 
     node: int
     initiators: tuple[int, ...]
@@ -120,8 +113,7 @@ class MemoryAccess:
 @dataclass(frozen=True)
 class Counts:
     """The number of parts of each kind. `numa_nodes` includes memory without CPUs; `pus` are the online
-    ones.
-    """
+    ones."""
 
     packages: int
     numa_nodes: int
@@ -133,11 +125,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine and the part of it that this process may use.
-
-    `cpu_quota` is in CPUs (1.5 = one and a half), None without a limit. `kinds` is empty unless cores differ.
-    `distances` and `memory` are what the firmware claims, where it does.
-    """
+    """A machine and the part of it that this process may use. `cpu_quota` is in CPUs (1.5 = one and a half),
+    None without a limit. `kinds` is empty unless cores differ. `distances` and `memory` are what the firmware
+    claims, where it does."""
 
     source: str
     tree: Node

@@ -66,9 +66,8 @@ class Conditions:
 
 
 def parse_ticks(stat: str, cpus: Sequence[int]) -> CpuTicks:
-    """CPU ticks from the text of /proc/stat, summed over `cpus`. Guest time, columns 8 and 9, is in user
-    time already.
-    """
+    """CPU ticks from the text of /proc/stat, summed over `cpus`. Guest time, columns 8 and 9, is in user time
+    already."""
     wanted = {f"cpu{cpu}" for cpu in cpus}
     rows = [line.split() for line in stat.splitlines()]
     ticks = [[int(field) for field in row[1:9]] for row in rows if row and row[0] in wanted]
@@ -142,9 +141,7 @@ def _text(file: Path) -> str:
 
 def is_disturbed(conditions: Mapping[str, float]) -> bool:
     """True if processes or guests took a noticeable share of the cores, or only the yardstick felt something.
-
-    Takes `Conditions.fields`.
-    """
+    Takes `Conditions.fields`."""
     taken = conditions.get("steal", 0.0) + conditions.get("others", 0.0)
     return taken > DISTURBED_SHARE or conditions.get("pace", 1.0) < SLOW_PACE
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.kerneldb.records import (
+    MAX_GAIN,
     Comparison,
     MachineKey,
     Measurement,
@@ -22,6 +24,9 @@ from phasewise.kerneldb.records import (
     Schedule,
 )
 from phasewise.kerneldb.store import Store
+
+if TYPE_CHECKING:
+    from phasewise.tuner.lookup import IsDefault
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,8 @@ class Ledger:
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
-        """A problem's samples by schedule, oldest first.
-
-        The first call for a weight reads the rows of all its m, once.
-        """
+        """A problem's samples by schedule, oldest first. The first call for a weight reads the rows of all
+        its m, once."""
         weight = replace(problem, m=1)
         if weight not in self._weights_read:
             problems = set(self._samples)
@@ -110,10 +113,8 @@ class Ledger:
     def add_verdict(
         self, problem: Problem, winner: Schedule, loser: Schedule, comparison: Comparison
     ) -> None:
-        """Store that `winner` is in use from now on.
-
-        `comparison` sets it, as the candidate, against the loser.
-        """
+        """Store that `winner` is in use from now on. `comparison` sets it, as the candidate, against the
+        loser."""
         row = Promotion(problem, winner, loser, comparison, self._scope.kernel_abi, self._origin())
         self._store.add([row])
         self._verdicts.pop(problem, None)
@@ -140,3 +141,52 @@ def reversed_comparison(comparison: Comparison) -> Comparison:
         gain_low=1 / comparison.gain_high,
         gain_high=1 / comparison.gain_low,
     )
+
+
+@dataclass(frozen=True)
+class MeasuredRatio:
+    """A measured gain over the kernels' own schedule, or of one thing over another, with its interval;
+    exactly 1 for the same."""
+
+    gain: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+
+    def times(self, won: Comparison) -> MeasuredRatio:
+        """The gain after one more duel was won."""
+        high = min(MAX_GAIN, self.high * won.gain_high)
+        return MeasuredRatio(self.gain * won.gain, self.low * won.gain_low, high)
+
+
+def mean_of(gains: Iterable[MeasuredRatio]) -> MeasuredRatio:
+    """The geometric means of gains and of the ends of their intervals."""
+    several = list(gains)
+    return MeasuredRatio(
+        *(_mean(getattr(each, name) for each in several) for name in ("gain", "low", "high"))
+    )
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    logarithms = [math.log(max(ratio, 1e-9)) for ratio in ratios]
+    return math.exp(math.fsum(logarithms) / len(logarithms))
+
+
+class ScheduleInUse(NamedTuple):
+    """The schedule in use for a product, and its gain."""
+
+    schedule: Schedule
+    gain: MeasuredRatio
+
+
+def in_use_after(before: ScheduleInUse | None, won: Promotion, is_default: IsDefault) -> ScheduleInUse:
+    """The schedule in use after a duel. A first winner that is not proven faster, of a duel with something of
+    which `is_default` knows nothing, is taken for the default."""
+    winner, loser, comparison = won.schedule, won.incumbent, won.comparison
+    if is_default(won.problem, winner):
+        return ScheduleInUse(winner, MeasuredRatio())
+    if before is None:
+        beat_default = loser is None or is_default(won.problem, loser) or comparison.proves_faster
+        return ScheduleInUse(winner, MeasuredRatio().times(comparison) if beat_default else MeasuredRatio())
+    if winner == before.schedule:  # it stays
+        return before
+    return ScheduleInUse(winner, before.gain.times(comparison))

@@ -59,10 +59,8 @@ MOST_TOLD = 5
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """The schedules of products of one weight, from the choice before up to `last_m` rows.
-
-    A range is exact if it holds the m at which its schedule was tuned.
-    """
+    """The schedules of products of one weight, from the choice before up to `last_m` rows. A range is exact
+    if it holds the m at which its schedule was tuned."""
 
     last_m: int
     schedule: Schedule | None
@@ -115,10 +113,8 @@ class ScheduleTable(ScheduleLookup):
     """The schedules in use on one kind of machine, of one build of the kernels."""
 
     def __init__(self, in_use: Iterable[Measurement] = (), is_default: IsDefault = lambda *_: False) -> None:
-        """Make the table of these schedules.
-
-        `in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels.
-        """
+        """Make the table of these schedules. `in_use`: `Store.promoted_measurements` of one machine key,
+        those of this build of the kernels."""
         rows: dict[WeightKey, list[Measurement]] = {}
         for row in in_use:
             problem = row.problem
@@ -146,11 +142,9 @@ class ScheduleTable(ScheduleLookup):
         return bool(self._weights)
 
     def asked(self, choice: str, path: str | None) -> ScheduleTable:
-        """The same schedules where `--arithmetic choice` is asked for.
-
-        path: of weights with sub-scales; None leaves it to the schedules. `canonical` is of all weights,
-        `tiles` of all but f32, f16 and bytes with a scale for a column.
-        """
+        """The same schedules where `--arithmetic choice` is asked for. path: of weights with sub-scales; None
+        leaves it to the schedules. `canonical` is of all weights, `tiles` of all but f32, f16 and bytes with
+        a scale for a column."""
         other = copy.copy(self)
         other.asked_choice, other._asked_path = choice, path
         return other
@@ -168,11 +162,9 @@ class ScheduleTable(ScheduleLookup):
         )
 
     def choices(self, key: WeightKey, max_m: int) -> list[ScheduleChoice]:
-        """The choices for every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES.
-
-        Where there would be more, the ranges that differ least in m are joined and run with one of their
-        schedules.
-        """
+        """The choices for every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES. Where
+        there would be more, the ranges that differ least in m are joined and run with one of their
+        schedules."""
         ranges: list[ScheduleChoice] = []
         for m in range(1, max_m + 1):
             choice = self.choice(key, m)
@@ -204,8 +196,7 @@ class ScheduleTable(ScheduleLookup):
 
     def _path_for(self, weight: PackedWeight) -> str | None:
         """The path that was asked for; None where none was, or where the weight has no sub-scales, or where
-        what is tuned has the bits that were asked for.
-        """
+        what is tuned has the bits that were asked for."""
         if self.asked_choice in (CANONICAL, TILES):
             tuned, n_parts = self._tuned_arithmetic(weight)
             path = canonical_path(weight) if self.asked_choice == CANONICAL else tiles_path(weight)
@@ -241,10 +232,8 @@ def read_table(
     obstacle: Obstacle = lambda *_: None,
     report: Callable[[str], None] = lambda _: None,
 ) -> ScheduleTable:
-    """The schedules of a store for this kind of machine and this build; `abi_of` is `native.abi_of`.
-
-    A row that has an obstacle is left out, and reported.
-    """
+    """The schedules of a store for this kind of machine and this build; `abi_of` is `native.abi_of`. A row
+    that has an obstacle is left out, and reported."""
     rows = store.promoted_measurements(machine)
     of_build = [row for row in rows if row.kernel_abi == abi_of(row.problem.family)]
     obstacles = [obstacle(row.problem, row.sample.schedule) for row in of_build]

@@ -57,10 +57,8 @@ def peak_flops(kind: str, cores: Sequence[int], repeats: int = 5) -> float:
 
 
 def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, repeats: int = 40) -> float:
-    """Bytes per second of streaming a buffer of `total_bytes`, split evenly over `cores`.
-
-    A pass takes milliseconds and memory changes its pace within a second, hence the many repeats.
-    """
+    """Bytes per second of streaming a buffer of `total_bytes`, split evenly over `cores`. A pass takes
+    milliseconds and memory changes its pace within a second, hence the many repeats."""
     share_bytes = max(1 << 16, total_bytes // len(cores))
 
     def prepare() -> Callable[[], int]:
@@ -102,10 +100,8 @@ def read_in_pieces(
 
 
 class StreamingRead:
-    """Reads that can be repeated beside other timings: the same buffers again and again, one a core.
-
-    Memory changes its pace within a second, so a share of the bandwidth is taken of what was read beside it.
-    """
+    """Reads that can be repeated beside other timings: the same buffers again and again, one a core. Memory
+    changes its pace within a second, so a share of the bandwidth is taken of what was read beside it."""
 
     def __init__(self, cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES) -> None:
         share_bytes = max(1 << 16, total_bytes // len(cores))
@@ -192,11 +188,8 @@ READ_PASSES = 12
 
 
 def peak_kinds(weight_format: str) -> tuple[str, ...]:
-    """The multiply rates (`limits.KINDS`) that weights of this format may be computed at.
-
-    bf16 weights can be widened or become float16, and not every CPU multiplies pairs of bf16 faster than
-    float32.
-    """
+    """The multiply rates (`limits.KINDS`) that weights of this format may be computed at. bf16 weights can be
+    widened or become float16, and not every CPU multiplies pairs of bf16 faster than float32."""
     match weight_format:
         case "f32" | "f16":
             return ("f32",)
@@ -222,9 +215,7 @@ class Roofline:
 
 def measure_roofline(cores: Sequence[int], formats: Iterable[str], read_buffer_bytes: int) -> Roofline:
     """Measure the limits of the instruction set in use, for weights of these formats; about 1 s.
-
-    `read_buffer_bytes` is what the timed weights take together.
-    """
+    `read_buffer_bytes` is what the timed weights take together."""
     kinds = dict.fromkeys(kind for weight_format in formats for kind in peak_kinds(weight_format))
     peaks = {kind: peak_flops(kind, cores) for kind in kinds}
     return Roofline(peaks, read_bandwidth(cores, read_buffer_bytes, READ_PASSES))

@@ -3,8 +3,7 @@
 A process asks for a *turn* before it times anything, and has the machine to itself until the turn ends. A run
 that times again and again takes one turn for all of it; turns within a turn are part of it.
 
-The turn is a POSIX lock on a byte of one file of this user, so it ends with the process that holds it. A
-process that waits sleeps in the kernel: it takes no CPU time from the process that measures.
+The turn is a POSIX lock on a byte of one file of this user, so it ends with the process that holds it.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import errno
 import fcntl
 import math
 import os
-import signal
 import stat
 import struct
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,12 +27,8 @@ LOCK_NAME = f"phasewise-measuring-{os.getuid()}.lock"
 TELL_AFTER_S = 1.0
 """A wait that is shorter than this is not reported."""
 
-RING_AGAIN_S = 0.01
-LONGEST_ALARM_S = 1e6
 POLL_S = 0.1
-"""Seconds between two attempts of a thread that cannot have an alarm: any but the main one."""
-
-PAUSE_S = 0.02
+"""Seconds between two attempts: one takes microseconds, which disturb no measurement."""
 MOST_COMMAND_CHARS = 100
 
 _TURN = 0
@@ -51,24 +44,19 @@ class CannotLockError(TunerError):
 
 class MeasurementLock:
     """A measuring process's lock against the others of this user on this machine, where there are none, as
-    for a search that times nothing; see `FileLock`.
-
-    Times are in seconds from the call; `math.inf` waits for as long as it takes.
-    """
+    for a search that times nothing; see `FileLock`. Times are in seconds from the call; `math.inf` waits for
+    as long as it takes."""
 
     def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
         """Wait for the machine. Yields True if no other process measures until the end, False if one still
-        did after this time.
-        """
+        did after this time."""
         return nullcontext(True)
 
 
 class FileLock(MeasurementLock):
-    """The lock of all processes that open the same file. One object for a process and a file.
-
-    report: told in one line for which process this one waits, and afterwards how long it has waited.
-    Raises CannotLockError where the file cannot be used.
-    """
+    """The lock of all processes that open the same file. One object for a process and a file. report: told in
+    one line for which process this one waits, and afterwards how long it has waited. Raises CannotLockError
+    where the file cannot be used."""
 
     def __init__(self, path: Path, report: Callable[[str], None] = lambda line: None) -> None:
         # Closing any other descriptor of the file would end all locks, so this one stays open.
@@ -98,21 +86,9 @@ class FileLock(MeasurementLock):
         if self._try():
             return True
         notice = _Notice(self.report, self.holder, deadline_s)
-        if threading.current_thread() is threading.main_thread():
-            is_ours = self._sleep_until_given(notice)
-        else:
-            is_ours = self._poll(notice)
+        is_ours = self._poll(notice)
         notice.end(is_ours)
         return is_ours
-
-    def _sleep_until_given(self, notice: _Notice) -> bool:
-        try:
-            with _alarm(notice):
-                fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _TURN)
-        except _TimeIsUpError:
-            self._release()  # it may have been given in the last moment
-            return False
-        return True
 
     def _poll(self, notice: _Notice) -> bool:
         while not self._try():
@@ -135,10 +111,8 @@ class FileLock(MeasurementLock):
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of the file, which is made where there is none.
-
-    Everybody may make files in a directory for temporary ones, so links and whatever is no file are refused.
-    """
+    """A descriptor of the file, which is made where there is none. Everybody may make files in a directory
+    for temporary ones, so links and whatever is no file are refused."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     why = "it is no file"
     try:
@@ -150,10 +124,6 @@ def _opened(path: Path) -> int:
             return descriptor
         os.close(descriptor)
     raise CannotLockError(f"the lock {path} cannot be used ({why}): remove it, or name another TMPDIR")
-
-
-class _TimeIsUpError(Exception):
-    """Raised out of a wait for a lock, by the alarm."""
 
 
 class _Notice:
@@ -168,14 +138,9 @@ class _Notice:
         self._began_s = time.monotonic()
         self._is_told = False
 
-    @property
-    def due_s(self) -> float:
-        """The instant, by `time.monotonic`, at which the wait is to be reported."""
-        return math.inf if self._is_told else self._began_s + TELL_AFTER_S
-
     def tell_if_due(self) -> None:
         now_s = time.monotonic()
-        if now_s < self.due_s:
+        if self._is_told or now_s < self._began_s + TELL_AFTER_S:
             return
         self._is_told = True
         most = "" if self.deadline_s == math.inf else f", for {self.deadline_s - now_s:.0f} s at most"
@@ -200,35 +165,6 @@ def _described(pid: int | None) -> str:
     command = " ".join(["phasewise", *words[first + 1 :]] if first is not None else words)
     printable = "".join(letter if letter.isprintable() else " " for letter in command)
     return f"process {pid}" + (f" ({printable[:MOST_COMMAND_CHARS]})" if printable.strip() else "")
-
-
-@contextmanager
-def _alarm(notice: _Notice) -> Iterator[None]:
-    """Report a wait in the block after a while, and end it with _TimeIsUpError at the deadline."""
-    is_waiting = True
-
-    def set_timer() -> None:
-        # It rings again and again: a single alarm that rings just before the wait begins would end nothing.
-        left_s = min(notice.due_s, notice.deadline_s) - time.monotonic()
-        left_s = min(LONGEST_ALARM_S, max(RING_AGAIN_S, left_s))
-        signal.setitimer(signal.ITIMER_REAL, left_s, RING_AGAIN_S)
-
-    def ring(*_: object) -> None:
-        now_s = time.monotonic()
-        if now_s >= notice.deadline_s and is_waiting:
-            raise _TimeIsUpError
-        if now_s >= notice.due_s:
-            notice.tell_if_due()
-            set_timer()
-
-    before = signal.signal(signal.SIGALRM, ring)
-    set_timer()
-    try:
-        yield
-    finally:
-        is_waiting = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def lock_path() -> Path:

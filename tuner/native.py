@@ -167,10 +167,8 @@ def _multiple(size: int, step: int) -> int:
 
 @cache
 def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) -> float:
-    """Largest error of a few rows and columns against float64, relative to the largest value there.
-
-    It holds for every m and schedule, because none of them changes a bit.
-    """
+    """Largest error of a few rows and columns against float64, relative to the largest value there. It holds
+    for every m and schedule, because none of them changes a bit."""
     weight = random_weight(weight_format, min(n, REFERENCE_COLUMNS), k)
     x = np.random.default_rng(1).uniform(-1, 1, (REFERENCE_ROWS, k)).astype(np.float32)
     computed = _native.gemm(x, weight, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
@@ -362,11 +360,9 @@ class _Weights:
         return cls((format_name(weight), weight.n, weight.k), copies_of(weight, total_bytes))
 
     def turns(self) -> list[PackedWeight]:
-        """The copies in order, each time beginning with another one.
-
-        Two products in one race would otherwise follow each other through the copies, and the second would
-        find what the first one had just brought into the cache. Golden steps stay apart, however many.
-        """
+        """The copies in order, each time beginning with another one. Two products in one race would otherwise
+        follow each other through the copies, and the second would find what the first one had just brought
+        into the cache. Golden steps stay apart, however many."""
         first = self._first
         self._first = round(first + GOLDEN * len(self._copies)) % len(self._copies)
         return self._copies[first:] + self._copies[:first]

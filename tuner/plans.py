@@ -93,11 +93,9 @@ class LoadBand:
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The way in which one phase runs. Ranks never share a PU.
-
-    bands: other cores of the same ranks for decode steps of more sequences, the fewest first. Ranks stay on
-    their NUMA nodes, where their memory lies.
-    """
+    """The way in which one phase runs. Ranks never share a PU. bands: other cores of the same ranks for
+    decode steps of more sequences, the fewest first. Ranks stay on their NUMA nodes, where their memory
+    lies."""
 
     phase: Phase
     ranks: tuple[RankCores, ...]
@@ -224,10 +222,8 @@ def bands_fields(plan: ServicePlan) -> list[dict[str, Any]]:
 
 
 def placed_json(plan: ServicePlan, machine: Machine) -> str:
-    """The plan as the database keeps it: by places of the topology, which machines of a kind share.
-
-    PlanError where a core of it may not be used here.
-    """
+    """The plan as the database keeps it: by places of the topology, which machines of a kind share. PlanError
+    where a core of it may not be used here."""
     try:
         ranks, *others = ([[*places_of(machine, rank.cores)] for rank in each.ranks] for each in plan.each)
     except TopologyError as error:
@@ -246,10 +242,8 @@ def placed_json(plan: ServicePlan, machine: Machine) -> str:
 
 
 def stored_plan(text: str, machine: Machine, source: Source = "database") -> ServicePlan:
-    """A plan of the database in this machine's own numbers. PlanError, saying why, for what is none.
-
-    It names places; one of an earlier version names cores, which then are those of the host that kept it.
-    """
+    """A plan of the database in this machine's own numbers. PlanError, saying why, for what is none. It names
+    places; one of an earlier version names cores, which then are those of the host that kept it."""
     if not is_placed(text):
         return ServicePlan.from_json(text, source)
     phase, n_pus, loads = _placed_fields(text)
@@ -271,8 +265,7 @@ Places: TypeAlias = list[list[int]]
 
 def stored_places(text: str) -> list[tuple[int, Places]] | None:
     """The places of each rank, from one sequence on, and those of each band from its number of sequences on;
-    None where the plan names cores.
-    """
+    None where the plan names cores."""
     if not is_placed(text):
         return None
     return [(sequences, [[*rank] for rank in ranks]) for sequences, ranks in _placed_fields(text)[2]]
@@ -354,10 +347,8 @@ def model_key(name: str, weight_format: str) -> str:
 
 def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> MachineKey:
     """The key of plans and measurements: the signature of the cores, and that of the placement of `cores`.
-
     None: all cores that this process may use, by which plans are kept. Measurements are kept by the cores
-    that ran them.
-    """
+    that ran them."""
     if cores is None:
         cores = tuple(core[0] for core in machine.allowed_cores()) or machine.allowed_pus
     return MachineKey(core_signature(machine), placement_signature(machine, cores))
@@ -366,12 +357,9 @@ def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> Machine
 def default_plan(
     machine: Machine, phase: Phase, threads: int | None = None, ranks: int | None = None
 ) -> ServicePlan:
-    """One rank over the allowed cores, one PU of each, no more than the cgroup quota pays for.
-
-    `threads` sets the count instead, quota or not; beyond the number of cores, second PUs of cores are
-    taken. `ranks`: as many divide these cores, neighbours on a NUMA node together. PlanError if either does
-    not fit.
-    """
+    """One rank over the allowed cores, one PU of each, no more than the cgroup quota pays for. `threads` sets
+    the count instead, quota or not; beyond the number of cores, second PUs of cores are taken. `ranks`: as
+    many divide these cores, neighbours on a NUMA node together. PlanError if either does not fit."""
     pus = pus_by_preference(machine)
     source: Source = "default" if threads is None and ranks is None else "flag"
     if threads is None:
@@ -415,10 +403,8 @@ def _speed_of(machine: Machine) -> dict[int, int]:
 
 
 def default_thread_count(machine: Machine) -> int:
-    """Threads of the default plan: one a core, no more than the cgroup quota pays for.
-
-    A quota of 2.5 CPUs runs two pinned threads: a third would get all of them throttled.
-    """
+    """Threads of the default plan: one a core, no more than the cgroup quota pays for. A quota of 2.5 CPUs
+    runs two pinned threads: a third would get all of them throttled."""
     cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
     quota = cores if machine.cpu_quota is None else max(1, int(machine.cpu_quota))
     return min(cores, quota)
@@ -426,8 +412,7 @@ def default_thread_count(machine: Machine) -> int:
 
 def pus_by_preference(machine: Machine) -> tuple[int, ...]:
     """The allowed PUs: the first of every core, then the second of every core, and so on; of cores of several
-    kinds the fastest first.
-    """
+    kinds the fastest first."""
     speed_of = _speed_of(machine)
     cores = sorted(machine.allowed_cores(), key=lambda core: -speed_of.get(core[0], -1))
     depth = max((len(core) for core in cores), default=0)
@@ -470,9 +455,7 @@ def resolve_plans(
     default: DefaultPlan = default_plan,
 ) -> Mapping[Phase, ServicePlan]:
     """The plan of each phase for `model` (a `model_key`): the flags', else the database's, else the default.
-
-    A plan of the database that cannot run here is set aside, and `report` is told why in one line.
-    """
+    A plan of the database that cannot run here is set aside, and `report` is told why in one line."""
     if threads is not None or ranks is not None:
         return {phase: default_plan(machine, phase, threads, ranks) for phase in PHASES}
     if store is None:
@@ -511,9 +494,7 @@ def plans_for(
     default: DefaultPlan = default_plan,
 ) -> Mapping[Phase, ServicePlan]:
     """`resolve_plans` with the database that `--db` names, opened only if it can matter; never created.
-
-    DatabaseNameError if `db` can name no database.
-    """
+    DatabaseNameError if `db` can name no database."""
     location = locate(db)
     is_flagged = threads is not None or ranks is not None
     if is_flagged or location.is_absent:

@@ -85,10 +85,8 @@ class Pace:
         return sum(self._work[problem] for problem in task.problems)
 
     def reach(self, task: Task, m: int, timed: bool) -> None:
-        """Note that a task's search asks for m.
-
-        One m is done when the next is asked for; probes jump about.
-        """
+        """Note that a task's search asks for m. One m is done when the next is asked for; probes jump
+        about."""
         problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
         if timed:
             self._timed.add(problem)

@@ -34,7 +34,6 @@ MARGINS = {2: 1.6, 3: 1.25}
 """Rounds done, and how much slower than the best a schedule may then look to stay in the race."""
 PAIRS = 15
 CONFIDENCE = 0.99  # a tuning run makes a hundred comparisons
-ROUNDS_CONFIDENCE = 0.95
 
 Samples: TypeAlias = tuple[int, ...]
 Take: TypeAlias = Callable[[], Samples]
@@ -75,10 +74,8 @@ def estimate_ns(samples_ns: Sequence[int]) -> int:
 
 
 def race(takes: Sequence[Take]) -> list[Samples]:
-    """Time all contestants in turns, each second round backwards; MARGINS ends a race early for some.
-
-    Returns all samples of each contestant, in the order taken.
-    """
+    """Time all contestants in turns, each second round backwards; MARGINS ends a race early for some. Returns
+    all samples of each contestant, in the order taken."""
     taken: list[Samples] = [() for _ in takes]
     running = list(range(len(takes)))
     for done in range(1, ROUNDS + 1):
@@ -116,32 +113,22 @@ def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Sam
     return taken
 
 
-def compare(taken: Sequence[tuple[Samples, Samples]], confidence: float = CONFIDENCE) -> Comparison:
-    """The verdict of a duel: the median over its pairs of incumbent / candidate.
-
-    The interval comes from the sign test, so no shape of the noise is assumed.
-    """
+def compare(taken: Sequence[tuple[Samples, Samples]]) -> Comparison:
+    """The verdict of a duel: the median over its pairs of incumbent / candidate. The interval comes from the
+    sign test, so no shape of the noise is assumed."""
     gains = sorted(min(MAX_GAIN, estimate_ns(before) / estimate_ns(after)) for before, after in taken)
-    low, high = _sign_test_interval(gains, confidence)
-    return Comparison(statistics.median(gains), low, high, confidence, len(gains))
+    low, high = _sign_test_interval(gains)
+    return Comparison(statistics.median(gains), low, high, CONFIDENCE, len(gains))
 
 
-def compare_rounds(before_ns: Sequence[int], after_ns: Sequence[int]) -> Comparison:
-    """The verdict of two systems that took turns, a pair for each round; a run compares a few."""
-    return compare(
-        [((before,), (after,)) for before, after in zip(before_ns, after_ns, strict=False)], ROUNDS_CONFIDENCE
-    )
-
-
-def _sign_test_interval(ordered: Sequence[float], confidence: float) -> tuple[float, float]:
-    """The interval of the median between two order statistics; 0 to MAX_GAIN where there are too few pairs.
-
-    With `out` values left out at each end, it misses the median with probability 2 P(Binomial(n, 1/2) < out).
-    """
+def _sign_test_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """The interval of the median between two order statistics; 0 to MAX_GAIN where there are too few
+    pairs. With `out` values left out at each end, it misses the median with probability 2 P(Binomial(n,
+    1/2) < out)."""
     count, missed, out = len(ordered), 0.0, 0
     while out < count:
         missed += 2 * math.comb(count, out) / 2**count
-        if missed > 1 - confidence:
+        if missed > 1 - CONFIDENCE:
             break
         out += 1
     return (0.0, MAX_GAIN) if out == 0 else (ordered[out - 1], ordered[count - out])

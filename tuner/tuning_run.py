@@ -26,13 +26,12 @@ from typing import Literal, Protocol
 
 from phasewise.kerneldb.records import Comparison, Problem, Promotion, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
-from phasewise.tuner.ledger import Ledger, reversed_comparison
+from phasewise.tuner.ledger import Ledger, MeasuredRatio, ScheduleInUse, in_use_after, reversed_comparison
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.nearest import Seeds
 from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.protocol import SearchOptions, TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
-from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after
 from phasewise.tuner.task_division import MOST_ROWS, Pace, Task, begun_at_ms, breaking, known_results
 from phasewise.tuner.timing import PAIRS, ROUNDS, Duel
 
@@ -175,11 +174,9 @@ class HintsOutcome:
 
 
 def settle_hints(hinted: Sequence[Hinted], tools: Tools, budget_s: float) -> HintsOutcome:
-    """Time schedules that won elsewhere beside what is in use, in this order, for at most `budget_s`.
-
-    Those that a duel proves faster come into use, as after a search; nothing else does. Ctrl-C ends it, and
-    goes on to the caller.
-    """
+    """Time schedules that won elsewhere beside what is in use, in this order, for at most `budget_s`. Those
+    that a duel proves faster come into use, as after a search; nothing else does. Ctrl-C ends it, and goes on
+    to the caller."""
     run = _Run([hint.task for hint in hinted], tools, budget_s)
     done = [hint for hint in hinted if run.settle_hint(hint)]
     promoted = 0
@@ -267,11 +264,9 @@ class _Run:
         return self._search_and_settle(number, task, search_end_s, end_s)
 
     def _cliffs(self, number: int, task: Task, deadline_s: float) -> Task | None:
-        """The rows of a task whose default schedules break a law of rows, by one timing of each.
-
-        None where there are none, and where the weight has left its default arithmetic: then all of its rows
-        have been searched.
-        """
+        """The rows of a task whose default schedules break a law of rows, by one timing of each. None where
+        there are none, and where the weight has left its default arithmetic: then all of its rows have been
+        searched."""
         own, times = task.group.arithmetics[0], dict[int, float]()
         if not task.has_row_laws or _arithmetic_in_use(task, self._tools.ledger) != own:
             return None

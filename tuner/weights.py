@@ -30,19 +30,15 @@ SIXTEENTHS = 16
 
 
 def format_name(weight: PackedWeight) -> str:
-    """The database's name for a weight's format and storage.
-
-    `dense_format`, and behind it the share that a sparse weight keeps, in sixteenths: bf16s8 keeps half.
-    """
+    """The database's name for a weight's format and storage. `dense_format`, and behind it the share that a
+    sparse weight keeps, in sixteenths: bf16s8 keeps half."""
     name = dense_format(weight)
     return f"{name}s{round(SIXTEENTHS * sparse.kept_share(weight))}" if weight.is_sparse else name
 
 
 def dense_format(weight: PackedWeight) -> str:
-    """The database's name for a weight's format, whatever its storage.
-
-    f32, bf16, f16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
-    """
+    """The database's name for a weight's format, whatever its storage. f32, bf16, f16, int8, int8m, int8g16,
+    int8c, int4, int4m, or a kind in blocks, such as q4_k."""
     return format_of_kind(weight.kind, weight.group, weight.mins is not None)
 
 
@@ -174,11 +170,9 @@ def scale_group_of(weight_format: str) -> int:
 
 
 def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
-    """Copies of a weight: at least one, and together at least `total_bytes`.
-
-    They follow one another in one piece of memory, each array on a cache line, as in a packed file. numpy
-    asks for huge pages for that much at once; the pages of a mapped file are large too.
-    """
+    """Copies of a weight: at least one, and together at least `total_bytes`. They follow one another in one
+    piece of memory, each array on a cache line, as in a packed file. numpy asks for huge pages for that much
+    at once; the pages of a mapped file are large too."""
     count = -(-total_bytes // weight.nbytes)
     room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in weight.arrays), dtype=np.uint8)
     offset = -room.ctypes.data % LINE

@@ -13,8 +13,7 @@ import numpy as np
 from typer import Argument
 
 from benchmarks.harness import Row, Yielded
-from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
-from phasewise.cluster.simulated.steps import Curve
+from phasewise.cluster.simulated.steps import Curve, TimedStep, steps_of
 
 KNOTS = {"prompt_time": (128, 512, 2048, 4096, 8192, 32768), "token_time": (128, 4096, 8192, 32768)}
 OURS = {"prompt_time": "prefill_ms", "token_time": "decode_ms"}

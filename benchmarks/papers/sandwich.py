@@ -19,15 +19,13 @@ from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.plans import PHASES, Phase
 from phasewise.tuner.topotree import (
     OperatorLimits,
-    count_grouped,
-    every_configuration,
     every_tree,
     fundamental,
-    group_bound,
 )
 from tests.support.ablation import WITHIN, Walked, brute_force, erring, switches, top_k_losses, tuned, walked
 from tests.support.machines import planted
 from tests.support.machines.paper_machines import epyc, kunpeng, llama_2_7b
+from tests.support.topotrees import count_grouped, every_configuration, group_bound
 
 KS = (1, 2, 5, 10, 15, 20)
 MOST_FOLD = 3

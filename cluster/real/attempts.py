@@ -17,10 +17,8 @@ DEFAULT_ANSWER_TOKENS = 256
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt of instances to compute a request.
-
-    Each time that the request runs again is another attempt.
-    """
+    """One attempt of instances to compute a request. Each time that the request runs again is another
+    attempt."""
 
     given: GivenSoFar
     epoch: int
@@ -69,8 +67,7 @@ class Attempt:
 
 def is_whole(request: Submit) -> bool:
     """True if one instance must compute all of the request: the one that answers also gives out the prompt's
-    log-probabilities, and a request in shadow gives way at once, which a block being sent cannot.
-    """
+    log-probabilities, and a request in shadow gives way at once, which a block being sent cannot."""
     return request.prompt_logprobs is not None or request.in_shadow
 
 

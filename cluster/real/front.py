@@ -24,9 +24,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from phasewise._words import number
-from phasewise.cluster.held_blocks import ReportRefused
 from phasewise.cluster.real.attempts import Attempt, ask_of, is_whole
-from phasewise.cluster.real.front_tallies import InstanceTally, instance_states, load_together
 from phasewise.cluster.real.instance import host_name
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
@@ -45,8 +43,14 @@ from phasewise.cluster.real.instance_messages import (
     read_from_instance,
     write,
 )
-from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
-from phasewise.cluster.routing import POLICIES, Assignment, Limits, Role, Router
+from phasewise.cluster.real.supervisor import (
+    FrontSettings,
+    InstanceMember,
+    Launcher,
+    Supervisor,
+    load_together,
+)
+from phasewise.cluster.routing import Assignment, Limits, ReportRefused, Role, Router
 from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.live_request import GivenSoFar
@@ -115,9 +119,8 @@ class Front:
         self._on_lost = on_lost
         self._supervisor = Supervisor(roles, launcher, settings, restarts)
         self._members = self._supervisor.members
-        self._tallies = [InstanceTally() for _ in roles]
-        policy = POLICIES[settings.policy](Limits(None, settings.split_above_tokens))
-        self._router = Router([(role, 0) for role in roles], policy)
+        limits = Limits(None, settings.split_above_tokens)
+        self._router = Router([(role, 0) for role in roles], settings.policy, limits)
         for member in self._members:
             self._router.leave(member.index)
         self._requests: dict[str, Attempt] = {}
@@ -169,7 +172,7 @@ class Front:
 
     def instances(self) -> list[InstanceState]:
         """The state of every instance, for metrics."""
-        return instance_states(self._members, self._router, self._tallies, self._supervisor.places)
+        return self._supervisor.states(self._router)
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """The fingerprint that all instances share; None before the first of them is ready."""
@@ -180,10 +183,8 @@ class Front:
         self._thread.start()
 
     def send(self, message: Message | DrainPlace) -> None:
-        """Send a message, from any thread.
-
-        What comes of it arrives through `deliver`, or is seen in `members`.
-        """
+        """Send a message, from any thread. What comes of it arrives through `deliver`, or is seen in
+        `members`."""
         self._inbox.put(message)
         os.eventfd_write(self._wake, 1)
 
@@ -396,7 +397,7 @@ class Front:
         try:
             self._router.tells(member.index, report.load.best_token_ns / 1e9, report.held)
         except ReportRefused as error:
-            self._tallies[member.index].reports_refused += 1
+            member.reports_refused += 1
             log.warning("instance %s is not believed about prefixes any more: %s", member.name, error)
 
     def _hear_report(self, member: InstanceMember, report: InstanceReport) -> None:
@@ -415,7 +416,7 @@ class Front:
                 prompt = self._members[attempt.assignment.prompt]
                 took_s = 0.0 if attempt.computed_s is None else member.heard_s - attempt.computed_s
                 n_prompt = len(attempt.request.known_token_ids)
-                self._tallies[prompt.index].arrived(prompt, n_prompt, took_s)
+                prompt.handed_over(n_prompt, took_s)
                 self._say(prompt, Drop(attempt_id))
                 self._router.prompt_done(attempt.request_id)
                 attempt.is_arrived = True

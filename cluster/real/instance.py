@@ -22,9 +22,15 @@ import zmq
 
 from phasewise._version import __version__
 from phasewise.cluster.real.handing_over.frames import Codec, parts_of
-from phasewise.cluster.real.handing_over.links import Post, SharedLink, StreamLink
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
-from phasewise.cluster.real.handing_over.sender import BlockLink, LinkBroken, Sender
+from phasewise.cluster.real.handing_over.sender import (
+    BlockLink,
+    LinkBroken,
+    Post,
+    Sender,
+    SharedLink,
+    StreamLink,
+)
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
     Drop,
@@ -122,7 +128,7 @@ class _Instance:
         self._receiver = Receiver(self._codec, self._memory)
         self._sender = Sender(
             self._share.shape.n_layers,
-            self._progress,
+            lambda: engine.ranks.progress,
             self._begun,
             self._failed_hand_over,
             len(parts_of(self._share.shape.state_bytes)),
@@ -238,21 +244,12 @@ class _Instance:
         self._thread.send(KvTargetReady(target.request_id))
 
     def _link(self, target: SendKvTo) -> BlockLink:
-        post = self._posts.post(target.endpoint)
+        attempt = target.request_id, target.epoch, target.n_prompt
+        own = *attempt, self._codec, self._memory, self._posts.post(target.endpoint)
         if target.place is None:
-            return StreamLink(
-                target.request_id, target.epoch, target.n_prompt, self._codec, self._memory, post
-            )
-        theirs = self._posts.memory(target.endpoint, target.place, self._share)
+            return StreamLink(*own)
         return SharedLink(
-            target.request_id,
-            target.epoch,
-            target.n_prompt,
-            self._codec,
-            self._memory,
-            theirs,
-            target.placement,
-            post,
+            *own, self._posts.memory(target.endpoint, target.place, self._share), target.placement
         )
 
     # ---- what other instances send -----------------------------------------------------------------------
@@ -280,11 +277,9 @@ class _Instance:
         self._put(InstanceReport((), (Failed.of(failure),), None, self._opened.engine.load()))
 
     def _deliver(self, delivery: Delivery) -> None:
-        """Send the front what the engine delivers; called on the engine's thread.
-
-        Where ranks are lost this instance ends, and its front says what becomes of its requests: those that
-        have not begun run again.
-        """
+        """Send the front what the engine delivers; called on the engine's thread. Where ranks are lost
+        this instance ends, and its front says what becomes of its requests: those that have not begun run
+        again."""
         for placed in delivery.placed:
             self._receiver.await_kv(placed.request_id, placed.placement)
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
@@ -316,15 +311,12 @@ class _Instance:
         self._is_lost.set()
         os.eventfd_write(self._wake, 1)
 
-    def _progress(self) -> tuple[int, int]:
-        return self._opened.engine.ranks.progress
-
     def _say(self, control: zmq.Socket[bytes]) -> None:
         while self._outgoing:
             control.send(write(self._outgoing.popleft()))
         if self._is_heartbeat_due:
             if self._held.has_changed:  # more than one report had room for, and nothing is computed
-                self._thread.between_steps(_nothing)
+                self._thread.between_steps(lambda: None)  # it wakes, and tells what it has to tell
             self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
             refused = dict(self._receiver.refused)
             n_handing_over = self._sender.n_jobs + self._receiver.n_awaited
@@ -365,15 +357,9 @@ class _Instance:
         )
 
 
-def _nothing() -> None:
-    """Do nothing: a call of this wakes the engine's thread, which tells what it has to tell."""
-
-
 class _Posts:
-    """Sockets to other instances, and the memory of those that is mapped here.
-
-    A socket is used by one thread at a time: under the sender's lock.
-    """
+    """Sockets to other instances, and the memory of those that is mapped here. A socket is used by one thread
+    at a time: under the sender's lock."""
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets

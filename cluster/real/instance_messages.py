@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from phasewise.cluster.errors import first_line
 from phasewise.serving import errors
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
@@ -25,8 +26,6 @@ from phasewise.serving.ranks.kv_share import KvPlace, KvShape
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 
 Part = Literal["whole", "prompt", "answer"]
-MAX_SHOWN = 200
-"""Characters of a part of a message that an error shows."""
 
 
 class WireError(ServingError):
@@ -38,11 +37,9 @@ class WireError(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Take a request on: all of it, its prompt alone, or its answer alone.
-
-    guide: the sources that the instance compiles to the guide of the request, which is sent without it.
-    epoch: the number of the attempt to hand the request over.
-    """
+    """Take a request on: all of it, its prompt alone, or its answer alone. guide: the sources that the
+    instance compiles to the guide of the request, which is sent without it. epoch: the number of the attempt
+    to hand the request over."""
 
     part: Part
     request: Submit
@@ -53,10 +50,8 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Order to free what a request holds.
-
-    The answer is `Dropped`, after which nothing is written for it any more.
-    """
+    """Order to free what a request holds. The answer is `Dropped`, after which nothing is written for it any
+    more."""
 
     request_id: str
     kind: Literal["drop"] = "drop"
@@ -170,11 +165,8 @@ class InstanceReport:
 
 @dataclass(frozen=True, slots=True)
 class PromptBegun:
-    """Message of an instance: it is computing the prompt.
-
-    The instance that answers may keep a block for this request, and what ends this one from now on may be the
-    request's work.
-    """
+    """Message of an instance: it is computing the prompt. The instance that answers may keep a block for this
+    request, and what ends this one from now on may be the request's work."""
 
     request_id: str
     kind: Literal["prompt_begun"] = "prompt_begun"
@@ -242,7 +234,7 @@ def read_to_instance(raw: bytes) -> ToInstance:
     try:
         return _to_instance.validate_json(raw)
     except ValidationError as error:
-        raise WireError(f"the front's message cannot be read: {_first_line(error)}") from None
+        raise WireError(f"the front's message cannot be read: {first_line(error)}") from None
 
 
 def read_from_instance(raw: bytes) -> FromInstance:
@@ -250,11 +242,4 @@ def read_from_instance(raw: bytes) -> FromInstance:
     try:
         return _from_instance.validate_json(raw)
     except ValidationError as error:
-        raise WireError(f"the instance's message cannot be read: {_first_line(error)}") from None
-
-
-def _first_line(error: ValidationError) -> str:
-    problems = error.errors(include_url=False, include_input=False)
-    first = problems[0] if problems else {"loc": (), "msg": "it is empty"}
-    place = ".".join(map(str, first["loc"]))
-    return f"{place[:MAX_SHOWN]}: {first['msg'][:MAX_SHOWN]}"
+        raise WireError(f"the instance's message cannot be read: {first_line(error)}") from None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from phasewise._words import ending_of
 from phasewise.cluster.real.instance import Orders
+from phasewise.cluster.real.supervisor import Launcher
 from phasewise.serving.errors import RanksError
 from phasewise.serving.processes.secrets import environment_for_children
 
@@ -20,7 +21,7 @@ Tell = Callable[[Orders], bytes]
 """Gives the line that one instance is told on its standard input."""
 
 
-class LocalInstances:
+class LocalInstances(Launcher):
     """Launcher of instances on this host: `python -m MODULE` for each, which is told the number of this
     process."""
 
@@ -30,7 +31,6 @@ class LocalInstances:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, index: int, orders: Orders) -> None:
-        """Start an instance's process (`Launcher.launch`)."""
         if not sys.executable:
             raise RanksError("Python does not know its own path (sys.executable)")
         told = os.memfd_create(f"phasewise-instance-{index}")
@@ -48,26 +48,7 @@ class LocalInstances:
         finally:
             os.close(told)
 
-    def waits(self, index: int) -> str | None:
-        """None: processes on this host have their places from the start (`Launcher.waits`)."""
-        del index
-        return None
-
-    def n_joined(self) -> int:
-        """Zero: this host is the only one (`Launcher.n_joined`)."""
-        return 0
-
-    def place(self, index: int) -> dict[str, object]:
-        """Facts of this host, where every instance is (`Launcher.place`)."""
-        del index
-        return {}
-
-    def vacate(self, index: int) -> None:
-        """Do nothing: an instance on this host keeps its cores (`Launcher.vacate`)."""
-
     def ended(self, index: int) -> str | None:
-        """The way in which an instance's process has ended, in one line; None while it runs
-        (`Launcher.ended`)."""
         process = self._processes.get(index)
         code = None if process is None else process.poll()
         if process is None or code is None:
@@ -86,14 +67,15 @@ class LocalInstances:
         return ended
 
     def kill(self, index: int) -> None:
-        """Kill an instance's process and wait for its end (`Launcher.kill`)."""
         process = self._processes.get(index)
         if process is not None:
             process.kill()
             process.wait()
 
+    def vacate(self, index: int) -> None:
+        """Nothing is to be given back: this host is every place."""
+
     def close(self) -> None:
-        """End all instances (`Launcher.close`)."""
         for process in self._processes.values():
             try:
                 process.wait(END_S)

@@ -45,10 +45,8 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WantedInstance:
-    """An instance with a role, and the number of cores that it needs on one node.
-
-    label: of the node, `KEY=VALUE`; None: any node.
-    """
+    """An instance with a role, and the number of cores that it needs on one node. label: of the node,
+    `KEY=VALUE`; None: any node."""
 
     role: Role
     cores: int
@@ -69,10 +67,8 @@ class InstanceActor:
         return str(the_ray().util.get_node_ip_address())
 
     def run(self, module: str, told: bytes) -> str:
-        """Start the process and wait until it has ended; returns how.
-
-        It ends with the thread that is here.
-        """
+        """Start the process and wait until it has ended; returns how. It ends with the thread that is
+        here."""
         node_id = str(the_ray().get_runtime_context().get_node_id())
         text = told.replace(NODE_ID.encode(), node_id.encode()).replace(NODE.encode(), self.node().encode())
         processes = LocalInstances(module, [lambda _orders: text])
@@ -88,10 +84,8 @@ class InstanceActor:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one instance, and its process.
-
-    The place's own thread starts it, another one may cancel.
-    """
+    """The place of one instance, and its process. The place's own thread starts it, another one may
+    cancel."""
 
     wanted: WantedInstance
     group: Any = None
@@ -113,10 +107,8 @@ class _Place:
 
 
 class RayInstances:
-    """`supervisor.Launcher` over the nodes of a cluster. Close it, or use it in `with`.
-
-    spread: instances on different nodes rather than on few. ClusterError where the cluster has not the cores.
-    """
+    """`supervisor.Launcher` over the nodes of a cluster. Close it, or use it in `with`. spread: instances on
+    different nodes rather than on few. ClusterError where the cluster has not the cores."""
 
     def __init__(self, module: str, wanted: Sequence[WantedInstance], *, spread: bool) -> None:
         self._ray = the_ray()
@@ -252,7 +244,7 @@ class RayInstances:
     # ---- what the front asks -----------------------------------------------------------------------------
 
     def launch(self, index: int, orders: Orders) -> None:
-        """Start an instance's process on a thread of its own, since Ray may take long (`Launcher.launch`)."""
+        """Start an instance's process on a thread of its own, since Ray may take long."""
         place = self._places[index]
         place.is_cancelled, place.problem, place.end = threading.Event(), None, None
         place.waits = f"Ray has not started it on {place.node or 'a node'} yet"
@@ -310,15 +302,15 @@ class RayInstances:
         return False
 
     def waits(self, index: int) -> str | None:
-        """The reason why an instance has no place yet, in one line; None: it has one (`Launcher.waits`)."""
+        """The reason why an instance has no place yet, in one line; None: it has one."""
         return self._places[index].waits
 
     def n_joined(self) -> int:
-        """Count the nodes that have joined since the start (`Launcher.n_joined`)."""
+        """Count the nodes that have joined since the start."""
         return self._n_joined
 
     def place(self, index: int) -> dict[str, object]:
-        """Facts of where an instance runs or is to run (`Launcher.place`)."""
+        """Facts of where an instance runs or is to run."""
         place = self._places[index]
         return {
             "node": place.node,
@@ -328,8 +320,7 @@ class RayInstances:
         }
 
     def ended(self, index: int) -> str | None:
-        """The way in which an instance's process has ended, in one line; None while it runs
-        (`Launcher.ended`)."""
+        """The way in which an instance's process has ended, in one line; None while it runs."""
         place = self._places[index]
         if place.problem is not None or place.end is None:
             return place.problem
@@ -341,10 +332,8 @@ class RayInstances:
             return f"its Ray actor ended: {_last_line(error)}"
 
     def kill(self, index: int) -> None:
-        """Kill an instance's process (`Launcher.kill`).
-
-        A node that is lost cannot confirm it; no memory is shared with it.
-        """
+        """Kill an instance's process. A node that is lost cannot confirm it; no memory is
+        shared with it."""
         place = self._places[index]
         place.is_cancelled.set()
         if place.starting is not None:
@@ -357,13 +346,13 @@ class RayInstances:
         self._ray.kill(actor)
 
     def vacate(self, index: int) -> None:
-        """Give an instance's place back (`Launcher.vacate`)."""
+        """Give an instance's place back."""
         place = self._places[index]
         place.left = place.node_id
         self._give_back(place)
 
     def close(self) -> None:
-        """End all instances at once, since one whose node is lost takes its time (`Launcher.close`)."""
+        """End all instances at once, since one whose node is lost takes its time."""
         self._is_closed.set()
         self._watch.join(KILL_S)  # Ray would start a cluster for one that asks after the connection ended
         with ThreadPoolExecutor(len(self._places)) as pool:

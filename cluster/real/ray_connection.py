@@ -28,9 +28,7 @@ PROBE_S = 20.0
 @contextlib.contextmanager
 def ray_connection(address: str) -> Iterator[str]:
     """A connection to a running cluster; the address of this node. ClusterError, in one line, without one.
-
-    Off loopback it must be one that asks for a token.
-    """
+    Off loopback it must be one that asks for a token."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = the_ray()
     _check_listens(address)
@@ -48,13 +46,11 @@ def ray_connection(address: str) -> Iterator[str]:
                     configure_logging=False,
                 )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        asks = (
-            "compare RAY_AUTH_TOKEN with that of the cluster" if _sends_token() else "set RAY_AUTH_MODE=token"
-        )
-        hint = f"; if it asks for a token, {asks}"
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        remedies = {True: "compare RAY_AUTH_TOKEN with the cluster's", False: "set RAY_AUTH_MODE=token"}
         stack.close()
-        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}{hint}") from error
+        hint = f"if it asks for a token, {remedies[_sends_token()]}"
+        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}; {hint}") from error
     try:
         node = str(ray.util.get_node_ip_address())
         _check_token(node)
@@ -108,10 +104,8 @@ def the_ray(part: str = "") -> Any:
 
 
 def _check_listens(address: str) -> None:
-    """Check that something listens at the address, since Ray itself tries for minutes.
-
-    Where Ray finds a cluster on its own (`auto`), that one is asked.
-    """
+    """Check that something listens at the address, since Ray itself tries for minutes. Where Ray finds a
+    cluster on its own (`auto`), that one is asked."""
     host, _, port = (_found_by_ray() if address == "auto" else address).rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -157,10 +151,8 @@ print("it asks for no token")
 
 
 def _check_asks_for_token(address: str) -> None:
-    """Check that a cluster asks for a token: ClusterError where a process without one is answered.
-
-    Another process asks, since Ray reads its environment once.
-    """
+    """Check that a cluster asks for a token: ClusterError where a process without one is answered. Another
+    process asks, since Ray reads its environment once."""
     without = {name: text for name, text in os.environ.items() if not name.startswith("RAY_AUTH_")}
     try:
         asked = subprocess.run(
@@ -185,16 +177,14 @@ _SETTINGS = 4
 _FRAME_HEAD_BYTES = 9
 _OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 """Bytes that open a connection of HTTP/2: its preface, and an empty frame of settings."""
-_TLS_RECORDS = (0x15, 0x16)
+_TLS_RECORDS = (b"\x15", b"\x16")
 """First bytes of two kinds of TLS records: of an alert and of a handshake."""
 _CERTIFICATES = "RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT"
 
 
 def check_greets(there: socket.socket, address: str) -> None:
-    """Check that Ray answers on a connection within GREETING_S, by TLS if that is set here.
-
-    Takes the connection, and closes it. ClusterError, in one line, where it does not.
-    """
+    """Check that Ray answers on a connection within GREETING_S, by TLS if that is set here. Takes the
+    connection, and closes it. ClusterError, in one line, where it does not."""
     uses_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     deadline_s = time.monotonic() + GREETING_S
     there.settimeout(GREETING_S)
@@ -224,23 +214,18 @@ def check_greets(there: socket.socket, address: str) -> None:
 def _problem(first: bytes) -> str:
     if not first:
         return "closes the connection"
-    return "speaks TLS" if first[0] in _TLS_RECORDS else "does not answer as Ray does"
+    return "speaks TLS" if first[:1] in _TLS_RECORDS else "does not answer as Ray does"
 
 
 def _first_bytes(there: socket.socket, deadline_s: float) -> bytes:
     """The head of the other side's first frame, or less where it closes. TimeoutError at the deadline."""
     first = b""
-    while len(first) < _FRAME_HEAD_BYTES:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        there.settimeout(left_s)
+    while len(first) < _FRAME_HEAD_BYTES and first[:1] not in _TLS_RECORDS:
+        there.settimeout(max(1e-3, deadline_s - time.monotonic()))
         received = there.recv(_FRAME_HEAD_BYTES - len(first))
         if not received:
             break
         first += received
-        if first[0] in _TLS_RECORDS:
-            break
     return first
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from phasewise.cluster.real.front import DrainPlace
+from phasewise.cluster.real.front import DrainPlace, Front
 from phasewise.cluster.real.ray_connection import NAMESPACE, the_ray
 
 EXCHANGE_S = 0.5
@@ -42,29 +40,11 @@ class Desk:
         self._orders.append(order)
 
 
-class Attended(Protocol):
-    """The part of a front that a desk is about."""
-
-    state: Any
-
-    def members(self) -> list[dict[str, object]]: ...
-
-    def send(self, message: DrainPlace) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ServerNames:
-    """The names of a server on its cluster. server: its id; model: what it serves."""
-
-    server: str
-    model: str
-    node: str
-
-
 class DeskThread:
-    """Tells a front's facts at its desk and takes orders from there. Close it before the connection."""
+    """Tells a front's facts at its desk and takes orders from there. Close it before the connection. names:
+    the id of the server on its cluster, its model, and its node."""
 
-    def __init__(self, names: ServerNames, front: Attended) -> None:
+    def __init__(self, names: dict[str, str], front: Front) -> None:
         self._names = names
         self._front = front
         self._is_closed = threading.Event()
@@ -79,7 +59,7 @@ class DeskThread:
         ray = the_ray()
         desk = (
             ray.remote(Desk)
-            .options(name=f"{_NAME}{self._names.server}", namespace=NAMESPACE, num_cpus=0, max_restarts=-1)
+            .options(name=f"{_NAME}{self._names['server']}", namespace=NAMESPACE, num_cpus=0, max_restarts=-1)
             .remote()
         )
         while not self._is_closed.wait(EXCHANGE_S):
@@ -92,21 +72,19 @@ class DeskThread:
             ray.kill(desk)
 
     def _facts(self) -> dict[str, Any]:
-        names = self._names
-        return {
-            "server": names.server,
-            "model": names.model,
-            "node": names.node,
-            "state": self._front.state,
-            "instances": self._front.members(),
-        }
+        return {**self._names, "state": self._front.state, "instances": self._front.members()}
 
 
 def servers() -> list[dict[str, Any]]:
     """The facts of every server of the connected cluster. A desk that does not answer in seconds has none."""
     ray = the_ray()
-    facts = [fact for _, fact in _desks(lambda desk: ray.get(desk.facts.remote(), timeout=ANSWER_S))]
-    return sorted((fact for fact in facts if fact), key=lambda fact: str(fact["server"]))
+    facts = []
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["namespace"] == NAMESPACE and str(named["name"]).startswith(_NAME):
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                desk = ray.get_actor(named["name"], namespace=NAMESPACE)
+                facts.append(ray.get(desk.facts.remote(), timeout=ANSWER_S))
+    return sorted(filter(None, facts), key=lambda fact: str(fact["server"]))
 
 
 def order_drain(server: str, index: int, *, undo: bool) -> None:
@@ -114,15 +92,3 @@ def order_drain(server: str, index: int, *, undo: bool) -> None:
     ray = the_ray()
     desk = ray.get_actor(f"{_NAME}{server}", namespace=NAMESPACE)
     ray.get(desk.order.remote({"index": index, "undo": undo}), timeout=ANSWER_S)
-
-
-def _desks(ask: Callable[[Any], Any]) -> list[tuple[str, Any]]:
-    ray = the_ray()
-    answers = []
-    for named in ray.util.list_named_actors(all_namespaces=True):
-        name = str(named["name"])
-        if named["namespace"] != NAMESPACE or not name.startswith(_NAME):
-            continue
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            answers.append((name, ask(ray.get_actor(name, namespace=NAMESPACE))))
-    return answers

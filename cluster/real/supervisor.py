@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -18,11 +18,15 @@ from phasewise._version import __version__
 from phasewise._words import number
 from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.instance_messages import Heartbeat, Identity, Ready
-from phasewise.cluster.routing import Role
+from phasewise.cluster.routing import Role, Router
+from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
 from phasewise.serving.engine.messages import EngineLoad
+from phasewise.serving.engine.stored_prefixes import shape_of
 from phasewise.serving.errors import RankLost, RanksError
+from phasewise.serving.prefix_store.store import summed
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
 
 KvTransfer = Literal["auto", "shm", "tcp"]
 
@@ -41,49 +45,39 @@ class Launcher(Protocol):
 
     def launch(self, index: int, orders: Orders) -> None:
         """Start the process of one instance; the instance itself says what comes of it."""
-        ...
 
     def waits(self, index: int) -> str | None:
         """The reason, in one line, why the process that was launched last has no place yet; None: it has
         one."""
-        ...
+        return None
 
     def ended(self, index: int) -> str | None:
         """The way, in one line, in which the process that was launched last has ended; None while it runs."""
-        ...
 
     def n_joined(self) -> int:
         """Number of hosts that have joined since the start: when it grows, places that did not fit are tried
         again."""
-        ...
+        return 0
 
     def place(self, index: int) -> dict[str, object]:
         """Facts of where the instance runs or is to run, for people and scripts."""
-        ...
+        return {}
 
     def kill(self, index: int) -> None:
-        """End an instance at once, also where it is stopped.
-
-        It cannot write to any memory once this returns.
-        """
-        ...
+        """End an instance at once, also where it is stopped. It cannot write to any memory once this
+        returns."""
 
     def vacate(self, index: int) -> None:
         """Give an instance's place back, after `kill`: the next launch looks for another one."""
-        ...
 
     def close(self) -> None:
         """End all instances."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """Settings of a front and its instances. Times in seconds.
-
-    endpoint: where instances reach it; listen: where each of them takes keys and values. keys: needed
-    wherever these are not on this host.
-    """
+    """Settings of a front and its instances. Times in seconds. endpoint: where instances reach it; listen:
+    where each of them takes keys and values. keys: needed wherever these are not on this host."""
 
     endpoint: str
     listen: Callable[[int, int], str]
@@ -124,6 +118,10 @@ class InstanceMember:
     n_handing_over: int = 0
     n_without_database: int = 0
     """Times that the instances of this place went on without the tuning database."""
+    hand_overs: int = 0
+    hand_over_s: float = 0.0
+    hand_over_bytes: int = 0
+    reports_refused: int = 0
     due_s: float | None = 0.0
     """The instant at which to launch the next instance; None: one runs, or the place is given up or left."""
     is_given_up: bool = False
@@ -146,6 +144,14 @@ class InstanceMember:
         """True if the instance says that it holds no request."""
         return not self.is_busy and (self.load is None or not any(self.load[:3]))
 
+    def handed_over(self, n_prompt: int, took_s: float) -> None:
+        """Count a prompt whose keys and values have arrived where it is answered."""
+        self.hand_overs += 1
+        self.hand_over_s += max(0.0, took_s)
+        if self.ready is not None:
+            shape = shape_of(self.ready.identity.shape)
+            self.hand_over_bytes += n_prompt * shape.n_layers * shape.slot_bytes
+
     def hear(self, heartbeat: Heartbeat) -> None:
         """Take note of what the instance says of itself; it has just been heard."""
         self.refused, self.n_handing_over, self.is_busy = (
@@ -166,10 +172,8 @@ class InstanceMember:
         return "given up" if self.is_given_up else "starting"
 
     def facts(self, pool: Role) -> dict[str, object]:
-        """Facts of the instance, for people and scripts. pool: the one that it is in now.
-
-        From any thread: an instance may be lost while they are read.
-        """
+        """Facts of the instance, for people and scripts. pool: the one that it is in now. From any thread: an
+        instance may be lost while they are read."""
         ready, load = self.ready, self.load
         fingerprint = ready.identity.fingerprint if ready else None
         return {
@@ -224,10 +228,31 @@ class Supervisor:
         """True if no instance will be ready again by itself."""
         return all(member.is_given_up or member.has_left for member in self.members)
 
-    @property
-    def places(self) -> list[dict[str, object]]:
-        """Facts of where each instance runs or is to run, for people and scripts."""
-        return [self._launcher.place(member.index) for member in self.members]
+    def states(self, router: Router) -> list[InstanceState]:
+        """The state of each instance, in the order of their places. Any thread may ask."""
+        return [
+            InstanceState(
+                f"{member.role}-{member.index}",
+                member.role,
+                pool,
+                member.load,
+                max(0, member.life - 1),
+                counts.prompts,
+                counts.prompt_tokens,
+                counts.tokens_expected,
+                counts.answers,
+                router.n_blocks(member.index) * BLOCK_TOKENS,
+                counts.pool_changes,
+                member.n_handing_over,
+                member.hand_overs,
+                member.hand_over_s,
+                member.hand_over_bytes,
+                member.reports_refused,
+                _info(member, self._launcher.place(member.index)),
+                member.n_without_database,
+            )
+            for member, pool, counts in zip(self.members, router.roles, router.counts, strict=True)
+        ]
 
     def facts(self, pools: Sequence[Role]) -> list[dict[str, object]]:
         """Facts of every place, for people and scripts. pools: the ones that the instances are in now."""
@@ -247,8 +272,7 @@ class Supervisor:
 
     def look_after(self, endpoint: str, now_s: float) -> Iterator[tuple[InstanceMember, str]]:
         """Start the instances that are due, which find the front at `endpoint`. Yields those to `end`, and
-        why.
-        """
+        why."""
         self._try_again(now_s)
         for member in self.members:
             problem = None
@@ -293,10 +317,8 @@ class Supervisor:
         return None
 
     def end(self, member: InstanceMember, why: str) -> RankLost:
-        """Kill an instance that has ended or is of no use.
-
-        `ended` tells when it is dead; it is started anew unless it is given up or leaves.
-        """
+        """Kill an instance that has ended or is of no use. `ended` tells when it is dead; it is started anew
+        unless it is given up or leaves."""
         was_ready, name = member.ready is not None, member.name
         lost = RankLost(f"instance {name} was lost: {why}")
         log.error("%s", lost)
@@ -399,10 +421,8 @@ class Supervisor:
 
 
 def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
-    """The obstacle to handing requests over to instance `name`, of identity `ours`; None: it can.
-
-    The name of a format is no difference: where the numbers and their arithmetic are the same, so are bits.
-    """
+    """The obstacle to handing requests over to instance `name`, of identity `ours`; None: it can. The name of
+    a format is no difference: where the numbers and their arithmetic are the same, so are bits."""
     if ours.model_hash != theirs.model_hash:
         return f"its model or weight format differs from that of instance {name}"
     if ours.shape != theirs.shape:
@@ -418,3 +438,51 @@ def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
     if ours.context_length != theirs.context_length:
         return f"its context is {theirs.context_length} tokens, that of {name} {ours.context_length}"
     return None
+
+
+# ---- what is told of all instances ------------------------------------------------------------------------
+
+
+def _info(member: InstanceMember, place: Mapping[str, object]) -> InstanceInfo | None:
+    ready = member.ready
+    if ready is None:
+        return None
+    plans = {phase: words for phase, _, words in (plan.partition(": ") for plan in ready.plans)}
+    fingerprint = ready.identity.fingerprint
+    return InstanceInfo(
+        str(place.get("node") or ""),
+        str(place.get("label") or ""),
+        fingerprint.weight_format,
+        fingerprint.kv_format,
+        ready.n_sparse_weights,
+        plans.get("prefill", ""),
+        plans.get("decode", ""),
+        ready.kv_bytes,
+    )
+
+
+def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -> EngineLoad:
+    """The load of several instances; the front knows how many requests wait and run."""
+    return EngineLoad(
+        n_waiting,
+        n_running,
+        sum(load.kv_slots_used for load in loads),
+        sum(load.kv_slots for load in loads),
+        None,
+        sum(load.preemptions for load in loads),
+        sum(load.prefix_hits for load in loads),
+        sum(load.prefix_tokens_reused for load in loads),
+        sum(load.phase_switches for load in loads),
+        sum(load.n_clients_waiting for load in loads),
+        steps_over_tpot=sum(load.steps_over_tpot for load in loads),
+        stored=summed([load.stored for load in loads if load.stored is not None]),
+        prompt_token_ns=_together_ns([load.prompt_token_ns for load in loads]),
+        best_token_ns=_together_ns([load.best_token_ns for load in loads]),
+    )
+
+
+def _together_ns(times_ns: Sequence[float]) -> float:
+    """Nanoseconds a token of several instances that compute prompts at the same time; 0: none has computed
+    one."""
+    positive_ns = [time_ns for time_ns in times_ns if time_ns > 0]
+    return 1 / sum(1 / time_ns for time_ns in positive_ns) if positive_ns else 0.0

@@ -38,10 +38,8 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Slo:
-    """Promises together.
-
-    Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's time.
-    """
+    """Promises together. Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's
+    time."""
 
     name: str
     bounds: tuple[Bound, ...]
@@ -114,7 +112,7 @@ class Summary:
 def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
     """The summary of a simulation. reference: step times of the machine that slowdowns are told against."""
     lives = simulation.lives
-    times = _times(simulation)
+    times = _times(lives)
     slowdowns: dict[Metric, dict[int, float]] | None = None
     if reference is not None:
         baseline = _baseline(lives, reference)
@@ -146,12 +144,12 @@ def broken(summary: Summary, slo: Slo) -> list[str]:
     ]
 
 
-def _times(simulation: Simulation) -> dict[Metric, Seconds]:
-    lives = simulation.lives
-    ttft = np.array([life.ttft_s for life in lives])
-    e2e = np.array([life.e2e_s for life in lives])
-    tbt = np.array([life.tbt_s for life in lives])
-    return {"ttft": ttft, "tbt": tbt, "e2e": e2e}
+def _times(lives: Sequence[Life]) -> dict[Metric, Seconds]:
+    return {
+        "ttft": np.array([life.ttft_s for life in lives]),
+        "tbt": np.array([life.tbt_s for life in lives]),
+        "e2e": np.array([life.e2e_s for life in lives]),
+    }
 
 
 def _baseline(lives: Sequence[Life], reference: StepTimes) -> dict[Metric, Seconds]:
@@ -169,10 +167,7 @@ def _percentiles(values: Seconds) -> dict[int, float]:
 
 def _uses(simulation: Simulation) -> Iterable[RoleUse]:
     span_s = max(simulation.end_s - min(life.arrival.at_s for life in simulation.lives), 1e-12)
-    kinds: dict[tuple[Role, str], None] = dict.fromkeys(
-        (use.role, use.machine) for use in simulation.machines
-    )
-    for role, machine in kinds:
+    for role, machine in dict.fromkeys((use.role, use.machine) for use in simulation.machines):
         uses = [use for use in simulation.machines if (use.role, use.machine) == (role, machine)]
         occupancy: dict[int, float] = defaultdict(float)
         for use in uses:
@@ -183,9 +178,8 @@ def _uses(simulation: Simulation) -> Iterable[RoleUse]:
 
 
 def _cumulative(occupancy: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
-    total = sum(occupancy.values()) or 1.0
-    rows, so_far = [], 0.0
-    for tokens, seconds in sorted(occupancy.items()):
-        so_far += seconds
-        rows.append((tokens, so_far / total))
-    return tuple(rows)
+    tokens = sorted(occupancy)
+    so_far = np.cumsum([occupancy[count] for count in tokens])
+    return tuple(
+        (count, float(share / (so_far[-1] or 1.0))) for count, share in zip(tokens, so_far, strict=True)
+    )

@@ -44,10 +44,8 @@ Run = Callable[[Cell], Outcome]
 
 @dataclass
 class Search:
-    """The cells that were run, for one design at one rate.
-
-    `weights`: the objective of a machine on each axis.
-    """
+    """The cells that were run, for one design at one rate. `weights`: the objective of a machine on each
+    axis."""
 
     weights: tuple[float, ...]
     run: Run
@@ -103,10 +101,8 @@ class BestCell(NamedTuple):
 
 def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
     """The feasible cell with the least objective; of equals the least tight one, then the smaller first axis.
-
     guess: what the load keeps busy on each axis, in machines; only where the search begins. ClusterError if
-    no cell within `search.most` keeps the promises.
-    """
+    no cell within `search.most` keeps the promises."""
     best = _first_feasible(search, guess)
     if len(best) == 1:
         best = (_least(search, lambda count: (count,), 1, best[0]),)
@@ -114,19 +110,13 @@ def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
         best = _improved(search, best)
     best = _least_tight(search, best)
     while (better := _better_neighbour(search, best)) is not None:
-        best = _least_tight(search, _further(search, best, better))
+        best = _least_tight(search, better)
     outcome = search.outcome(best)
     return BestCell(best, search.objective(best), outcome, len(search.outcomes), search.frontier())
 
 
 def _rank(search: Search, cell: Cell) -> tuple[float, float, Cell]:
     return round(search.objective(cell), 9), search.outcome(cell).tightness, cell
-
-
-def _none_keeps(search: Search) -> str:
-    return (
-        f"no cluster of up to {counted(search.most, 'machine')} of each kind keeps the promises at this rate"
-    )
 
 
 def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:
@@ -138,7 +128,8 @@ def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:
     scale = 1.0
     while not search.is_feasible(cell(scale)):
         if all(count == search.most for count in cell(scale)):
-            raise ClusterError(_none_keeps(search))
+            most = counted(search.most, "machine")
+            raise ClusterError(f"no cluster of up to {most} of each kind keeps the promises at this rate")
         scale *= 1.5
     low, high = (scale / 1.5 if scale > 1 else 0.0), scale
     while cell(low) != cell(high) and high - low > 0.02 * high:
@@ -162,11 +153,8 @@ def _least(search: Search, cell: Callable[[int], Cell], low: int, high: int) -> 
 
 
 def _improved(search: Search, best: Cell) -> Cell:
-    """The best cell after one look at every column; `best` where none has a better one.
-
-    Each column is asked once: does its dearest cell that is still better keep the promises? If so, how few
-    machines do?
-    """
+    """The best cell after one look at every column; `best` where none has a better one. Each column is asked
+    once: does its dearest cell that is still better keep the promises? If so, how few machines do?"""
     for tokens in _outwards(best[1], search.most):
         prompts = _most_below(search, tokens, search.objective(best))
         if prompts >= 1 and search.is_feasible((prompts, tokens)):
@@ -217,8 +205,7 @@ def _least_tight(search: Search, best: Cell) -> Cell:
 
 def _better_neighbour(search: Search, best: Cell) -> Cell | None:
     """A cell around `best` that is better and feasible; None certifies `best`. Only infeasibility is
-    inferred.
-    """
+    inferred."""
     objective = round(search.objective(best), 9)
     around = product(*(range(max(1, count - NEIGHBOURHOOD), count + NEIGHBOURHOOD + 1) for count in best))
     cheaper = [
@@ -231,22 +218,6 @@ def _better_neighbour(search: Search, best: Cell) -> Cell | None:
         if is_open and search.outcome(cell).is_feasible:
             return cell
     return None
-
-
-def _further(search: Search, best: Cell, better: Cell) -> Cell:
-    """The best cell in the direction that led from `best` to `better`, in strides that double while they
-    succeed."""
-    step = [new - old for new, old in zip(better, best, strict=True)]
-    stride = 1
-    while stride:
-        cell = tuple(count + stride * change for count, change in zip(better, step, strict=True))
-        is_inside = min(cell) >= 1 and max(cell) <= search.most
-        if is_inside and search.objective(cell) < search.objective(better) and search.is_feasible(cell):
-            better = cell
-            stride *= 2
-        else:
-            stride //= 2
-    return better
 
 
 def highest_rate(feasible: Callable[[float], bool], step: float, most: float, above: float = 0.0) -> float:
@@ -280,11 +251,9 @@ class Fastest(NamedTuple):
 def fastest(
     cells: Sequence[Cell], start: int, run: Callable[[Cell, float], bool], step: float, most: float
 ) -> Fastest:
-    """The way to spend a budget, of those along it, that keeps the promises at the highest rate.
-
-    Begins at index `start`; a neighbour is tried at one step above the best rate, and the walk goes on from
-    whichever is better, in strides that are halved until those of one bring nothing.
-    """
+    """The way to spend a budget, of those along it, that keeps the promises at the highest rate. Begins at
+    index `start`; a neighbour is tried at one step above the best rate, and the walk goes on from whichever
+    is better, in strides that are halved until those of one bring nothing."""
     n_runs = 0
     rates: dict[tuple[Cell, float], bool] = {}
 

@@ -7,30 +7,246 @@ events of one instant run in the order in which they were scheduled, and of equa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from heapq import heappop, heappush
+from typing import Protocol, cast
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.routing import POLICIES, Ask, Limits, Policy, Role, Router
-from phasewise.cluster.simulated.kv_transfer import Link, Prompt, transfer
-from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
+from phasewise.cluster.routing import Ask, Limits, Role, Router
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
-from phasewise.cluster.simulated.steps import StepTimes
-from phasewise.cluster.simulated.timeline import Timeline
+from phasewise.cluster.simulated.steps import PromptPart, StepTimes
+from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RequestError
-from phasewise.serving.scheduling.held_prefixes import HeldReport, block_keys
-from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
+from phasewise.serving.pools.contract import PoolSettings
+from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
+from phasewise.serving.scheduling.held_prefixes import HeldPrefixes, HeldReport, block_keys
+from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.scheduling.request import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
     Request,
     SchedulerLimits,
 )
+from phasewise.serving.scheduling.scheduler import Scheduler
 
 DEFAULT_LIMITS = Limits()
+
+
+# ---- keys and values from one machine to another (Splitwise IV-C, Fig. 11) ------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The outgoing link of a machine. Transfers follow one another; each has the whole bandwidth."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    layerwise_above_tokens: int = 0
+    """Prompt tokens above which keys and values are sent layer by layer while they are computed; shorter
+    prompts are sent when they are done. The paper has 512 (VI-A), `phasewise serve` 0."""
+
+    def to(self, other: Link) -> Link:
+        """The link between two machines: the slower of their two decides."""
+        return Link(
+            min(self.bytes_per_s, other.bytes_per_s),
+            max(self.latency_s, other.latency_s),
+            self.layerwise_above_tokens,
+        )
+
+    def last_byte_s(self, life: Life, n_bytes: int, n_layers: int, free_s: float) -> float:
+        """The instant at which the last byte of a computed prompt's keys and values leaves a link that is
+        free, and allowed to begin, from `free_s` on.
+
+        Layer by layer: layer i of L is there to be sent when i / L of the prompt's time has passed. The
+        layers leave in order, so the last byte leaves when the link has sent all of them, and not
+        before the last layer has been computed and sent.
+        """
+        whole_s = n_bytes / self.bytes_per_s
+        if life.arrival.prompt_tokens <= self.layerwise_above_tokens:
+            return max(life.prompt_end_s, free_s) + whole_s
+        first_layer_s = life.prompt_start_s + (life.prompt_end_s - life.prompt_start_s) / n_layers
+        return max(max(first_layer_s, free_s) + whole_s, life.prompt_end_s + whole_s / n_layers)
+
+
+# ---- a machine -------------------------------------------------------------------------------------------
+
+REFRESH_S = 0.5
+"""Simulated seconds between two times that a pool learns."""
+
+TOKEN = 0
+"""The id that stands for every token of an answer."""
+
+
+Action = Callable[[], None]
+
+
+class Timeline:
+    """A clock in seconds that only events move: equal instants run in the order they were scheduled."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._serial = 0
+        self._heap: list[tuple[float, int, Action]] = []
+
+    def at(self, at_s: float, action: Action) -> None:
+        """Run `action` at `at_s`, which must not lie in the past."""
+        if at_s < self.now_s:
+            raise ValueError(f"an event at {at_s} s would lie before now, {self.now_s} s")
+        self._serial += 1
+        heappush(self._heap, (at_s, self._serial, action))
+
+    def run(self) -> None:
+        """Run every event, and those that they schedule, to the last."""
+        heap = self._heap
+        while heap:
+            self.now_s, _, action = heappop(heap)
+            action()
+
+
+class Listener(Protocol):
+    """Hears of events of a machine's requests, at the simulated instant at which they happen."""
+
+    def prompt_step_begins(self, request_id: str) -> None:
+        """A step begins that computes a part of the request's prompt, or of what a preemption undid."""
+
+    def prompt_computed(self, request_id: str) -> None:
+        """All of the request's prompt is computed."""
+
+    def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None: ...
+
+    def block_granted(self, request_id: str) -> None:
+        """A request that was expected has a block."""
+
+    def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
+        """A machine tells its pace, and changes of the prefixes that it holds, as instances do."""
+
+
+class ProductionMachine:
+    """A machine that runs the production scheduler, its KV pool and its pacing. `submit`, `expect`, `arrived`
+    and `acknowledge` come from outside. Nothing here decides anything that the engine would decide: it does
+    what `serving.engine.engine.Engine.step` does with stand-ins for tokens, and moves the clock by what the
+    step-time model says."""
+
+    def __init__(
+        self,
+        index: int,
+        steps: StepTimes,
+        limits: SchedulerLimits,
+        kv_slots: int,
+        tpot_ms: float,
+        timeline: Timeline,
+        listener: Listener,
+        tells_prefixes: bool = False,
+    ) -> None:
+        """Make an idle machine. tells_prefixes: those that it holds are told."""
+        self.index = index
+        self.busy_s = 0.0
+        self.occupancy_s: dict[int, float] = defaultdict(float)
+        """Seconds that steps took, by the tokens of the step."""
+        self._steps = steps
+        self._timeline = timeline
+        self._listener = listener
+        pool_settings = PoolSettings(longest_request=limits.context_length)
+        pool = open_pool(DEFAULT_POLICY, kv_slots, pool_settings)
+        self.scheduler = Scheduler(pool, limits)
+        self._held = HeldPrefixes(self.scheduler, "") if tells_prefixes else None
+        self._pacing = Pacing(round(tpot_ms * 1e6), limits.max_batch_tokens)
+        self._is_computing = False
+        self._granted: set[str] = set()
+        self._refreshed_s = 0.0
+        self._since_prefill: int | None = None
+        """Decode steps since the last prefill step; None: there was none."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. RequestError if it can never run here."""
+        self.scheduler.add(request)
+        self._wake()
+
+    def expect(self, request: Request) -> None:
+        """Queue a request whose prompt is computed elsewhere. RequestError if it can never run here."""
+        self.scheduler.expect(request)
+        self._wake()
+
+    def arrived(self, request_id: str) -> None:
+        """Note that keys and values of an expected request are here: its first token is sampled."""
+        self._granted.discard(request_id)
+        out = self.scheduler.arrived(request_id, TOKEN)
+        assert out is not None, f"{request_id} was aborted"
+        self._listener.token_made(request_id, out.n_generated, is_last=out.finish_reason is not None)
+        self._wake()
+
+    def acknowledge(self, request_id: str) -> None:
+        """Note that a request that was handed over has arrived elsewhere."""
+        self.scheduler.acknowledge(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_computing:
+            self._step()
+
+    def _step(self) -> None:
+        scheduler = self.scheduler
+        paced = self._pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
+        batch = scheduler.next_batch(*paced)
+        if batch is None:
+            self.scheduler.take_copies()
+            self._tell_granted()
+            return
+        self._is_computing = True
+        now_s = self._timeline.now_s
+        if batch.phase == "prefill":
+            for name in batch.request_ids:
+                self._listener.prompt_step_begins(name)
+        self._tell_granted()
+        cost_s = self._cost_s(batch)
+        self._timeline.at(now_s + cost_s, lambda: self._end(batch, cost_s))
+
+    def _cost_s(self, batch: Batch) -> float:
+        if batch.phase == "prefill":
+            return self._steps.prompts_s(
+                PromptPart(len(piece.token_ids), piece.start) for piece in batch.slices
+            )
+        context = sum(piece.start + 1 for piece in batch.slices)
+        return self._steps.decode_s(len(batch.slices), context, self._since_prefill)
+
+    def _end(self, batch: Batch, cost_s: float) -> None:
+        self._is_computing = False
+        self.busy_s += cost_s
+        self.occupancy_s[batch.n_tokens] += cost_s
+        runs = [[TOKEN] for piece in batch.slices if piece.wants_logits]
+        outs = self.scheduler.commit_runs(batch, runs)
+        self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9), batch.n_in_shadow)
+        if batch.phase == "prefill":
+            self._since_prefill = 0
+        elif self._since_prefill is not None:
+            self._since_prefill += 1
+        self._tell()
+        if batch.phase == "prefill":
+            for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+                if piece.wants_logits:
+                    self._listener.prompt_computed(name)
+        for out in outs:
+            self._listener.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
+        if self._timeline.now_s - self._refreshed_s >= REFRESH_S:
+            self._refreshed_s = self._timeline.now_s
+            self.scheduler.pool.refresh()
+        self._wake()
+
+    def _tell(self) -> None:
+        report = None if self._held is None else self._held.report()
+        self._listener.told(self.index, self._pacing.best_token_ns / 1e9, report)
+
+    def _tell_granted(self) -> None:
+        for request_id in [name for name in self.scheduler.expected if name not in self._granted]:
+            self._granted.add(request_id)
+            self._listener.block_granted(request_id)
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -119,8 +335,6 @@ class Simulation:
     end_s: float
     n_preemptions: int
     """Moves of machines between the prompt and the token pool."""
-    n_tokens_reused: int = 0
-    """Tokens of prompts that were taken over from prefixes held, where `prefix_reuse`."""
 
 
 def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
@@ -130,36 +344,41 @@ def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
     return ProductionCluster(spec, arrivals).run()
 
 
+@dataclass(slots=True)
 class _Going:
     """A request on its way between two machines."""
 
-    __slots__ = ("granted_s", "is_computed", "is_sending", "life")
-
-    def __init__(self, life: Life) -> None:
-        self.life = life
-        self.granted_s = math.nan
-        self.is_computed = False
-        """True if the prompt's keys and values are all there: a preemption undoes it."""
-        self.is_sending = False
+    life: Life
+    granted_s: float = math.nan
+    is_computed: bool = False
+    """True if the prompt's keys and values are all there: a preemption undoes it."""
+    is_sending: bool = False
 
 
 class ProductionCluster:
     """Several engines behind a router; it is the `Listener` of each of its machines."""
 
-    def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival], policy: Policy | None = None) -> None:
-        """Make the machines of `spec` idle. policy: in place of the one that `spec` names."""
+    def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival]) -> None:
+        """Make the machines of `spec` idle."""
         self._spec = spec
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
         longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
         self._machines = [
-            ProductionMachine(index, kind.steps, _settings(kind, longest, spec), self._timeline, self)
+            ProductionMachine(
+                index,
+                kind.steps,
+                _limits(kind, longest, spec),
+                kind.kv_slots,
+                kind.tpot_ms,
+                self._timeline,
+                self,
+                spec.tells_prefixes,
+            )
             for index, kind in enumerate(self._kinds)
         ]
-        self._router = Router(
-            ((role, kind.kv_slots) for role, kind in spec.machines),
-            policy or POLICIES[spec.policy](spec.limits),
-        )
+        machines = ((role, kind.kv_slots) for role, kind in spec.machines)
+        self._router = Router(machines, spec.policy, spec.limits)
         self._link_free_s = [0.0] * len(self._machines)
         self._lives = {str(index): Life(arrival) for index, arrival in enumerate(arrivals)}
         self._going: dict[str, _Going] = {}
@@ -174,14 +393,12 @@ class ProductionCluster:
             raise AssertionError(f"{counted(len(stuck), 'request')} never ended, the first is {stuck[0]}")
         for machine in self._machines:
             machine.scheduler.check()
-        self._router.check()
         uses = [
             MachineUse(role, kind.name, machine.busy_s, machine.occupancy_s)
             for machine, (role, kind) in zip(self._machines, self._spec.machines, strict=True)
         ]
         preemptions = sum(machine.scheduler.counts.preemptions for machine in self._machines)
-        reused = sum(machine.scheduler.counts.prefix_tokens_reused for machine in self._machines)
-        return Simulation(self._spec, lives, uses, self._timeline.now_s, preemptions, reused)
+        return Simulation(self._spec, lives, uses, self._timeline.now_s, preemptions)
 
     def prompt_step_begins(self, request_id: str) -> None:
         life, going = self._lives[request_id], self._going.get(request_id)
@@ -259,21 +476,12 @@ class ProductionCluster:
         going.is_sending = True
         kind = self._kinds[life.prompt_machine]
         link = kind.link.to(self._kinds[life.token_machine].link)
-        n_tokens = self.tokens_to_send(request_id)
-        prompt = Prompt(
-            n_tokens,
-            n_tokens * kind.kv_bytes_per_token,
-            kind.n_layers,
-            life.prompt_start_s,
-            life.prompt_end_s,
-        )
-        sent = transfer(link, prompt, going.granted_s, self._link_free_s[life.prompt_machine])
-        self._link_free_s[life.prompt_machine] = sent.link_free_s
-        self._timeline.at(max(sent.arrival_s, self._timeline.now_s), lambda: self._arrive(request_id))
-
-    def tokens_to_send(self, request_id: str) -> int:
-        """Positions of a prompt that a hand-over brings to the machine that answers: all (decision 0131)."""
-        return self._lives[request_id].arrival.prompt_tokens
+        n_bytes = life.arrival.prompt_tokens * kind.kv_bytes_per_token  # of all positions (decision 0131)
+        free_s = max(going.granted_s, self._link_free_s[life.prompt_machine])
+        left_s = link.last_byte_s(life, n_bytes, kind.n_layers, free_s)
+        self._link_free_s[life.prompt_machine] = left_s
+        arrival_s = max(left_s + link.latency_s, self._timeline.now_s)
+        self._timeline.at(arrival_s, lambda: self._arrive(request_id))
 
     def _arrive(self, request_id: str) -> None:
         life = self._going.pop(request_id).life
@@ -283,16 +491,13 @@ class ProductionCluster:
         self._machines[life.prompt_machine].acknowledge(request_id)
 
 
-def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSettings:
+def _limits(kind: MachineType, longest: int, spec: ClusterSpec) -> SchedulerLimits:
     if kind.kv_slots < longest:
         raise ClusterError(
             f"machine type {kind.name} has room for the keys and values of {max(0, kind.kv_slots)} tokens, "
             f"but a request of the trace has {longest}"
         )
-    limits = SchedulerLimits(
-        longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse
-    )
-    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms, spec.tells_prefixes)
+    return SchedulerLimits(longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse)
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from phasewise._words import number
+from phasewise.cluster.errors import ClusterError
+
+MAX_ARRIVALS = 1_000_000
 
 
 class Arrival(NamedTuple):
@@ -15,8 +22,7 @@ class Arrival(NamedTuple):
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
     """An id for what each block of `PREFIX_BLOCK_TOKENS` prompt tokens holds; two equal ids are the same
-    tokens after the same beginning. Empty: the prompt begins like no other.
-    """
+    tokens after the same beginning. Empty: the prompt begins like no other."""
     client: str = ""
     """The client that sends the request: clients share a machine; requests of one are first come, first
     served."""
@@ -62,3 +68,24 @@ class Life:
     def transfer_s(self) -> float:
         """Seconds from the end of the prompt to the arrival of its keys and values; NaN where they stayed."""
         return self.kv_arrival_s - self.prompt_end_s
+
+
+def poisson(lengths: Sequence[tuple[int, int]], rate: float, duration_s: float, seed: int) -> list[Arrival]:
+    """Requests at exponential intervals, with (prompt, output) tokens drawn from `lengths`. The same for the
+    same seed. Times do not depend on the lengths, so a rate's arrivals can be compared."""
+    if not lengths:
+        raise ClusterError("there is no request to draw lengths from")
+    if not 0 < rate * duration_s <= MAX_ARRIVALS:
+        raise ClusterError(
+            f"{number(rate)} requests/s for {number(duration_s)} s are not between 1 and {MAX_ARRIVALS}"
+            " requests"
+        )
+    clock, requests = random.Random(f"{seed}:clock"), random.Random(f"{seed}:prompts")
+    arrivals: list[Arrival] = []
+    now_s = clock.expovariate(1.0) / rate
+    while now_s < duration_s:
+        arrivals.append(Arrival(len(arrivals), now_s, *requests.choice(lengths)))
+        now_s += clock.expovariate(1.0) / rate
+    if not arrivals:
+        raise ClusterError(f"no request arrives in {number(duration_s)} s at {number(rate)} requests/s")
+    return arrivals

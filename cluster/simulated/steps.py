@@ -1,27 +1,21 @@
 """The time of one step of a machine: piecewise linear curves, as in the paper's performance model
-(Splitwise V-B), from the authors' profile, from a table of one's own, or from timed steps.
+(Splitwise V-B), from a table of one's own or from timed steps.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import os
-import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import NamedTuple
 
-from phasewise._files import read_input
 from phasewise.cluster.errors import ClusterError
+from phasewise.serving.batch import STEP_TOKENS
 
 MAX_POINTS = 4096
-MAX_PROFILE_ROWS = 1_000_000
-MAX_PROFILE_BYTES = 64 << 20
 
 
 class Curve:
@@ -88,10 +82,8 @@ class StepTimes:
         return self.prompts_s([PromptPart(n_tokens, n_before)])
 
     def prompts_s(self, prompts: Iterable[PromptPart]) -> float:
-        """Seconds of a prefill step.
-
-        Tokens attend to those before them in their own prompts, and to no others.
-        """
+        """Seconds of a prefill step. Tokens attend to those before them in their own prompts, and to no
+        others."""
         return sum(map(self._piece_s, pieces(prompts, self.rows_at_once)))
 
     def _piece_s(self, prompts: Sequence[PromptPart]) -> float:
@@ -132,79 +124,96 @@ def _positive(seconds: float) -> float:
     return seconds if seconds > 0 else 1e-9
 
 
-class ProfileKey(NamedTuple):
-    """The key by which rows of a profile belong together."""
+# ---- curves through steps that were timed -----------------------------------------------------------------
 
-    model: str
-    hardware: str
-    tensor_parallel: int
+SETTLED = 8
+"""Decode steps after a prefill step from which on a step takes what all later ones take."""
 
 
-_COLUMNS = ("model", "hardware", "tensor_parallel", "prompt_size", "batch_size", "prompt_time", "token_time")
+class TimedStep(NamedTuple):
+    """`sequences` of `context` tokens each took `tokens` new ones, in `seconds`."""
+
+    phase: str
+    tokens: int
+    sequences: int
+    context: int
+    seconds: float
+    since_prefill: int = SETTLED
+    """Decode steps between the last prefill step and this one."""
 
 
-def read_profile(path: str | os.PathLike[str]) -> dict[ProfileKey, StepTimes]:
-    """Step times from a CSV file in the format of the authors' `perf_model.csv` (times in milliseconds).
+def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
+    """Curves through timed steps of both phases. ClusterError where a phase has none.
 
-    Repeats become their median by tokens of the batch. ClusterError names the file and the row.
+    A prefill step costs by its tokens, and by pairs of a token and one before it; one of more rows than an
+    engine computes at once as its pieces do. A decode step costs by
+    its sequences, and by the context that they read together; the first ones after a prefill step cost more,
+    where such were timed.
     """
-    name = os.fspath(path)
-    times: dict[ProfileKey, tuple[_Repeats, _Repeats]] = defaultdict(
-        lambda: (defaultdict(list), defaultdict(list))
+    rows = list(timed)
+    prefill = [row for row in rows if row.phase == "prefill"]
+    decode = [row for row in rows if row.phase == "decode" and row.tokens == 1]
+    for phase, readings in (("prefill", prefill), ("decode", decode)):
+        if not readings:
+            raise ClusterError(f"no {phase} step was timed: time steps of both phases first")
+    by_tokens = _prefill_curve(prefill)
+    pair_s = _positive_median(
+        (row.seconds - by_tokens.at(row.tokens * row.sequences)) / (row.tokens * row.sequences * row.context)
+        for row in prefill
+        if row.context
     )
-    try:
-        text = read_input(path, MAX_PROFILE_BYTES).decode("utf-8-sig")
-        with io.StringIO(text, newline="") as file:
-            rows = csv.DictReader(file)
-            missing = [column for column in _COLUMNS if column not in (rows.fieldnames or ())]
-            if missing:
-                raise ClusterError(f"{name} is no profile of step times: it has no column {missing[0]}")
-            for line, row in enumerate(rows, 2):
-                if line > MAX_PROFILE_ROWS:
-                    raise ClusterError(f"{name} has more than {MAX_PROFILE_ROWS} rows")
-                key, tokens, prompt_s, token_s = _profile_row(row, f"{name}, row {line}")
-                prompts, answers = times[key]
-                prompts[tokens].append(prompt_s)
-                answers[tokens].append(token_s)
-    except OSError as error:
-        raise ClusterError(f"{name}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ClusterError(f"{name} is not UTF-8 text: no profile of step times") from None
-    except csv.Error as error:
-        raise ClusterError(f"{name} is not CSV: {error}") from None
-    if not times:
-        raise ClusterError(f"{name} holds no step times")
-    return {key: StepTimes(_medians(prompts), _medians(answers)) for key, (prompts, answers) in times.items()}
+    early = [row for row in decode if row.since_prefill < SETTLED]
+    settled = [row for row in decode if row.since_prefill >= SETTLED] or decode
+    context_s = _context_s(settled)
+    by_sequences: dict[int, list[float]] = defaultdict(list)
+    for row in settled:
+        by_sequences[row.sequences].append(row.seconds - context_s * row.sequences * row.context)
+    steps = StepTimes(
+        prefill=by_tokens,
+        decode=Curve([(0, 0.0), (1, context_s)]),
+        decode_sequences=Curve((n, max(0.0, median(values))) for n, values in by_sequences.items()),
+        prefill_context_s=pair_s,
+        rows_at_once=STEP_TOKENS,
+    )
+    return replace(steps, after_prefill_s=_after_prefill_s(early, steps))
 
 
-_Repeats = dict[int, list[float]]
+def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
+    """Seconds of a prefill step by its tokens, from steps with nothing before them; else from those with the
+    least before them."""
+    least = min(row.context for row in rows)
+    repeats: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.context == least:
+            repeats[row.tokens * row.sequences].append(row.seconds)
+    points = [(float(tokens), median(values)) for tokens, values in repeats.items()]
+    return Curve(points if len(points) > 1 else [(0.0, 0.0), *points])
 
 
-def _medians(repeats: Mapping[int, Sequence[float]]) -> Curve:
-    return Curve((float(tokens), median(values)) for tokens, values in repeats.items())
+def _context_s(rows: Sequence[TimedStep]) -> float:
+    """Seconds for each token of context: the slope of one regression within groups of equally many sequences.
+    Pooled, so that contexts that lie far apart decide, not the noise of those that are nearly equal."""
+    products = squares = 0.0
+    for sequences in sorted({row.sequences for row in rows}):
+        same = [row for row in rows if row.sequences == sequences]
+        tokens = fmean(row.context for row in same)
+        seconds = fmean(row.seconds for row in same)
+        products += sum(sequences * (row.context - tokens) * (row.seconds - seconds) for row in same)
+        squares += sum((sequences * (row.context - tokens)) ** 2 for row in same)
+    return max(0.0, products / squares) if squares else 0.0
 
 
-def _profile_row(row: Mapping[str, str | None], where: str) -> tuple[ProfileKey, int, float, float]:
-    whole = [_whole(row, column, where) for column in ("tensor_parallel", "prompt_size", "batch_size")]
-    parallel, prompt, batch = whole
-    milliseconds = [_milliseconds(row, column, where) for column in ("prompt_time", "token_time")]
-    key = ProfileKey(str(row["model"]), str(row["hardware"]), parallel)
-    return key, prompt * batch, milliseconds[0] / 1000, milliseconds[1] / 1000
+def _after_prefill_s(rows: Sequence[TimedStep], settled: StepTimes) -> tuple[float, ...]:
+    """Extra seconds of each of the first decode steps after a prefill step, beyond what a settled one
+    takes."""
+    beyond: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        usual_s = settled.decode_s(row.sequences, row.sequences * row.context)
+        beyond[row.since_prefill].append(row.seconds - usual_s)
+    return tuple(_positive_median(beyond[since]) for since in range(SETTLED)) if rows else ()
 
 
-def _whole(row: Mapping[str, str | None], column: str, where: str) -> int:
-    text = (row[column] or "").strip()
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise ClusterError(f"{where}: {column} must be a positive whole number, not {text!r:.40}")
-    return int(text)
-
-
-def _milliseconds(row: Mapping[str, str | None], column: str, where: str) -> float:
-    text = (row[column] or "").strip()
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e9:
-        raise ClusterError(f"{where}: {column} must be milliseconds above 0, not {text!r:.40}")
-    return value
+def _positive_median(values: Iterable[float]) -> float:
+    """The median, at least zero: times scatter, and nothing gets faster by having more to do."""
+    numbers = list(values)
+    return max(0.0, median(numbers)) if numbers else 0.0

@@ -139,17 +139,13 @@ class _Inliner(ir.Rewriter):
         helper = self._with_one_return(helper)
         by: dict[str, ir.Expr] = {}
         before: list[ir.Stmt] = []
-        changed = ir.assigned(helper.body) | _changed_registers(helper.body)
+        changed = ir.assigned(helper.body)
         addressed = {variable.name for given in args if (variable := _address_of(given))}
         for (name, of), given in zip(helper.args, args, strict=True):
             is_kept = isinstance(given, ir.Var | ir.Const) or self._closed or _is_place(given)
             is_kept = _address_of(given) is not None or (is_kept and not ir.used(given) & addressed)
             if name not in changed and is_kept:
                 by[name] = given
-            elif isinstance(of, Array):
-                raise SourceError(
-                    self._path, self._line, f"`{helper.name}` takes registers that are no variable"
-                )
             else:
                 own = ir.Var(of, self._fresh(name))
                 before.append(ir.Declare(own.name, of, given, self._line))
@@ -181,13 +177,6 @@ class _Inliner(ir.Rewriter):
             return replace(helper, body=body)
         declared = ir.Declare(result.name, result.type, None, helper.line)
         return replace(helper, body=(declared, *body, ir.Return(result, helper.line)))
-
-
-def _changed_registers(body: ir.Body) -> set[str]:
-    """The names of the sets of registers that get values one by one."""
-    targets = [node.target for node in ir.walk_body(body) if isinstance(node, ir.Assign)]
-    bases = [target.base for target in targets if isinstance(target, ir.Index)]
-    return {base.name for base in bases if isinstance(base, ir.Var) and isinstance(base.type, Array)}
 
 
 def _address_of(e: ir.Expr) -> ir.Var | None:

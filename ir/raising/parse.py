@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tree_sitter import Node
 
+from phasewise._words import counted
 from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import (
@@ -16,7 +17,7 @@ from phasewise.ir.operations import (
     decayed,
     unary,
 )
-from phasewise.ir.raising.parse_compound import APART, CompoundValues
+from phasewise.ir.raising.parse_expressions import SourceExpressions
 from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.raising.preprocess import Expanded, guess_isa, preprocess, read_source
 from phasewise.ir.types import (
@@ -46,8 +47,7 @@ def parse_file(
     define: Sequence[str] = (),
 ) -> ir.FunctionDefinition:
     """The function of that name and all that it calls, at the low level. SourceError where it is outside the
-    subset.
-    """
+    subset."""
     text = read_source(path)
     return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
 
@@ -120,7 +120,7 @@ _UNSUPPORTED = {
 }
 
 
-class _Body(CompoundValues):
+class _Body(SourceExpressions):
     """Reads the statements of one function."""
 
     def read(self, node: Node) -> ir.FunctionDefinition:
@@ -167,8 +167,7 @@ class _Body(CompoundValues):
                 return []
             raise self._refuse(node, "an argument without a name")
         name, of, _ = self.source.declared(base, declarator, is_const_node(node))
-        is_by_value = isinstance(of, Array) and isinstance(of.of, Vec) and declarator.type == "identifier"
-        if isinstance(of, Array) and not is_by_value:
+        if isinstance(of, Array):
             of = Pointer(of.of, is_const_node(node))
         if isinstance(of, Struct):
             raise self._refuse(node, f"argument `{name}` is a struct, not a pointer to one")
@@ -285,7 +284,7 @@ class _Body(CompoundValues):
         for declarator in node.children_by_field_name("declarator"):
             name, of, value = self.source.declared(base, declarator, is_const)
             if isinstance(of, Array) and isinstance(of.of, Vec) and value is not None:
-                statements += self._registers_declared(name, of, value, line, declarator)
+                statements += self._registers_declared(name, of, value, line)
             else:
                 statements.append(self._declared(name, of, value, line, is_const, declarator))
         return statements
@@ -298,15 +297,22 @@ class _Body(CompoundValues):
         if isinstance(of, Struct):
             raise self._refuse(declarator, f"`{name}`: variables that are structs are not in the subset")
         self._note(of)
-        if isinstance(of, Vec) and value is not None and value.type == "initializer_list":
-            return ir.Declare(
-                self._new(name, of).name, of, self._lanes_listed(value, of), line, is_const=is_const
-            )
         init = None if value is None else self.expr(value)
         if init is not None and value is not None:
             of = _as_const_as(init, of)
             init = self._convert(init, of, value)
         return ir.Declare(self._new(name, of).name, of, init, line, is_const=is_const)
+
+    def _registers_declared(self, name: str, of: Array, value: Node, line: int) -> list[ir.Stmt]:
+        """An array of registers and the assignments of those in a list."""
+        self._note(of)
+        declared = self._new(name, of)
+        values = [self._converted(item, of.of) for item in value.named_children if item.type != "comment"]
+        if len(values) > of.count:
+            raise self._refuse(value, f"`{name}` has {counted(of.count, 'register')}, not {len(values)}")
+        places = [ir.Index(of.of, declared, ir.integer(i)) for i in range(len(values))]
+        assigned = (ir.Assign(place, item, line) for place, item in zip(places, values, strict=True))
+        return [ir.Declare(declared.name, of, None, line), *assigned]
 
     def _effect(self, node: Node) -> list[ir.Stmt]:
         """The statements of an expression that stands alone."""
@@ -338,8 +344,6 @@ class _Body(CompoundValues):
             return self._memcpy(node, line)
         if name in ("memset", "__builtin_memset"):
             return self._memset(node, line)
-        if (apart := APART.fullmatch(name)) and apart[1] == "st":
-            return self._stored_together(int(apart[2]), apart[3], apart[4], node, line)
         if name == "__builtin_prefetch" and name not in self.source.intrinsics:
             return []  # a hint; instruction sets that have the operation keep it
         if name in ("_mm256_zeroupper", "_mm256_zeroall", "_mm_sfence", "_mm_empty"):
@@ -425,8 +429,6 @@ class _Body(CompoundValues):
         if op == "=" and right.type == "assignment_expression":
             before = self._effect(right)
             right = needed(right, "left")
-        if op == "=" and isinstance(target.type, Array):
-            return self._registers(target, right, line)
         value = self.expr(right)
         if op != "=":
             value = self._operated(op[:-1], target, value, node)

@@ -27,7 +27,6 @@ from phasewise.ir.operations import (
     integer_result,
     unary,
 )
-from phasewise.ir.raising.intrinsics_neon import NEON_ELEMS
 from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.types import (
     F32,
@@ -388,8 +387,6 @@ class SourceExpressions:
     def _field(self, node: Node) -> ir.Expr:
         base = self.expr(needed(node, "argument"))
         name = self._text(needed(node, "field"))
-        if name == "val" and isinstance(base.type, Array) and isinstance(base.type.of, Vec):
-            return base
         is_arrow = any(self._text(child) == "->" for child in node.children)
         if is_arrow:
             base = self._element(base, ir.integer(0), node)
@@ -435,7 +432,7 @@ class SourceExpressions:
         if library in ("lrintf", "llrintf"):
             (whole,) = (self._convert(arg, F32, node) for arg in args)
             return ir.Cast(I64, ir.CallExpression(F32, "rintf", (whole,)))
-        if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
+        if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS:
             raise self._refuse(node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}")
         raise self._refuse(node, f"`{name}` is not defined here")
 
@@ -499,10 +496,6 @@ _CLASSES: dict[str, Callable[[ir.Expr], ir.Expr]] = {
 }
 """C's macros that classify a float, each of which is true or false."""
 _OTHER_INTRINSICS = ("_cvtsh_ss",)
-
-
-def _looks_like_neon(name: str) -> bool:
-    return name[:1] == "v" and name.rpartition("_")[2] in {suffix for suffix, _ in NEON_ELEMS} | {"f16"}
 
 
 def _literal(source: Source, node: Node) -> ir.Const:

@@ -9,11 +9,11 @@ import tree_sitter_c
 from tree_sitter import Language, Node, Parser
 
 from phasewise.ir import nodes as ir
+from phasewise.ir.builders import X86_TYPES
 from phasewise.ir.errors import SourceError
-from phasewise.ir.raising import intrinsics
+from phasewise.ir.raising.intrinsics_x86 import x86
 from phasewise.ir.raising.preprocess import Expanded, SourcePlace
 from phasewise.ir.types import (
-    F16,
     F32,
     F64,
     I8,
@@ -36,7 +36,7 @@ NAMED_TYPES: dict[str, Type] = {
     **{f"int{8 * n}_t": SCALARS[f"i{8 * n}"] for n in (1, 2, 4, 8)},
     **{f"uint{8 * n}_t": SCALARS[f"u{8 * n}"] for n in (1, 2, 4, 8)},
     "size_t": U64, "ssize_t": I64, "ptrdiff_t": I64, "intptr_t": I64, "uintptr_t": U64,
-    "float": F32, "double": F64, "void": VOID, "_Bool": U8, "bool": U8, "__fp16": F16, "char": I8, "int": I32,
+    "float": F32, "double": F64, "void": VOID, "_Bool": U8, "bool": U8, "char": I8, "int": I32,
 }  # fmt: skip
 
 
@@ -60,8 +60,7 @@ class Source(ABC):
         self.bytes = expanded.text.encode()
         self.root = Parser(LANGUAGE).parse(self.bytes).root_node
         self.names = _Names()
-        self.registers = intrinsics.register_types(expanded.isa)
-        self.intrinsics = intrinsics.table_of(expanded.isa)
+        self.intrinsics = x86()
         self.read: dict[str, ir.FunctionDefinition] = {}
         self.reading: list[str] = []
         self._types: dict[str, Type] = {}
@@ -167,7 +166,7 @@ class Source(ABC):
                 )
 
     def _named_type(self, name: str, node: Node) -> Type:
-        existing = NAMED_TYPES.get(name) or self.registers.get(name) or self._types.get(name)
+        existing = NAMED_TYPES.get(name) or X86_TYPES.get(name) or self._types.get(name)
         if existing is not None:
             return existing
         defined = self.names.types.get(name)

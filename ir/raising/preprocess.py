@@ -25,15 +25,12 @@ LIMITS = ChildLimits(seconds=5, memory_bytes=1 << 30, file_bytes=MAX_EXPANDED_BY
 _SSE = ("__SSE__", "__SSE2__", "__SSE3__", "__SSSE3__", "__SSE4_1__", "__SSE4_2__", "__x86_64__", "__AVX__")
 _AVX2 = (*_SSE, "__AVX2__", "__FMA__", "__F16C__")
 _AVX512 = (*_AVX2, "__AVX512F__", "__AVX512BW__", "__AVX512VL__", "__AVX512DQ__")
-_NEON = ("__aarch64__", "__ARM_NEON", "__ARM_ARCH=8", "__ARM_FEATURE_FMA", "__ARM_FP16_FORMAT_IEEE")
 MACROS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "sse": _SSE[:-1],
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_vnni": (*_AVX512, "__AVX512VNNI__"),
-    "neon": _NEON,
-    "neon_dotprod": (*_NEON, "__ARM_FEATURE_DOTPROD"),
 }
 """Macros that a compiler for the instruction set defines, by set."""
 
@@ -163,14 +160,9 @@ class Expanded:
 
 def guess_isa(text: str) -> str:
     """The instruction set that a source's intrinsics are of: the widest that it names."""
-    for isa, mark in (
-        ("neon", r"\bv(ld1|st1|dup|add|fma)q?_|arm_neon\.h"),
-        ("avx512", r"\b_mm512_"),
-        ("avx2", r"\b_mm"),
-    ):
-        if re.search(mark, text):
-            return isa
-    return "portable"
+    if re.search(r"\b_mm512_", text):
+        return "avx512"
+    return "avx2" if re.search(r"\b_mm", text) else "portable"
 
 
 def read_source(path: Path) -> str:
@@ -211,7 +203,6 @@ def _write_headers(folder: Path) -> None:
         file.write_text(_COMMON)
     for name in _X86_HEADERS.split():
         (folder / f"{name}.h").write_text(_INTRINSICS)
-    (folder / "arm_neon.h").write_text("#pragma once\n")
 
 
 def _complaint(path: Path, errors: str, signal_name: str | None) -> SourceError:

@@ -26,10 +26,9 @@ from phasewise.ir.operations import (
     cast,
     unary,
 )
-from phasewise.ir.raising import intrinsics
 from phasewise.ir.raising.inline import inlined
 from phasewise.ir.raising.intrinsics_masks import mask_of
-from phasewise.ir.raising.intrinsics_neon import is_below_16
+from phasewise.ir.raising.intrinsics_x86 import x86
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.raising.preprocess import read_source
 from phasewise.ir.raising.reductions import recognised
@@ -37,12 +36,8 @@ from phasewise.ir.reading import read
 from phasewise.ir.text import printed
 from phasewise.ir.types import (
     BITS,
-    F16,
-    F32,
-    I8,
     I32,
     U8,
-    U16,
     U32,
     VOID,
     Array,
@@ -64,14 +59,12 @@ class _Raiser:
     def __init__(self, function: ir.FunctionDefinition, path: str) -> None:
         self._low = function
         self._path = path
-        self._table = intrinsics.table_of(function.source_isa)
+        self._table = x86()
         self._types: dict[str, Type] = {name: _memory_type(of) for name, of in function.args}
         for table in function.tables:
             self._types[table.name] = table.type
         self._line = function.line
         self._n_loops: dict[str, int] = {}
-        self._constants: dict[str, ir.Expr] = {}
-        """Values of registers that get one value."""
         self._known: dict[str, ir.Expr] = {}
         """Values of registers that get one value made of numbers alone."""
         self._once = _given_once(function.body)
@@ -157,11 +150,11 @@ class _Raiser:
         return (replace(declaration, type=self._types[declaration.name], value=value),)
 
     def _remember(self, name: str, value: ir.Expr, is_const: bool) -> None:
-        """Remember the value of a register that gets no other one."""
+        """Remember the value of a register that gets no other one, if it is made of numbers alone."""
         if is_const or name in self._once:
-            self._constants[name] = ir.Substitute(self._constants).expr(value)
-            if not ir.used(self._constants[name]):
-                self._known[name] = self._constants[name]
+            constant = ir.Substitute(self._known).expr(value)
+            if not ir.used(constant):
+                self._known[name] = constant
 
     def _assign(self, target: ir.Expr, value: ir.Expr, line: int) -> ir.Body:
         new = self.expr(value)
@@ -327,10 +320,6 @@ class _Raiser:
 
     def _cast(self, of: Type, a: ir.Expr) -> ir.Expr:
         inner = self.expr(a)
-        if a.type == F16 and of == F32:
-            return call("from_f16", (inner,))
-        if of == F16:
-            return call("to_f16", (cast(F32, inner),))
         if isinstance(of, Pointer) and isinstance(of.to, Vec):
             if isinstance(inner.type, Pointer) and not isinstance(inner.type.to, Scalar):
                 return cast(Pointer(U8, of.is_const), inner)
@@ -379,9 +368,6 @@ class _Raiser:
         if e.name in LIBRARY or e.name in LIBRARY_F64:
             return call(e.name, args)
         intrinsic = self._table[e.name]
-        if e.name.startswith("vqtbl1q_") and is_below_16(ir.Substitute(self._constants).expr(args[1])):
-            looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
-            return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
         try:
             operation = self._built(intrinsic, args)
         except (AssertionError, IndexError):
@@ -406,7 +392,7 @@ class _Raiser:
             return intrinsic.build(numbers)
 
 
-_BROADCASTS = ("broadcast_ss", "_dup_f32", "load1_ps", "load_ps1", "broadcast_sd", "load1_pd")
+_BROADCASTS = ("broadcast_ss", "load1_ps", "load_ps1", "broadcast_sd", "load1_pd")
 """Intrinsics that read one number by its address."""
 
 
@@ -422,10 +408,7 @@ def _given_once(body: ir.Body) -> set[str]:
 
 
 def _memory_type(of: Type) -> Type:
-    """The raised type of memory: pointers to registers, and to nothing known, are pointers to bytes; float16
-    is its bits."""
-    if of == F16:
-        return U16
+    """The raised type of memory: pointers to registers, and to nothing known, are pointers to bytes."""
     if isinstance(of, Pointer) and isinstance(of.to, Vec):
         return Pointer(U8 if of.to.elem == BITS else of.to.elem, of.is_const)
     if isinstance(of, Pointer) and of.to == VOID:
@@ -503,11 +486,9 @@ def raise_file(
     define: Sequence[str] = (),
     reassociate: bool = False,
 ) -> str:
-    """Raise a C file's function to text of the high level, with `reassociate()` if asked for.
-
-    A comment line `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises
-    SourceError where the function is outside the subset.
-    """
+    """Raise a C file's function to text of the high level, with `reassociate()` if asked for. A comment line
+    `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises SourceError
+    where the function is outside the subset."""
     kernel = raised(parse_file(path, function, isa, include, define), path)
     read_back = read(_with_descriptions(printed(kernel), read_source(path)), str(path))
     return printed(replace(read_back, reassociate=reassociate))

@@ -24,16 +24,14 @@ ALIASED_SHARE = 1 / 3
 
 DTYPES = {
     "i8": "<i1", "u8": "<u1", "i16": "<i2", "u16": "<u2", "i32": "<i4", "u32": "<u4", "i64": "<i8",
-    "u64": "<u8", "f32": "<f4", "f64": "<f8", "f16": "<u2",
+    "u64": "<u8", "f32": "<f4", "f64": "<f8",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of one call: a number, or the bytes of a buffer, for each.
-
-    `aliases`: pairs of arguments, in the order of the arguments, that are one buffer; their bytes are equal.
-    """
+    """The arguments of one call: a number, or the bytes of a buffer, for each. `aliases`: pairs of arguments,
+    in the order of the arguments, that are one buffer; their bytes are equal."""
 
     values: tuple[int | float | bytes, ...]
     aliases: tuple[tuple[int, int], ...] = ()
@@ -80,11 +78,9 @@ def draw(
     where: str = "kernel",
     is_plain: bool = False,
 ) -> Case:
-    """Draw the arguments of a call.
-
-    `shape` sets numbers; `edge` counts the calls of a run, whose first ones meet the bounds. `is_plain`:
-    without zeros and subnormal numbers, which take a processor longer than others do.
-    """
+    """Draw the arguments of a call. `shape` sets numbers; `edge` counts the calls of a run, whose first ones
+    meet the bounds. `is_plain`: without zeros and subnormal numbers, which take a processor longer than
+    others do."""
     descriptions = described(function, where)
     numbers: dict[str, int | float] = {}
     for name, of in function.args:

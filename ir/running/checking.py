@@ -33,8 +33,7 @@ values. Twice 2^-24 for each of the at most 512 additions that one lane of a sum
 @dataclass(frozen=True)
 class KernelOutputs:
     """The results of one call: the result's bits, and the buffers that are not const, in the order of
-    arguments.
-    """
+    arguments."""
 
     result: bytes
     buffers: tuple[bytes, ...]
@@ -71,10 +70,8 @@ class Program:
         compile_c([main, *sources], self._path, target, flags)
 
     def run(self, cases: Sequence[Case]) -> list[KernelOutputs]:
-        """Run all cases, in one process.
-
-        CheckError where the kernel touches what it was not given, or does not end.
-        """
+        """Run all cases, in one process. CheckError where the kernel touches what it was not given, or does
+        not end."""
         data, out = self._folder / f"{self._name}.in", self._folder / f"{self._name}.out"
         with data.open("wb") as file:
             for number, case in enumerate(cases):
@@ -131,11 +128,8 @@ def check(
     seed: int = 0,
     where: str = "kernel",
 ) -> Verdict:
-    """Call a kernel and its original with the same arguments.
-
-    Bits must be equal, but for `bound`: then differences stay below it. Raises CheckError for the first call
-    that differs, naming its numbers.
-    """
+    """Call a kernel and its original with the same arguments. Bits must be equal, but for `bound`: then
+    differences stay below it. Raises CheckError for the first call that differs, naming its numbers."""
     rng, done, worst, is_exact = np.random.default_rng(seed), 0, 0.0, True
     while done < n_cases:
         batch: list[Case] = []

@@ -32,8 +32,7 @@ def compiler_for(target: IsaTarget) -> str:
 
 def emulator_for(target: IsaTarget) -> list[str]:
     """The command that starts a program of the target: nothing, or an emulator. ToolError where it is
-    missing.
-    """
+    missing."""
     if compiler_for(target) != ARM_COMPILER:
         return []
     if shutil.which(ARM_EMULATOR) is None:
@@ -58,10 +57,8 @@ def compile_c(
     is_library: bool = False,
     is_strict: bool = False,
 ) -> Finished:
-    """Compile C files to a program or a shared library. `is_strict`: warnings are errors.
-
-    ToolError with the compiler's words.
-    """
+    """Compile C files to a program or a shared library. `is_strict`: warnings are errors. ToolError with the
+    compiler's words."""
     command = [
         compiler_for(target),
         *COMMON_FLAGS,

@@ -40,10 +40,8 @@ class Finished:
 
 
 def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) -> Finished:
-    """Run a command to its end; one that passes its time is killed with all that it started.
-
-    Raises ToolError where the command does not exist.
-    """
+    """Run a command to its end; one that passes its time is killed with all that it started. Raises ToolError
+    where the command does not exist."""
     confine = _confinement(limits, None)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -62,10 +60,8 @@ def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) ->
 
 
 class LimitedProcess:
-    """A command that answers each line with a line. Use it in a `with` block: it is killed at its end.
-
-    core: the CPU that it runs on; None: any. environment: None: ours.
-    """
+    """A command that answers each line with a line. Use it in a `with` block: it is killed at its end. core:
+    the CPU that it runs on; None: any. environment: None: ours."""
 
     def __init__(
         self,

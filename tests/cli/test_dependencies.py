@@ -88,7 +88,7 @@ def test_what_an_extra_has_is_no_dependency() -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "arguments"),
     [
-        ("tree_sitter", "kernels", ["kernels", "raise", "ir/samples/rmsnorm.c", "--function", "rmsnorm"]),
+        ("tree_sitter", "kernels", ["kernels", "raise", "ir/samples/dot_f32.c", "--function", "dot_f32"]),
         pytest.param(
             *(
                 "ray",

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 import phasewise._files
 from phasewise.cli.present import on_one_line
 from phasewise.cluster.simulated.spec_file import read_cluster
-from phasewise.cluster.simulated.steps import read_profile
 from phasewise.ir.raising.preprocess import read_source
 from phasewise.serving.errors import ServingError
 from phasewise.topology import read_lstopo, read_machine
@@ -58,7 +57,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "eval --predictor": ("predict-len", "eval", "LOG", "--predictor", "FILE"),
     "simulate TRACE": ("simulate", "FILE", "--pools", "mixed=1*h100"),
     "simulate --pools": ("simulate", "TRACE", "--pools", "FILE"),
-    "simulate --perf-model": ("simulate", "TRACE", "--pools", "mixed=1*h100", "--perf-model", "FILE"),
     "simulate --machine-from-xml": (
         "simulate", "TRACE", "--pools", "CLUSTER", "--machine-from-xml", "FILE:none.json",
     ),
@@ -88,7 +86,6 @@ READERS: tuple[Callable[[Path], object], ...] = (
     log.read_log,
     read_lstopo,
     read_cluster,
-    read_profile,
     read_source,
     read_text,
     lambda file: read_hidden(file, read_machine()),

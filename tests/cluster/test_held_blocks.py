@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cluster.held_blocks import HeldBlocks, ReportRefused
+from phasewise.cluster.routing import HeldBlocks, ReportRefused
 from phasewise.serving.scheduling.held_prefixes import MOST_KEYS, HeldReport
 from tests.support.tiers import examples
 

@@ -15,14 +15,15 @@ from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, 
 from phasewise.ir.running.compiling import compile_c, missing_tool
 from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
 
-FOLDER = Path(phasewise.ir.__file__).parent / "samples"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.c"))
+_FOLDERS = (Path(phasewise.ir.__file__).parent / "samples", Path(__file__).parents[1] / "data" / "kernels")
+_PATHS = {path.stem: path for folder in _FOLDERS for path in folder.glob("*.c")}
+NAMES = sorted(_PATHS)
 HOME = TARGETS["avx2"]
 """The instruction set that they were written for."""
 
 
 def path_of(name: str) -> Path:
-    return FOLDER / f"{name}.c"
+    return _PATHS[name]
 
 
 def text_of(name: str, reassociate: bool = False) -> str:

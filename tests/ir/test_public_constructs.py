@@ -50,47 +50,6 @@ PORTABLE = {
         for (uint32_t i = 0; i < n; i++) { both(x[i], &s, &t); y[i] = t; }""",
 }
 OF_TWO = ("powf", "fmaxf", "fminf", "copysignf", "fmodf", "atan2f", "hypotf")
-NEON_PAIRS = """#include <arm_neon.h>
-/* @arg n least=4 most=64 multiple=4
- * @arg x count=2*n
- * @arg y count=n
- * @arg z count=n */
-#include <stdint.h>
-void f(const float *x, float *y, float *z, uint32_t n) {
-    for (uint32_t i = 0; i < n; i += 4) {
-        float32x4x2_t v = vld2q_f32(x + 2 * i);
-        vst1q_f32(y + i, v.val[0]);
-        vst1q_f32(z + i, v.val[1]);
-    }
-}
-"""
-
-
-NEON_MORE = """#include <arm_neon.h>
-#include <stdint.h>
-/* @arg n least=16 most=64 multiple=16
- * @arg x count=4*n low=-70000 high=70000
- * @arg y count=4*n
- * @arg z count=2*n */
-static inline float32x4_t power(float32x4x2_t c) {
-    return vaddq_f32(vmulq_f32(c.val[0], c.val[0]), vmulq_f32(c.val[1], c.val[1]));
-}
-void f(const float *x, float *y, int16_t *z, uint32_t n) {
-    for (uint32_t i = 0; i < n; i += 4) {
-        float32x4x4_t v = vld4q_f32(x + 4 * i);
-        float32x4x2_t c, d;
-        c.val[0] = vmaxq_f32(v.val[0], v.val[1]);
-        c.val[1] = vminq_f32(v.val[2], v.val[3]);
-        d = c;
-        v.val[1] = power(d);
-        vst4q_f32(y + 4 * i, v);
-        int16x4x2_t s;
-        s.val[0] = vqmovn_s32(vcvtq_s32_f32(c.val[0]));
-        s.val[1] = vshrn_n_s32(vreinterpretq_s32_u32(vcvtq_u32_f32(c.val[1])), 3);
-        vst2_s16(z + 2 * i, s);
-    }
-}
-"""
 AVX2_MORE = """#include <immintrin.h>
 #include <stdint.h>
 /* @arg n least=8 most=64 multiple=8
@@ -163,17 +122,7 @@ def test_every_bit_is_kept(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_load_of_pairs_keeps_every_bit(tmp_path: Path) -> None:
-    path = tmp_path / "f.c"
-    path.write_text(NEON_PAIRS)
-
-    keep_bits(path, "neon", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "home"), [(NEON_MORE, "neon"), (AVX2_MORE, "avx2"), (AVX512_MORE, "avx512")]
-)
+@pytest.mark.parametrize(("source", "home"), [(AVX2_MORE, "avx2"), (AVX512_MORE, "avx512")])
 def test_sets_masks_and_moves_of_public_kernels_keep_every_bit(
     source: str, home: str, tmp_path: Path
 ) -> None:

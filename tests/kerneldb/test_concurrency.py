@@ -166,9 +166,7 @@ def fill_first_schema(url: str) -> None:
     """The tables of schema 0001 with the rows of its fixture."""
     engine = create_engine(url)
     with engine.begin() as connection, sqlite3.connect(FIRST_SCHEMA) as old:
-        config = schema._alembic_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        command.upgrade(schema.alembic_config(connection), "0001")
         old.row_factory = sqlite3.Row
         for table in ("problem", "schedule", "measurement", "service_plan"):
             for row in map(dict, old.execute(f"SELECT * FROM {table}")):

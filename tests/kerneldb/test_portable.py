@@ -495,7 +495,7 @@ def test_a_value_that_no_record_holds_is_refused_by_name(changes: dict[str, Any]
         (b"7", "not a JSON object"),
         (b"[" * 100_000, "recursion"),
         (b'{"a":' * 100_000, "recursion"),
-        (b'{"measurement":{},"measurement":{}}', "stands twice"),
+        (b'{"measurement":{},"measurement":{}}', "has the same key twice"),
         (b'{"measurement":{"n":NaN}}', "NaN is not a number"),
         (b'{"measurement":{"n":-Infinity}}', "Infinity is not a number"),
         (b'{"measurement":{"n":' + b"9" * 5000 + b"}}", "not JSON"),

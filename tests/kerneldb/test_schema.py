@@ -32,6 +32,7 @@ from phasewise.kerneldb.records import (
     UserPromotion,
 )
 from phasewise.kerneldb.store import open_store
+from tests.data.schemas.draft import draft_revision
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
@@ -84,14 +85,14 @@ def _add_revision(
     shutil.copytree(MIGRATIONS / "versions", versions)
     down = schema.HEAD
     (versions / "next.py").write_text(NEXT_REVISION.format(revision=revision, down=down, then=then))
-    original = schema._alembic_config
+    original = schema.alembic_config
 
-    def with_one_more() -> Config:
-        config = original()
+    def with_one_more(connection: Connection) -> Config:
+        config = original(connection)
         config.set_main_option("version_locations", str(versions))
         return config
 
-    monkeypatch.setattr(schema, "_alembic_config", with_one_more)
+    monkeypatch.setattr(schema, "alembic_config", with_one_more)
     monkeypatch.setattr(schema, "REVISIONS", (*schema.REVISIONS, revision))
     monkeypatch.setattr(schema, "HEAD", revision)
 
@@ -110,7 +111,7 @@ def test_a_new_file_is_what_the_migrations_make_of_none(connection: Connection) 
     """The statement of each table and index, but for comments and the order of columns; triggers and the
     revision in every letter.
     """
-    schema._migrate(connection)
+    schema.migrate(connection)
     migrated = _schema_of(connection)
     engine = create_engine("sqlite://")
     with engine.begin() as other:
@@ -320,7 +321,7 @@ def test_a_draft_of_a_revision_imports_and_has_the_warnings(
     """The template that the next schema change begins with."""
     shutil.copytree(MIGRATIONS, tmp_path / "migrations", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(phasewise.migrations, "__file__", str(tmp_path / "migrations" / "__init__.py"))
-    schema.draft_revision("keep the weather")
+    draft_revision("keep the weather")
     after = f"{len(schema.REVISIONS) + 1:04}"
     (draft,) = (tmp_path / "migrations" / "versions").glob(f"v{after}_keep_the_weather.py")
     source = draft.read_text()

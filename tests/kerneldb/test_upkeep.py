@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.diff import diff
+from phasewise.kerneldb.diff import diff, others_in_use
 from phasewise.kerneldb.portable import import_rows, rows_of
 from phasewise.kerneldb.records import (
     Comparison,
@@ -31,7 +31,6 @@ from phasewise.kerneldb.upkeep import (
     collect_garbage,
     is_stale,
     newest_plans,
-    plans_in_use,
     preferred_of,
     standings,
     tidy,
@@ -86,8 +85,8 @@ def summarised(measurement: Measurement) -> Measurement:
 
 def preferred_now(store: Store) -> dict[Key, Preferred]:
     """The preferred timing of each key."""
-    timings = (preferred_of(store, key, standing) for key, standing in standings(store).items())
-    return {timing.key: timing for timing in timings if timing is not None}
+    timings = {key: preferred_of(store, key, standing) for key, standing in standings(store).items()}
+    return {key: timing for key, timing in timings.items() if timing is not None}
 
 
 @pytest.fixture(params=["memory", "postgresql"])
@@ -166,11 +165,12 @@ class TestDiff:
                 store.add(
                     [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
-            in_use, plans = plans_in_use(store), store.rows(PlanRecord)
-            shown = newest_plans(plans)
+            in_use = others_in_use(store, lambda plan: plan)
+            shown = newest_plans(store.rows(PlanRecord))
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
-                assert in_use.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
+                told = in_use.get(("plan", f"{PLAN.model_key}, {phase}", PLAN.origin.machine, ""))
+                assert told == (started and started.plan_json)
                 assert shown.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:

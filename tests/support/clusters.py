@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from phasewise.cluster.simulated.kv_transfer import Link
-from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, Simulation
+from phasewise.cluster.routing import Router
+from phasewise.cluster.simulated.simulate import ClusterSpec, Link, MachineType, Pool, Simulation
 from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.cluster.simulated.steps import Curve, StepTimes
 
@@ -55,3 +55,25 @@ def assert_lawful(result: Simulation, arrivals: list[Arrival]) -> None:
     for use in result.machines:
         assert use.busy_s <= result.end_s * (1 + 1e-9)
         assert sum(use.occupancy_s.values()) == pytest.approx(use.busy_s)
+
+
+def check_counts(route: Router) -> None:
+    """Raise unless the machines' counts are the sums over the requests that have not ended."""
+    for machine in route._machines:
+        mine = [held for held in route._held.values() if machine.index in held.assignment]
+        prompts = [
+            held.n_to_compute
+            for held in mine
+            if held.assignment.prompt == machine.index and not held.is_prompt_done
+        ]
+        answers = [held for held in mine if held.assignment.token == machine.index]
+        leaving = [
+            held.ask.prompt_tokens
+            for held in mine
+            if held.assignment.token != machine.index and not held.is_prompt_done
+        ]
+        kv = sum(leaving) + sum(held.ask.prompt_tokens + held.ask.answer_tokens for held in answers)
+        expected = (len(prompts), sum(prompts), len(answers), kv)
+        load = (machine.n_prompts, machine.prompt_tokens, machine.n_answers, machine.kv_tokens)
+        if expected != load:
+            raise AssertionError(f"machine {machine.index} counts {load}, its requests are {expected}")

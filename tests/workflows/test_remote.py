@@ -262,7 +262,7 @@ def pushed(tmp_path: Path, remote: Path) -> tuple[Path, Bundle]:
 
 HOSTILE: dict[str, tuple[Callable[[Bundle], dict[str, Any]], str]] = {
     "a name out of the folder": (lambda _: {"sha256": "../../../etc/passwd"}, "64 hex digits"),
-    "a bundle of 1 GB": (lambda _: {"bytes": 1 << 30}, f"up to {MAX_BUNDLE_BYTES}"),
+    "a bundle of 1 GB": (lambda _: {"bytes": 1 << 30}, f"from 0 to {MAX_BUNDLE_BYTES}"),
     "fewer bytes": (lambda bundle: {"bytes": bundle.bytes - 1}, "not what its name says"),
     "more bytes": (lambda bundle: {"bytes": bundle.bytes + 1}, "not what its name says"),
     "another bundle": (lambda _: {"sha256": "0" * 64}, "is not there"),
@@ -270,7 +270,7 @@ HOSTILE: dict[str, tuple[Callable[[Bundle], dict[str, Any]], str]] = {
     "other cores": (lambda _: {"core": "another"}, "a row of other cores"),
     "a core of two lines": (lambda _: {"core": "a\nb"}, "printable"),
     "numbers that are none": (lambda _: {"rows": True}, "a whole number"),
-    "something more": (lambda _: {"path": "/etc/passwd"}, "an object with core"),
+    "something more": (lambda _: {"path": "/etc/passwd"}, "unexpected keyword argument"),
 }
 
 

@@ -124,10 +124,8 @@ class _Patience:
     is_stopped: bool = False
 
     def count(self, cost_ms: float, best_of_all_ms: float) -> None:
-        """Count one more result.
-
-        One that is far from the best of all counts for several, even if it is the group's best.
-        """
+        """Count one more result. One that is far from the best of all counts for several, even if it is the
+        group's best."""
         improves = cost_ms < WORTH * self.best_ms
         if cost_ms > FAR * best_of_all_ms:
             self.misses += FAR_MISSES

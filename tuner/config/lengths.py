@@ -25,9 +25,7 @@ MAX_REQUESTS = 1_000_000
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
     """The lengths of one request; `arrival_s` counts from the trace's first, None where none is stated.
-
-    `blocks`: what its prompt begins with, in blocks of `block_tokens`: equal numbers are equal tokens.
-    """
+    `blocks`: what its prompt begins with, in blocks of `block_tokens`: equal numbers are equal tokens."""
 
     prompt_tokens: int
     output_tokens: int

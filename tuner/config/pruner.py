@@ -31,8 +31,7 @@ def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
 
 class TransformationTreePruner(optuna.pruners.BasePruner):
     """`is_hopeless` over the trials of one study. Reading them takes longer than a modelled step, and a
-    finished trial never changes, so each rival is looked for once.
-    """
+    finished trial never changes, so each rival is looked for once."""
 
     def __init__(self) -> None:
         self._rivals: dict[str, optuna.trial.FrozenTrial] = {}

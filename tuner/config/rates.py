@@ -40,8 +40,7 @@ class MachineRates:
     flops_per_core: float
     core_read_bytes_per_s: float
     """The rate at which one core reads from the memory of its own node, however many of its PUs are
-    active.
-    """
+    active."""
     l3_read_bytes_per_s: float | None
     """The rate at which the cores of one L3 read together."""
     numa_read_bytes_per_s: float | None
@@ -49,9 +48,8 @@ class MachineRates:
     link_read_bytes_per_s: float | None = 40e9
     """The rate at which the cores of one NUMA node read from all other nodes together."""
     remote_node_share: float = 0.7
-    """Share of `core_read_bytes_per_s` that a core reaches in another node of its package, where the
-    firmware rates no distances.
-    """
+    """Share of `core_read_bytes_per_s` that a core reaches in another node of its package, where the firmware
+    rates no distances."""
     remote_package_share: float = 0.5
     """Share of `core_read_bytes_per_s` that a core reaches in a node of another package, where the firmware
     rates no distances."""
@@ -91,10 +89,8 @@ def _check_rate(name: str, value: float) -> None:
 
 
 def default_rates(machine: Machine, core_share: Mapping[int, CoreShare] | None = None) -> MachineRates:
-    """Stated defaults: float32 multiplies at 2.5 GHz by vector width, and memories of 2020.
-
-    core_share: as measured; None: by what the kinds of cores are called.
-    """
+    """Stated defaults: float32 multiplies at 2.5 GHz by vector width, and memories of 2020. core_share: as
+    measured; None: by what the kinds of cores are called."""
     return MachineRates(
         core_share=stated_shares(machine) if core_share is None else core_share,
         flops_per_core=_default_flops(machine),

@@ -55,8 +55,7 @@ def keep(
     kernels: Kernels = "default",
 ) -> None:
     """Append a reading, its plan named by places; committed when the call returns. KernelDbError if the
-    database cannot be written.
-    """
+    database cannot be written."""
     step, plan_json = reading.step, placed_json(reading.plan, machine)
     row = StepTime(
         model_key=model_key,

@@ -113,10 +113,8 @@ class StepGrid:
 
     phase: Phase
     lengths: tuple[int, ...]
-    """The grid's lengths, ascending.
-
-    Prefill: new tokens, nothing before them; decode: the context of a step.
-    """
+    """The grid's lengths, ascending. Prefill: new tokens, nothing before them; decode: the context of a
+    step."""
     sequences: int = 1
     far_context: int = 0
     """The context of the last chunk of the longest prompt, in prefill; 0 where one chunk is enough."""
@@ -169,9 +167,7 @@ def cost_ms(
     objective: Objective, phase: Phase, requests: Sequence[RequestLengths], timer: StepTimer, grid: StepGrid
 ) -> float:
     """The objective of some requests of the grid's trace, lower is better; any two traces can be compared.
-
-    The timer is asked for steps of `grid.steps` only, and may be asked for one several times.
-    """
+    The timer is asked for steps of `grid.steps` only, and may be asked for one several times."""
     assert grid.phase == phase, f"a grid of {grid.phase} for {phase}"
     ask = Remembered(timer)
     if phase == "prefill":
@@ -213,8 +209,7 @@ def _chunks(request: RequestLengths) -> list[tuple[int, int]]:
 
 def _contexts(request: RequestLengths) -> range:
     """The context behind each decode step. The prompt's step brings the first token of the answer; an answer
-    of one token counts as if it had one more, so that every request has a time per token.
-    """
+    of one token counts as if it had one more, so that every request has a time per token."""
     steps = max(1, request.output_tokens - 1)
     return range(request.prompt_tokens, request.prompt_tokens + steps)
 

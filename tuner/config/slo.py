@@ -31,9 +31,7 @@ class LatencyBound(NamedTuple):
 
 def parse_bounds(text: str) -> list[LatencyBound]:
     """Read `ttft=200,tpot=50` (milliseconds) or `ttft=1.5s,e2e.p99=20s`; `tbt` means `tpot`, `:` means `=`.
-
-    TraceError, in one line, for anything else and where one percentile of one metric is bounded twice.
-    """
+    TraceError, in one line, for anything else and where one percentile of one metric is bounded twice."""
     bounds: list[LatencyBound] = []
     for part in re.split(r"[,\s]+(?=[a-z])", text.strip()):
         match = _BOUND.fullmatch(part.strip().rstrip(","))

@@ -48,10 +48,8 @@ class ConfigSpace:
     """The NUMA node of each rank (`plans.nodes_of`) that all configurations must have; None: any."""
 
     def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
-        """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on.
-
-        In a generation groupings of close neighbours come first; the seed orders equals.
-        """
+        """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on. In
+        a generation groupings of close neighbours come first; the seed orders equals."""
         rng = Random(seed)
         by_latent: dict[int, list[tuple[int, float, TopoTree]]] = {}
         for root in self._groupings():

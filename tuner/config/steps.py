@@ -66,10 +66,8 @@ class StepTimer(Protocol):
     """Times steps on one open configuration."""
 
     def __call__(self, step: Step) -> float:
-        """Nanoseconds of one step, a robust estimate.
-
-        EvaluationError, one line, if this step cannot be had here.
-        """
+        """Nanoseconds of one step, a robust estimate. EvaluationError, one line, if this step cannot be had
+        here."""
         ...
 
 
@@ -81,10 +79,8 @@ class StepEvaluator(Protocol):
     def kind(self) -> EvaluatorKind: ...
 
     def open(self, configuration: Configuration, phase: Phase) -> AbstractContextManager[StepTimer]:
-        """A timer of steps of `phase` on the configuration.
-
-        EvaluationError, one line, if it cannot run here.
-        """
+        """A timer of steps of `phase` on the configuration. EvaluationError, one line, if it cannot run
+        here."""
         ...
 
 

@@ -164,10 +164,8 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
 ) -> SearchOutcome:
-    """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C.
-
-    KernelDbError when the database cannot be used. A configuration that cannot run costs infinitely much.
-    """
+    """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C. KernelDbError
+    when the database cannot be used. A configuration that cannot run costs infinitely much."""
     settings = settings or SearchSettings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)

@@ -60,10 +60,8 @@ def sampled(trace: Trace, count: int, seed: int) -> Trace:
 
 
 def slices(trace: Trace, count: int) -> tuple[Trace, ...]:
-    """At most `count` parts of nearly equal size, from short requests to long ones.
-
-    A search that looks at the first ones first pays for short steps only until it knows what is hopeless.
-    """
+    """At most `count` parts of nearly equal size, from short requests to long ones. A search that looks at
+    the first ones first pays for short steps only until it knows what is hopeless."""
     count = max(1, min(count, len(trace)))
     ordered = sorted(trace, key=lambda request: (request.tokens, request.prompt_tokens))
     ends = [len(ordered) * part // count for part in range(count + 1)]

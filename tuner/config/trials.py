@@ -100,11 +100,9 @@ class Trials:
         return f"{self._location_name} {self.study_name}"
 
     def look(self) -> tuple[dict[str, Known], set[str]]:
-        """The state of each configuration, and the ones that a live process is timing.
-
-        Failures of before this process began are not known: times change. Trials of processes that died are
-        marked as failed first.
-        """
+        """The state of each configuration, and the ones that a live process is timing. Failures of before
+        this process began are not known: times change. Trials of processes that died are marked as failed
+        first."""
         trials = self._all()
         if any(map(_is_running, trials)):
             self._bury(trials)
@@ -224,10 +222,8 @@ class Trials:
             optuna.storages.fail_stale_trials(self._study)
 
     def _beat(self, trial_id: int) -> None:
-        """Tell other machines that the trial is alive, not oftener than they look for it.
-
-        A storage of this process alone need not know.
-        """
+        """Tell other machines that the trial is alive, not oftener than they look for it. A storage of this
+        process alone need not know."""
         (last_id, beat_s), now_s = self._last_beat, time.monotonic()
         if trial_id == last_id and now_s - beat_s < HEARTBEAT_S:
             return

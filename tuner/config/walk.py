@@ -67,10 +67,8 @@ SURVEYED_GENERATIONS = 2
 
 @dataclass(frozen=True)
 class CandidateBatch:
-    """Configurations to evaluate, in any order.
-
-    The answer is a cost for each, in this order; inf: it cannot run.
-    """
+    """Configurations to evaluate, in any order. The answer is a cost for each, in this order; inf: it cannot
+    run."""
 
     candidates: tuple[Candidate, ...]
     decisions: tuple[Decision, ...]
@@ -107,10 +105,8 @@ Refining: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision,
 
 
 def refine(space: ConfigSpace, answers: Mapping[str, Scored]) -> Refining:
-    """Ask for neighbours of the best configuration of each number of ranks until none is better.
-
-    answers: what has been answered so far, by the configurations' keys.
-    """
+    """Ask for neighbours of the best configuration of each number of ranks until none is better. answers:
+    what has been answered so far, by the configurations' keys."""
     scored, uneven = dict(answers), space.uneven
     for n_ranks in sorted({len(configuration.ranks) for configuration, _ in answers.values()}):
         best = min((each for each in scored.values() if len(each[0].ranks) == n_ranks), key=_cost)

@@ -63,8 +63,7 @@ def examine(host: Host) -> tuple[Finding, ...]:
 
 def not_examined(host: Host) -> tuple[str, ...]:
     """Facts that the host, mostly a snapshot, does not tell, in words; the checks that need them report
-    nothing.
-    """
+    nothing."""
     told = {
         "load of this moment": host.conditions,
         "instruction sets in use": host.isa,

@@ -108,8 +108,7 @@ class Host:
 
     def cgroup(self, controller: str, name_v2: str, name_v1: str) -> Iterator[FindingEvidence]:
         """A cgroup's file in the process's group and those above it, innermost first, of whichever version
-        has it.
-        """
+        has it."""
         for path, text in (
             *cgroup_files(self.root, None, name_v2),
             *cgroup_files(self.root, controller, name_v1),

@@ -130,8 +130,7 @@ def set_aside(host: Host) -> Iterator[Finding]:
 
 def _by_kernel(host: Host) -> tuple[str, ...]:
     """Instruction sets that the kernel of a snapshot allows: all, without AMX on kernels that do not know
-    it.
-    """
+    it."""
     version = _version(host.text(OSRELEASE) or "")
     is_old = version is not None and version < AMX_KERNEL
     return tuple(name for name, _ in PROMISED if not (is_old and name == "amx"))

@@ -35,9 +35,7 @@ Array = npt.NDArray[np.floating[Any]]
 @dataclass(frozen=True)
 class LengthDistribution:
     """Bin i holds lengths above `bounds[i - 1]` up to `bounds[i]`; the last one, open, all that are longer.
-
-    Whatever would be longer than `limit` ends there.
-    """
+    Whatever would be longer than `limit` ends there."""
 
     bounds: Array
     shares: Array
@@ -149,10 +147,8 @@ def _some(trained: Sequence[float], window: int) -> list[float]:
 
 
 class RunningRatio:
-    """The factor for estimated means by which the means of the last answers would have been right.
-
-    Not for several threads at once.
-    """
+    """The factor for estimated means by which the means of the last answers would have been right. Not for
+    several threads at once."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
@@ -168,8 +164,7 @@ class RunningRatio:
         return min(4.0, max(0.25, self._became / self._expected))
 
     def observe(self, expected: float, became: int) -> None:
-        """An answer with this many expected tokens, by a mean not multiplied yet, and what it
-        had."""
+        """An answer with this many expected tokens, by a mean not multiplied yet, and what it had."""
         self._recent.append((expected, became))
         self._expected += expected
         self._became += became
@@ -180,10 +175,8 @@ class RunningRatio:
 
 
 def price_holding(ordered: Sequence[float], hold: float) -> float:
-    """The highest price that a share `hold` of answers to come can pay, judged by `ordered`, ascending.
-
-    Of n + 1 exchangeable values, the k-th smallest of n exceeds the last one with probability k / (n + 1) at
-    most. 0, which any answer can pay, where there are too few to tell.
-    """
+    """The highest price that a share `hold` of answers to come can pay, judged by `ordered`, ascending. Of n
+    + 1 exchangeable values, the k-th smallest of n exceeds the last one with probability k / (n + 1) at most.
+    0, which any answer can pay, where there are too few to tell."""
     rank = math.floor((len(ordered) + 1) * (1 - hold) + 1e-9)
     return math.nextafter(ordered[rank - 1], 0.0) if rank else 0.0

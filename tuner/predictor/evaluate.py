@@ -115,10 +115,8 @@ def _given(examples: Sequence[Example], buckets: Ints, bounds: Sequence[int]) ->
 @dataclass(frozen=True)
 class LearntBuckets:
     """ODMA: the smallest of the learnt buckets that holds the predicted room; else the large one, max_tokens.
-
     Bounds and price are those of the moment: answers are taken in their order, each learnt from once it has
-    ended. `first_lengths`: realised ones of training, which fill the window at the beginning.
-    """
+    ended. `first_lengths`: realised ones of training, which fill the window at the beginning."""
 
     predictor: LengthPredictor
     first_lengths: Sequence[int]
@@ -131,8 +129,7 @@ class LearntBuckets:
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
         """Blocks that hold the most answers within a mean block, by their forecasts alone: learnt buckets, a
-        bucket of the mean block itself, or the limit.
-        """
+        bucket of the mean block itself, or the limit."""
         buckets = sorted({*self.learn(deque(self.first_lengths, WINDOW)), max(1, int(block_tokens))})
         limits = np.array([example.facts.limit for example in examples])
         rooms = np.minimum(np.append(buckets, limits.max()), limits[:, np.newaxis])
@@ -176,8 +173,7 @@ class LearntBuckets:
 def _within_mean(rooms: Ints, reached: npt.NDArray[np.float64], mean_tokens: float) -> Ints:
     """For each row the column of its room: those that reach the most, within a mean room. At a price for each
     token each row takes its best; the price is as low as the mean allows. What is then left lets rows, the
-    first ones first, take what they would at a price just lower.
-    """
+    first ones first, take what they would at a price just lower."""
     low, high = 0.0, 1.0
 
     def taken(price: float) -> Ints:
@@ -210,10 +206,8 @@ class Decile:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The quality of forecasts.
-
-    `coverage`: for each tenth of probability, the share of answers within that quantile of their forecast.
-    """
+    """The quality of forecasts. `coverage`: for each tenth of probability, the share of answers within that
+    quantile of their forecast."""
 
     deciles: tuple[Decile, ...]
     coverage: tuple[float, ...]
@@ -224,8 +218,7 @@ class Calibration:
 
 class Foretold(NamedTuple):
     """A predictor's forecast of each answer, and its length. `reached`: where in its forecast the answer
-    lies, from 0 to 1. `constant_error`: of the training median.
-    """
+    lies, from 0 to 1. `constant_error`: of the training median."""
 
     unsure: npt.NDArray[np.float64]
     held: npt.NDArray[np.bool_]

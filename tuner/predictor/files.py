@@ -100,8 +100,7 @@ def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[st
 
 def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     """The metadata and the arrays of a file; what is no float32 comes as its bytes. ValueError, to follow the
-    file's name.
-    """
+    file's name."""
     start = LENGTH_BYTES + header_bytes(data[:LENGTH_BYTES], len(data))
     try:
         table = read_json(data[LENGTH_BYTES:start])

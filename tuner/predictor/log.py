@@ -37,10 +37,8 @@ MAX_ANSWER_TOKENS = 1 << 20
 
 class PromptFacts(NamedTuple):
     """The facts of a request before it is answered. `n_messages`: of the conversation; 1 for a completion.
-
     `system_prompt_id`: the same for the same system prompt; None where there is none. `max_tokens`: None
-    where only the context limits the answer.
-    """
+    where only the context limits the answer."""
 
     token_ids: Sequence[int]
     temperature: float = 0.0

@@ -23,9 +23,8 @@ FARTHEST = 3.0
 
 
 class Scaling(NamedTuple):
-    """The scaling that brings a request's figures to one scale. A figure that never varied in training
-    counts nothing.
-    """
+    """The scaling that brings a request's figures to one scale. A figure that never varied in training counts
+    nothing."""
 
     mean: Floats
     inverse_deviation: Floats
@@ -83,10 +82,8 @@ class LengthPredictor:
         return self._read(self._run(facts), facts)
 
     def forecast(self, facts: PromptFacts, price: float) -> Forecast:
-        """The forecast of the answer's length. price: of a token of room, e.g.
-
-        `price_holding(self.prices, 0.99)`.
-        """
+        """The forecast of the answer's length. price: of a token of room, e.g. `price_holding(self.prices,
+        0.99)`."""
         outputs = self._run(facts)
         log_length = float(np.mean([out.log_lengths[0] for out in outputs]))
         return Forecast.of(self._read(outputs, facts), log_length, facts.limit, price)

@@ -51,8 +51,7 @@ class TrainOptions:
 @dataclass(frozen=True)
 class Epoch:
     """The progress of a network: its mean losses on what it learns from, and on the fold that it does not
-    see.
-    """
+    see."""
 
     member: int
     number: int
@@ -67,10 +66,8 @@ def train(
     report: Callable[[Epoch], None] = lambda _: None,
     bounds: Sequence[int] | None = None,
 ) -> LengthPredictor:
-    """A predictor of these answers' lengths. PredictorError where there are too few of them.
-
-    bounds: of the length bins, ascending; None: learnt, so that equally many answers fall into each.
-    """
+    """A predictor of these answers' lengths. PredictorError where there are too few of them. bounds: of the
+    length bins, ascending; None: learnt, so that equally many answers fall into each."""
     folds = np.array(
         [int(place_of(example, options.seed, b"fold") * options.members) for example in examples]
     )

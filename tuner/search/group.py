@@ -74,10 +74,8 @@ class Group:
     k: int
     threads: int
     arithmetics: tuple[Arithmetic, ...]
-    """The ways of computing the weight, the default one first.
-
-    All are of one accuracy class: the search looks at speed alone.
-    """
+    """The ways of computing the weight, the default one first. All are of one accuracy class: the search
+    looks at speed alone."""
     kernels: Mapping[str, tuple[MicroKernel, ...]]
     """The micro-kernels that exist, by compute path."""
     caches: Caches
@@ -184,10 +182,8 @@ def _search_group(
 
 
 def _reuse(history: _History, space: ScheduleSpace, default: Schedule) -> Search[None]:
-    """Take the fixed slice, or give it up if the default beats it.
-
-    With more rows, a slice may still gain from holding more of them, or from another order of loops.
-    """
+    """Take the fixed slice, or give it up if the default beats it. With more rows, a slice may still gain
+    from holding more of them, or from another order of loops."""
     fixed = history.transferred(space)
     taller = space.fitted(replace(fixed, block_m=2 * fixed.block_m))
     others = [
@@ -209,11 +205,9 @@ def _reuse(history: _History, space: ScheduleSpace, default: Schedule) -> Search
 def _settle(
     history: _History, space: ScheduleSpace, default: Schedule, ranked: Sequence[Schedule]
 ) -> Search[None]:
-    """Time the fastest few again, side by side with the default and the previous slice; the fastest wins.
-
-    The first sample of the first of many was also a lucky one: only the new samples count. On a plateau the
-    slice stays as it was, so that it can become steady.
-    """
+    """Time the fastest few again, side by side with the default and the previous slice; the fastest wins. The
+    first sample of the first of many was also a lucky one: only the new samples count. On a plateau the slice
+    stays as it was, so that it can become steady."""
     finalists = list(dict.fromkeys([default, *(yield from qualified(ranked, history.options))]))
     if not history.winners:
         history.add(space, fastest((yield from side_by_side(finalists, history.options.final_laps))).schedule)
@@ -228,8 +222,7 @@ def _settle(
 
 def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> _Products[Arithmetic]:
     """The way of computing whose best probes are fastest, in the geometric mean over a few m, of those that
-    are fast enough for the fewest rows.
-    """
+    are fast enough for the fewest rows."""
     default = group.arithmetics[0]
     if len(group.arithmetics) == 1:
         return default

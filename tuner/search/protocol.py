@@ -23,8 +23,7 @@ from phasewise.kerneldb.records import Sample, Schedule
 @dataclass(frozen=True)
 class SearchOptions:
     """Options of the search of one product and of one group of them. Shares are of times; 0.01 is one per
-    cent.
-    """
+    cent."""
 
     batch: int = 12
     """Schedules that are timed side by side; one of them is the fastest so far, again."""
@@ -56,10 +55,8 @@ class SearchOptions:
     """Share by which each side of a slice may differ from the average of the previous slices and still
     confirm them."""
     reuse_within: float = 0.03
-    """Share by which the previous slice may be slower than the found one and still be confirmed.
-
-    A fixed slice is given up if the default beats it by more.
-    """
+    """Share by which the previous slice may be slower than the found one and still be confirmed. A fixed
+    slice is given up if the default beats it by more."""
     finals: int = 4
     """Fastest schedules of each m that are timed again, side by side with the default, before one is chosen:
     the better half of twice as many."""
@@ -85,10 +82,8 @@ Answers = TypeVar("Answers")
 PassedOn = TypeVar("PassedOn")
 Taken = TypeVar("Taken")
 Search: TypeAlias = Generator[list[Schedule], list[Sample], T]
-"""The search of one product: it yields lists of schedules and returns T, usually a schedule.
-
-What is asked for again is timed again.
-"""
+"""The search of one product: it yields lists of schedules and returns T, usually a schedule. What is asked
+for again is timed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +121,9 @@ def together(searches: Sequence[Search[T]]) -> Search[list[T]]:
 
 
 def referenced(search: Search[T], memory: dict[Schedule, Sample], most: int) -> Search[T]:
-    """The same search on a machine that changes its pace: samples of different batches made comparable.
-
-    Each batch, of at most `most` schedules, times the fastest one so far once more, and the others count by
-    their ratio to it. `memory` gets every new sample on that scale; what it holds is not asked for.
-    """
+    """The same search on a machine that changes its pace: samples of different batches made comparable. Each
+    batch, of at most `most` schedules, times the fastest one so far once more, and the others count by their
+    ratio to it. `memory` gets every new sample on that scale; what it holds is not asked for."""
 
     def answer(asked: list[Schedule]) -> Search[list[Sample]]:
         fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
@@ -158,11 +151,9 @@ def _scaled(sample: Sample, factor: float) -> Sample:
 
 
 def side_by_side(schedules: Sequence[Schedule], laps: int) -> Search[list[Sample]]:
-    """New samples of a few schedules, timed together `laps` times; in their order.
-
-    A sample's estimate is the geometric mean over laps of its cost beside the lap's, so that a lap at another
-    pace of the machine counts as much as the others.
-    """
+    """New samples of a few schedules, timed together `laps` times; in their order. A sample's estimate is the
+    geometric mean over laps of its cost beside the lap's, so that a lap at another pace of the machine counts
+    as much as the others."""
     taken: list[list[Sample]] = []
     for _ in range(laps):
         taken.append((yield list(schedules)))  # noqa: PERF401 - a comprehension cannot yield

@@ -62,10 +62,8 @@ def sandwich(
 
 
 def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list[Schedule]]:
-    """The finalists, fastest first: of twice as many, timed once more side by side, the better half.
-
-    Samples taken one after another rank the fastest few badly, the more so the busier the machine.
-    """
+    """The finalists, fastest first: of twice as many, timed once more side by side, the better half. Samples
+    taken one after another rank the fastest few badly, the more so the busier the machine."""
     few = ranked[: 2 * options.finals]
     samples = yield list(few)
     return [sample.schedule for sample in sorted(samples, key=cost)[: options.finals]]
@@ -94,11 +92,9 @@ def _phases(space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedu
 
 
 def _every_pass(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
-    """Time every slice with every length of a pass over k; return each slice's fastest, fastest first.
-
-    All at once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass
-    is all and no sums are stored.
-    """
+    """Time every slice with every length of a pass over k; return each slice's fastest, fastest first. All at
+    once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass is all
+    and no sums are stored."""
     lines = [
         [
             space.fitted(resized(sample.schedule, "block_k", size))
@@ -166,10 +162,8 @@ def _doubled(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule |
 
 
 def parallel_limit(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> int:
-    """The longest side that leaves a slice of the product for every thread along this axis.
-
-    For (m, n, k) = (128, 64, 64) and two threads: (64, 32, 32). k can be cut only into its parts.
-    """
+    """The longest side that leaves a slice of the product for every thread along this axis. For (m, n, k) =
+    (128, 64, 64) and two threads: (64, 32, 32). k can be cut only into its parts."""
     if axis == "block_k":
         return space.region(grid_of(schedule), kernel_of(schedule)).inputs
     unit, extent = (schedule.mr, space.problem.m) if axis == "block_m" else (schedule.nr, space.problem.n)
@@ -211,10 +205,8 @@ def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search
 
 
 def neighbours(space: ScheduleSpace, schedule: Schedule, distance: int = 1) -> list[Schedule]:
-    """The schedules that differ in one number by some rungs, in the grid, or in the order of the loops.
-
-    Those with all of an axis in one piece are among them: what the last cut costs shows on no rung below.
-    """
+    """The schedules that differ in one number by some rungs, in the grid, or in the order of the loops. Those
+    with all of an axis in one piece are among them: what the last cut costs shows on no rung below."""
     moved = [
         resized(schedule, axis, size)
         for axis in AXES

@@ -32,14 +32,11 @@ MIN_PASS_INPUTS = 4 * GROUP
 """Least inputs of a pass over k: shorter ones spend their time on storing and loading sums."""
 
 PREFETCH_BYTES = (0, 1024, 2048, 4096, 16384)
-"""Distances of the prefetch, in bytes.
-
-From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h: ask_for).
-"""
+"""Distances of the prefetch, in bytes. From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h:
+ask_for)."""
 START_PREFETCH_BYTES = 2048
 """The read-ahead at which searches begin: about as far as memory's latency is long, at a core's share of its
-bandwidth.
-"""
+bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,8 +54,7 @@ class MicroKernel:
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """The settings that decide the bits of a product. It is the same for every m of a weight; all else is
-    free.
-    """
+    free."""
 
     compute_path: str
     k_parts: int = 1
@@ -146,10 +142,8 @@ class ScheduleSpace:
 
     def fitted(self, schedule: Schedule) -> Schedule:
         """The same plan in its canonical form here: this arithmetic, and no block larger than its region.
-
         Schedules that make the kernel do the same thing have one form: an order of loops that has no effect
-        is the first one. The grid must be one of `grids`.
-        """
+        is the first one. The grid must be one of `grids`."""
         schedule = replace(
             schedule, compute_path=self.arithmetic.compute_path, k_parts=self.arithmetic.k_parts
         )
@@ -228,10 +222,8 @@ def grid_of(schedule: Schedule) -> ThreadGrid:
 
 
 def fitting(kernels: tuple[MicroKernel, ...], m: int) -> tuple[MicroKernel, ...]:
-    """The kernels worth a thought for m rows: a taller one that makes no fewer tiles of rows is left out.
-
-    For 9 rows, 8 rows a tile (8 + 1) is beaten by 5 (5 + 4): as many tiles, and less waiting for the last.
-    """
+    """The kernels worth a thought for m rows: a taller one that makes no fewer tiles of rows is left out. For
+    9 rows, 8 rows a tile (8 + 1) is beaten by 5 (5 + 4): as many tiles, and less waiting for the last."""
     return tuple(
         kernel
         for kernel in kernels
@@ -251,11 +243,9 @@ VECTOR_BYTES = 64
 
 
 def kernel_cycles_per_vector_row(kernel: MicroKernel) -> float:
-    """Cycles of one step of a tile: two multiply-adds or two loads each, but no faster than sums come back.
-
-    A vector row is 64 bytes of one panel. Four cycles later a sum may be added to again, so that fewer than
-    eight sums leave the units idle.
-    """
+    """Cycles of one step of a tile: two multiply-adds or two loads each, but no faster than sums come back. A
+    vector row is 64 bytes of one panel. Four cycles later a sum may be added to again, so that fewer than
+    eight sums leave the units idle."""
     multiplies, loads = kernel.mr * kernel.panels, kernel.mr + kernel.panels
     return max(multiplies / 2, loads / 2, 4.0)
 

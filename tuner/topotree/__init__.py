@@ -6,20 +6,9 @@ from phasewise.tuner.topotree.configurations import (
     OperatorLimits,
     UnevenCores,
     configuration_of,
-    configurations,
     cross_section,
-    every_configuration,
 )
-from phasewise.tuner.topotree.enumeration import (
-    count_grouped,
-    count_groupings_of_levels,
-    every_tree,
-    group_bound,
-    grouped_trees,
-    parents,
-    removal_bound,
-    removals,
-)
+from phasewise.tuner.topotree.enumeration import every_tree, grouped_trees
 from phasewise.tuner.topotree.fundamental import (
     Fundamental,
     LeftOut,
@@ -42,18 +31,10 @@ __all__ = [
     "UnevenCores",
     "apply",
     "configuration_of",
-    "configurations",
-    "count_grouped",
-    "count_groupings_of_levels",
     "cross_section",
-    "every_configuration",
     "every_tree",
     "fundamental",
-    "group_bound",
     "grouped_trees",
     "largest_symmetric_part",
-    "parents",
     "parse",
-    "removal_bound",
-    "removals",
 ]

@@ -9,7 +9,7 @@ has depths, fewer where the operators cannot be divided further.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -106,30 +106,10 @@ class Configuration:
         return ServicePlan(phase, self.ranks, source)
 
 
-def configurations(tree: TopoTree, limits: OperatorLimits) -> tuple[Configuration, ...]:
-    """The distinct cross-sections of a tree that the operators allow, outermost first."""
-    return tuple(every_configuration((tree,), limits))
-
-
-def every_configuration(trees: Iterable[TopoTree], limits: OperatorLimits) -> Iterator[Configuration]:
-    """The distinct configurations of trees of one machine, in the order met."""
-    seen: set[Partition] = set()
-    for tree in trees:
-        for depth in range(tree.depth + 1):
-            if not limits.allows(prod(tree.kept[:depth])):
-                continue
-            partition = cross_section(tree, depth)
-            if partition not in seen:
-                seen.add(partition)
-                yield configuration_of(tree.base, partition)
-
-
 def cross_section(tree: TopoTree, depth: int) -> Partition:
     """The PUs that go together in the ranks that a cut below `depth` makes; the same for equal
-    configurations.
-
-    Much cheaper than the configuration itself, for searches that meet the same one again and again.
-    """
+    configurations. Much cheaper than the configuration itself, for searches that meet the same one again and
+    again."""
     partition = []
     for positions, kept in zip(tree.active, tree.kept_by_chain(), strict=True):
         n_blocks = prod(kept[: max(depth, 0)])
@@ -202,9 +182,7 @@ class UnevenCores:
 
     def _with_more(self, cores: Pus, used: set[int], *, is_alone: bool) -> Iterator[Pus]:
         """A rank's cores and some of the free cores of its nodes, or of any node if it is the only rank.
-
-        Cores of one kind are added at a time, and slow cores only with all others.
-        """
+        Cores of one kind are added at a time, and slow cores only with all others."""
         near = {pu for node in self._nodes() if is_alone or not node.isdisjoint(cores) for pu in node}
         for pus in self._kinds():
             free = self._free([pu for pu in pus if pu in near], used)

@@ -2,8 +2,7 @@
 
 Groupings of different levels do not touch each other, so the grouped trees are the product over levels of
 the chains of each. The trees under one grouping form a lattice: at each depth any number of the children
-may stay, from 1 to all. `removals` and `parents` are neighbours in it, one child apart; remove(n, d) is n
-such steps.
+may stay, from 1 to all.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
-from math import exp2, factorial, log2, prod
 
 from phasewise.tuner.topotree.tree import Chain, TopoTree, active, chains
 
@@ -33,27 +31,10 @@ def _steps(combination: tuple[Chain, ...]) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def removals(tree: TopoTree) -> Iterator[TopoTree]:
-    """The children of a tree in the transformation tree: one child fewer at one depth, outer depths first."""
-    for depth, kept in enumerate(tree.kept, start=1):
-        if kept > 1:
-            yield tree.remove(1, depth)
-
-
-def parents(tree: TopoTree) -> Iterator[TopoTree]:
-    """The trees of which this one is a removal: one child more at one depth. A grouped tree has none."""
-    for level, (kept, arity) in enumerate(zip(tree.kept, tree.arities, strict=True)):
-        if kept < arity:
-            more = (*tree.kept[:level], kept + 1, *tree.kept[level + 1 :])
-            yield TopoTree(tree.base, tree.chains, more, tree.groups)
-
-
 def every_tree(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
-    """Every distinct tree that groups and removals make of a fundamental tree, each after its parents.
-
-    Levels are independent here too: two trees are equal if at every level of the machine the same siblings
-    are active and nest alike. So the distinct trees are the product over levels of what is distinct at each.
-    """
+    """Every distinct tree that groups and removals make of a fundamental tree, each after its parents. Levels
+    are independent here too: two trees are equal if at every level of the machine the same siblings are
+    active and nest alike. So the distinct trees are the product over levels of what is distinct at each."""
     base = tree.base
     outermost, *inner = base.arities or (1,)
     nests_inside = [_distinct_nests(arity, power_of_two) for arity in inner]
@@ -84,37 +65,6 @@ def _distinct_nests(n: int, power_of_two: bool) -> tuple[tuple[Chain, tuple[int,
 
 def kept_counts(arities: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The numbers of children that may stay at each depth, any number from all to one; more come before
-    fewer.
-    """
+    fewer."""
     counts = product(*(range(arity, 0, -1) for arity in arities))
     return sorted(counts, key=sum, reverse=True)
-
-
-def count_grouped(tree: TopoTree, *, power_of_two: bool = True) -> int:
-    """The number of groupings of a fundamental tree, without making them."""
-    return prod(count_groupings_of_levels(tree, power_of_two=power_of_two))
-
-
-def count_groupings_of_levels(tree: TopoTree, *, power_of_two: bool = True) -> tuple[int, ...]:
-    """The number of ways in which the nodes of each level of a fundamental tree nest below one parent."""
-    return tuple(len(chains(arity, power_of_two)) for arity in tree.base.arities)
-
-
-def group_bound(n: int, *, power_of_two: bool = True) -> float:
-    """Proposition 1: the most groupings of `n` PUs.
-
-    Without A.3 it is n^n / (n - 1)!. With A.3 the paper prints n^(log2(n) / 2) over the same factorial, which
-    is less than one from n = 4 on, although the ungrouped tree always exists; the product that it bounds, (7)
-    of the appendix over powers of two, has the numerator alone, and so has this.
-    """
-    if power_of_two:
-        return exp2(log2(n) ** 2 / 2)
-    return float(n**n // factorial(n - 1))
-
-
-def removal_bound(n: int) -> int:
-    """Proposition 2: the most trees by removals from one grouped tree of `n` PUs.
-
-    Under A.1 they are exactly the product of the arities, which is n.
-    """
-    return n * n

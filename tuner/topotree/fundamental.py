@@ -55,10 +55,8 @@ def fundamental(machine: Machine) -> Fundamental:
 
 
 def largest_symmetric_part(node: Node, usable: Iterable[int]) -> tuple[Shape, tuple[int, ...]]:
-    """The symmetric part with the most of the `usable` PUs: its shape, and its PUs in tree order.
-
-    Of equally large ones, that with more children further out, where there is more memory bandwidth.
-    """
+    """The symmetric part with the most of the `usable` PUs: its shape, and its PUs in tree order. Of equally
+    large ones, that with more children further out, where there is more memory bandwidth."""
     allowed = frozenset(usable)
     offers: dict[int, list[Shape]] = {}
     shapes = _offers(node, allowed, offers)

@@ -74,10 +74,8 @@ def preferred(kinds: tuple[str, ...]) -> str:
 @dataclass(frozen=True)
 class Chain:
     """One nest of clusters. `arities` are its levels', outer first; their product is how many siblings.
-
     `order` has the siblings in the order of the tree: a node is a run of it, its lowest sibling first.
-    `steps` are the (size, stride) by which the innermost-first enumeration came here.
-    """
+    `steps` are the (size, stride) by which the innermost-first enumeration came here."""
 
     arities: tuple[int, ...]
     order: tuple[int, ...]
@@ -149,10 +147,8 @@ STEP = " | "
 
 @dataclass(frozen=True, eq=False)
 class TopoTree:
-    """One tree. Two trees are equal if the same PUs nest in the same way, however they came about.
-
-    `groups` are the transformations (n, stride, depth) in the order applied.
-    """
+    """One tree. Two trees are equal if the same PUs nest in the same way, however they came about. `groups`
+    are the transformations (n, stride, depth) in the order applied."""
 
     base: SymmetricMachine
     chains: tuple[Chain, ...]
@@ -221,11 +217,9 @@ class TopoTree:
 
     @cached_property
     def key(self) -> str:
-        """A digest of structure and node features, the same for equal trees and for no others.
-
-        Merkle's fold over children that are all isomorphic: a level is its kind and a count, and what tells
-        nodes apart are the PUs below them. A level of single children says nothing and is passed over.
-        """
+        """A digest of structure and node features, the same for equal trees and for no others. Merkle's fold
+        over children that are all isomorphic: a level is its kind and a count, and what tells nodes apart are
+        the PUs below them. A level of single children says nothing and is passed over."""
         text = repr((_telling(self.kinds, self.kept), self.active))
         return hashlib.blake2b(text.encode(), digest_size=16, key=self.base.digest).hexdigest()
 
@@ -240,10 +234,8 @@ class TopoTree:
 
     def group(self, n: int, t: int, d: int) -> TopoTree:
         """A new level at depth `d` whose nodes hold `n` of the nodes that were there, `t` siblings apart.
-
         Siblings count in the order of their lowest PU. TopoTreeError where the children of a node cannot be
-        tiled so, or if PUs have been removed: latent structure is of the machine, whatever rests.
-        """
+        tiled so, or if PUs have been removed: latent structure is of the machine, whatever rests."""
         what = f"group({n},{t},{d})"
         self._check_depth(what, d)
         if self.kept != self.arities:
@@ -263,10 +255,8 @@ class TopoTree:
         return TopoTree(self.base, chains, arities, (*self.groups, (n, t, d)))
 
     def remove(self, n: int, d: int) -> TopoTree:
-        """The tree without the `n` right-most children at depth `d` of every node above.
-
-        At least one must stay.
-        """
+        """The tree without the `n` right-most children at depth `d` of every node above. At least one must
+        stay."""
         what = f"remove({n},{d})"
         self._check_depth(what, d)
         kept = self.kept[d - 1]

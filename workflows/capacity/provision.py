@@ -11,7 +11,6 @@ from typing import Literal
 from phasewise._words import number, percent
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import Role
-from phasewise.cluster.simulated.arrivals import Draw, poisson
 from phasewise.cluster.simulated.metrics import Slo, Summary, broken, parse_slo, summarise
 from phasewise.cluster.simulated.provision import (
     Cell,
@@ -22,8 +21,8 @@ from phasewise.cluster.simulated.provision import (
     fastest,
 )
 from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
-from phasewise.cluster.simulated.simulated_requests import Arrival
-from phasewise.cluster.simulated.spec_file import DEFAULT_MODEL, MachineCatalogue, StepSources, read_machines
+from phasewise.cluster.simulated.simulated_requests import Arrival, poisson
+from phasewise.cluster.simulated.spec_file import DEFAULT_MODEL, MachineCatalogue, TimedTypes, read_machines
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish
 from phasewise.workflows.capacity.simulate import lengths_of, reference_steps, step_sources
@@ -65,7 +64,6 @@ class Question:
     policy: str
     duration_s: float = 120.0
     seed: int = 0
-    draw: Draw = "requests"
     most: int = 100
     """Machines of each kind."""
 
@@ -118,9 +116,7 @@ def provision_cluster(
     designs = parse_designs(wish.design, catalogue)
     lengths = [(request.prompt_tokens, request.output_tokens) for request in lengths_of(trace)]
     reference = reference_steps(inputs.reference, catalogue, report)
-    question = Question(
-        lengths, slo, reference, wish.policy, inputs.duration_s, inputs.seed, inputs.draw, wish.most
-    )
+    question = Question(lengths, slo, reference, wish.policy, inputs.duration_s, inputs.seed, wish.most)
     if wish.rate is not None:
         return provision_for_rate(question, designs, wish.rate, wish.minimise or "cost", report), slo
     budget: Budget = "power" if wish.cost is None else "cost"
@@ -130,17 +126,17 @@ def provision_cluster(
     return answers, slo
 
 
-def _catalogue(path: Path | None, sources: StepSources, model: str | None) -> MachineCatalogue:
+def _catalogue(path: Path | None, timed: TimedTypes, model: str | None) -> MachineCatalogue:
     if path is None:
-        return MachineCatalogue(model or DEFAULT_MODEL, sources)
-    return read_machines(path, sources, model)
+        return MachineCatalogue(model or DEFAULT_MODEL, timed)
+    return read_machines(path, timed, model)
 
 
 def provision_for_rate(
     question: Question, designs: Sequence[Design], rate: float, objective: Objective, report: Report
 ) -> list[Provisioned]:
     """Each design's cluster with the least cost, power or machines that keeps the promises at `rate`."""
-    arrivals = poisson(question.lengths, rate, question.duration_s, question.seed, question.draw)
+    arrivals = poisson(question.lengths, rate, question.duration_s, question.seed)
     return [_for_rate(question, design, arrivals, rate, objective, report) for design in designs]
 
 
@@ -208,7 +204,7 @@ def _for_budget(
     runs: dict[tuple[Cell, float], tuple[Summary, Outcome]] = {}
 
     def run(cell: Cell, rate: float) -> bool:
-        arrivals = poisson(question.lengths, rate, question.duration_s, question.seed, question.draw)
+        arrivals = poisson(question.lengths, rate, question.duration_s, question.seed)
         runs[cell, rate] = _run(question, design, cell, arrivals)
         outcome = runs[cell, rate][1]
         verdict = "kept" if outcome.is_feasible else "broken"

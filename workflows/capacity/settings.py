@@ -19,19 +19,7 @@ class ClusterInputs:
     duration_s: float = option(
         120.0, "with --rate: seconds for which requests are drawn", "--duration", min=1.0
     )
-    draw: Literal["requests", "columns"] = option(
-        "requests",
-        "requests: each drawn request has the prompt and the answer of one request of the trace; "
-        "columns: prompts and answers are drawn independently",
-        config_only=True,
-    )
     seed: int = option(0, "seed of the drawn requests", min=0)
-    perf_model: Path | None = option(
-        None,
-        "measured step times in the format of splitwise-sim's data/perf_model.csv, in place of the "
-        "fitted curves of the shipped machine types",
-        metavar="CSV",
-    )
     machine_from_db: str | None = option(
         None,
         "take the step times of the machine type db, which a cluster file describes, from the tuning "
@@ -61,7 +49,7 @@ class SimulationWish:
     policy: str | None = option(
         None,
         "how requests are routed [default: the file's, else splitwise]",
-        kind=Literal["splitwise", "round-robin", "prefix-aware"] | None,
+        kind=Literal["splitwise", "prefix-aware"] | None,
     )
     rate: float | None = option(
         None,
@@ -110,7 +98,7 @@ class ProvisionWish:
     policy: str = option(
         "splitwise",
         "how requests are routed and scheduled",
-        kind=Literal["splitwise", "round-robin", "prefix-aware"],
+        kind=Literal["splitwise", "prefix-aware"],
     )
 
     def __post_init__(self) -> None:

@@ -12,19 +12,18 @@ from phasewise._files import open_input
 from phasewise._json import read_json
 from phasewise._options import changed, refuse_unused
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.simulated.arrivals import Draw, poisson
 from phasewise.cluster.simulated.metrics import Slo, Summary, parse_slo, summarise
-from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
 from phasewise.cluster.simulated.simulate import ClusterSpec, simulate
-from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.cluster.simulated.simulated_requests import Arrival, poisson
 from phasewise.cluster.simulated.spec_file import (
     DEFAULT_MODEL,
     MachineCatalogue,
-    StepSources,
+    TimedTypes,
     names_a_file,
     parse_pools,
     read_cluster,
 )
+from phasewise.cluster.simulated.steps import TimedStep, steps_of
 from phasewise.tuner.config.trace import load_trace, read_trace
 from phasewise.tuner.config.trace_files import MAX_ROW_CHARS
 from phasewise.workflows.capacity.settings import (
@@ -60,7 +59,6 @@ class Load:
     rate: float | None = None
     duration_s: float = 120.0
     seed: int = 0
-    draw: Draw = "requests"
 
 
 def arrivals_of(load: Load) -> list[Arrival]:
@@ -68,7 +66,7 @@ def arrivals_of(load: Load) -> list[Arrival]:
     trace = lengths_of(load.trace)
     if load.rate is not None:
         lengths = [(request.prompt_tokens, request.output_tokens) for request in trace]
-        return poisson(lengths, load.rate, load.duration_s, load.seed, load.draw)
+        return poisson(lengths, load.rate, load.duration_s, load.seed)
     if any(request.arrival_s is None for request in trace):
         raise ClusterError(f"{load.trace} states no arrivals: draw some with --rate")
     prefixes = _prefix_ids(load.trace)
@@ -233,23 +231,20 @@ def simulate_cluster(
     slo = None if wish.slo is None else parse_slo(wish.slo)
     spec, catalogue = _cluster(pools, step_sources(inputs, report), inputs.model)
     spec = replace(spec, policy=wish.policy or spec.policy, prefix_reuse=wish.prefix_reuse)
-    arrivals = arrivals_of(Load(trace, wish.rate, inputs.duration_s, inputs.seed, inputs.draw))
+    arrivals = arrivals_of(Load(trace, wish.rate, inputs.duration_s, inputs.seed))
     reference = reference_steps(inputs.reference, catalogue, report)
     return Simulated(spec, summarise(simulate(spec, arrivals), reference), slo)
 
 
-def _cluster(text: str, sources: StepSources, model: str | None) -> tuple[ClusterSpec, MachineCatalogue]:
+def _cluster(text: str, timed: TimedTypes, model: str | None) -> tuple[ClusterSpec, MachineCatalogue]:
     if names_a_file(text):
-        return read_cluster(text, sources, model)
-    catalogue = MachineCatalogue(model or DEFAULT_MODEL, sources)
+        return read_cluster(text, timed, model)
+    catalogue = MachineCatalogue(model or DEFAULT_MODEL, timed)
     return ClusterSpec(parse_pools(text, catalogue)), catalogue
 
 
-def step_sources(inputs: ClusterInputs, report: Report = silent) -> StepSources:
+def step_sources(inputs: ClusterInputs, report: Report = silent) -> TimedTypes:
     """The source of step times, besides the machine types' own curves. ClusterError or KernelDbError."""
-    from phasewise.cluster.simulated.steps import read_profile
-
-    profile = None if inputs.perf_model is None else read_profile(inputs.perf_model)
     timed: dict[str, StepTimes] = {}
     if inputs.machine_from_db is not None:
         timed[DB_MACHINE] = steps_from_db(inputs.db, inputs.machine_from_db, report)
@@ -258,7 +253,7 @@ def step_sources(inputs: ClusterInputs, report: Report = silent) -> StepSources:
         if not xml or not model:
             raise UsageError(f"--machine-from-xml takes XML:MODEL, not {inputs.machine_from_xml!r:.60}")
         timed[XML_MACHINE] = steps_from_xml(xml, model, "native", report)
-    return StepSources(profile, timed)
+    return timed
 
 
 def reference_steps(name: str, catalogue: MachineCatalogue, report: Report) -> StepTimes | None:

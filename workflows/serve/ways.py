@@ -263,7 +263,7 @@ class OnNodes:
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.ray_cluster import NODE, NODE_ID, RayInstances, WantedInstance
         from phasewise.cluster.real.ray_connection import ray_connection
-        from phasewise.cluster.real.ray_desk import DeskThread, ServerNames
+        from phasewise.cluster.real.ray_desk import DeskThread
         from phasewise.cluster.real.supervisor import FrontSettings
         from phasewise.serving.processes.sockets import Keys
         from phasewise.topology import read_machine
@@ -295,7 +295,8 @@ class OnNodes:
 
             def host(deliver: Deliver, on_lost: Callable[[], None], _cores: SharedCores) -> EngineHost:
                 front = Front([pool.role for pool in each], launcher, front_settings, deliver, on_lost)
-                desks.append(DeskThread(ServerNames(launcher.server, model.name, node), front))
+                names = {"server": launcher.server, "model": model.name, "node": node}
+                desks.append(DeskThread(names, front))
                 return front
 
             here = pus_by_preference(read_machine())[: launcher.n_cores_here]

@@ -341,27 +341,21 @@ def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) 
 # ---- differences -------------------------------------------------------------------------------------------
 
 
-class PlanDiff(Row):
-    """A phase of a model whose plans differ; None where a side has none."""
-
-    model: str = column("model", shortened(30))
-    phase: str = column("phase")
-    machine: str = column("on")
-    here: str | None = column("here", of_row=lambda row: "none" if row.here is None else "a plan")
-    there: str | None = column(
-        "there", of_row=lambda row: "none" if row.there is None else "another" if row.here else "a plan"
-    )
-
-
 class OtherDiff(Row):
-    """A storage, a predictor or a user's kernel that differs; None where a side knows nothing of it."""
+    """A plan, storage, predictor or user's kernel that differs; None where a side knows nothing of it."""
 
     kind: str = column("kind")
     of: str = column("of", shortened(23))
     kernel_abi: str
     machine: str = column("on")
-    here: str | None = column("here")
-    there: str | None = column("there")
+    here: str | None = column("here", of_row=lambda row: _verdict(row.here))
+    there: str | None = column(
+        "there", of_row=lambda row: _verdict(row.there).replace("a plan", "another" if row.here else "a plan")
+    )
+
+
+def _verdict(words: str | None) -> str:
+    return "a plan" if words and words.startswith("{") else words or "none"
 
 
 def diff_fields(diff: Diff) -> dict[str, Any]:
@@ -369,17 +363,12 @@ def diff_fields(diff: Diff) -> dict[str, Any]:
     machines = labels(
         [
             *(difference.key.machine for difference in diff.differences),
-            *(plan.machine for plan in diff.plans),
             *(difference.machine for difference in diff.others),
         ]
     )
     return {
         "same": diff.same,
         "differences": [_difference(difference, machines) for difference in diff.differences],
-        "plans": [
-            PlanDiff(plan.model_key, plan.phase, machines[plan.machine], plan.here, plan.there)
-            for plan in diff.plans
-        ],
         "others": [
             OtherDiff(own.kind, own.of, own.kernel_abi, machines[own.machine], own.here, own.there)
             for own in diff.others
@@ -402,7 +391,7 @@ def _difference(difference: Difference, machines: Machines) -> dict[str, Any]:
 
 
 def print_diff(fields: dict[str, Any]) -> None:
-    """A line for each key that differs, those of the same standings together; then plans and others."""
+    """A line for each key that differs, those of the same standings together; then all others."""
     by_standing: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
     for difference in fields["differences"]:
         here, there = (_schedule_words(difference[side]) for side in ("here", "there"))
@@ -416,9 +405,8 @@ def print_diff(fields: dict[str, Any]) -> None:
         by_standing.setdefault(sides, []).append(line)
     for (mine, others), lines in by_standing.items():
         print_table(f"Schedules that differ: {mine or 'none'} here, {others or 'none'} there", lines)
-    for title in ("plans", "others"):
-        if fields[title]:
-            print_table(f"{title.capitalize()} that differ", fields[title])
+    if fields["others"]:
+        print_table("Others that differ", fields["others"])
 
 
 def _schedule_words(schedule: dict[str, Any] | None) -> str:

@@ -310,7 +310,7 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     from phasewise.workflows.database.sharing import compare_databases
 
     comparison = compare_databases(other, db, note)
-    n_different = len(comparison.differences) + len(comparison.plans) + len(comparison.others)
+    n_different = len(comparison.differences) + len(comparison.others)
     fields = diff_fields(comparison)
     if as_json:
         print_json(fields)

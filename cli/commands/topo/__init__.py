@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopoView:
-    """A view of a machine: itself, or plans on it."""
+    """A view of a machine: itself, its TopoTrees, or plans on it."""
 
     input_path: Path | None = option(
         None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
     )
     svg_path: Path | None = option(
         None, "write a picture of the machine here; -: stdout", "--svg", metavar="FILE"
+    )
+    trees: bool = option(False, "count and draw the TopoTrees that tune-config searches", "--trees")
+    notation: str | None = option(
+        None, "draw this TopoTree, as --trees and tune-config write it", "--tree", metavar="NOTATION"
     )
     plan: bool = option(
         False, "draw the plans of MODEL on the cores; without MODEL the default ones", "--plan"
@@ -41,8 +45,13 @@ class TopoView:
     db: str | None = DB(None)
 
     def __post_init__(self) -> None:
-        if self.plan and self.plan_file is not None:
-            raise UsageError("--plan and --plan-file show different things: give one")
+        views = ("trees", "notation", "plan", "plan_file")
+        chosen = [name for name in views if getattr(self, name) not in (False, None)]
+        if len(chosen) > 1:
+            flags = [{"notation": "--tree"}.get(name, f"--{name.replace('_', '-')}") for name in chosen]
+            raise UsageError(f"{' and '.join(flags)} show different things: give one")
+        if self.trees or self.notation is not None:
+            refuse_unused("with --trees and --tree", changed(self, "svg_path"))
 
 
 @spread
@@ -58,7 +67,7 @@ def topo(
     $ phasewise topo
     $ phasewise topo --plan smollm2-135m-instruct
 
-    Other views: --plan, --plan-file.
+    Other views: --trees, --tree, --plan, --plan-file.
     """
     if not view.plan:
         refuse_unused("without --plan", [] if model is None else ["model"], "add --plan to draw its plans")
@@ -66,7 +75,9 @@ def topo(
         refuse_unused("without --plan MODEL", changed(view, "weight_format", "db"))
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
-    if view.plan or view.plan_file is not None:
+    if view.trees or view.notation is not None:
+        _show_trees(machine, view.notation, as_json)
+    elif view.plan or view.plan_file is not None:
         _show_plans(machine, _plans(machine, model, view), view.svg_path, as_json)
     else:
         _show_machine(machine, view.svg_path, as_json)
@@ -80,6 +91,23 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
         print_json(machine_fields(machine))
     elif not owns_stdout(svg_path):
         _print(topo_lines(machine, sys.stdout.encoding))
+
+
+def _show_trees(machine: Machine, notation: str | None, as_json: bool) -> None:
+    """All trees, counted, or the one that `notation` writes."""
+    from phasewise.cli.commands.topo.trees import one_tree_fields, one_tree_lines, trees_fields, trees_lines
+    from phasewise.tuner.topotree import fundamental, parse
+
+    if notation is not None:
+        tree = parse(notation, machine)
+        fields, lines = one_tree_fields(tree), one_tree_lines(tree, sys.stdout.encoding)
+    else:
+        whole = fundamental(machine)
+        fields, lines = {} if not as_json else trees_fields(whole), trees_lines(whole, sys.stdout.encoding)
+    if as_json:
+        print_json({"source": machine.source, **fields})
+    else:
+        _print(lines)
 
 
 def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase, ServicePlan]:

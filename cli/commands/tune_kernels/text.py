@@ -11,11 +11,11 @@ from phasewise._words import LOW_LIMIT, NOTHING, counted, percent, proven
 from phasewise.cli.present import goes_on
 from phasewise.cli.status_line import status_line
 from phasewise.cli.tables import RowTable
-from phasewise.tuner.standing import mean_of
+from phasewise.tuner.ledger import mean_of
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import StorageDuel
-    from phasewise.tuner.standing import MeasuredRatio
+    from phasewise.tuner.ledger import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
     from phasewise.workflows.tune_kernels.rounds import Round, TunedRound

@@ -51,11 +51,9 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame on the wire. `begin` and `end` are positions of the request, `end` exclusive.
-
-    `sequence` counts its frames from 0. epoch: which attempt to hand the request over; frames of an earlier
-    one are of no use any more.
-    """
+    """A frame on the wire. `begin` and `end` are positions of the request, `end` exclusive. `sequence` counts
+    its frames from 0. epoch: which attempt to hand the request over; frames of an earlier one are of no use
+    any more."""
 
     kind: FrameKind
     request_id: str
@@ -91,72 +89,41 @@ class Codec:
     context_length: int
     model_hash: bytes
 
-    def header(self, frame: Frame, n_bytes: int) -> bytes:
+    @property
+    def _shape_numbers(self) -> tuple[int, ...]:
+        """The shape as it stands in a header: the state's bytes follow later."""
         shape = self.shape
-        return _HEADER.pack(
-            MAGIC,
-            VERSION,
-            frame.kind,
-            KV_FORMATS.index(shape.kv_format),
-            shape.n_layers,
-            shape.n_kv_heads,
-            shape.head_dim,
-            int(shape.latent),
-            frame.epoch,
-            frame.sequence,
-            frame.layer,
-            frame.begin,
-            frame.end,
-            n_bytes,
-            shape.state_bytes,
-            self.model_hash,
-        )
+        index = KV_FORMATS.index(shape.kv_format)
+        return index, shape.n_layers, shape.n_kv_heads, shape.head_dim, int(shape.latent), shape.state_bytes
+
+    def header(self, frame: Frame, n_bytes: int) -> bytes:
+        *shape, state_bytes = self._shape_numbers
+        place = (frame.epoch, frame.sequence, frame.layer, frame.begin, frame.end)
+        return _HEADER.pack(MAGIC, VERSION, frame.kind, *shape, *place, n_bytes, state_bytes, self.model_hash)
 
     def read(self, parts: Sequence[bytes | memoryview], wire_bytes_of_slot: int) -> Frame:
         """The frame of a message of three parts (header, request id, bytes). FrameError, with a reason, else.
-
-        wire_bytes_of_slot: bytes of one slot of one layer.
-        """
+        wire_bytes_of_slot: bytes of one slot of one layer."""
         if len(parts) != 3:
             raise FrameError("malformed", f"a message of {counted(len(parts), 'part')} is no frame")
         header, name, data = parts
         if len(header) != HEADER_BYTES:
             raise FrameError("malformed", f"a header of {counted(len(header), 'byte')}, not {HEADER_BYTES}")
-        (
-            magic,
-            version,
-            kind,
-            kv_format,
-            layers,
-            heads,
-            dim,
-            latent,
-            epoch,
-            sequence,
-            layer,
-            begin,
-            end,
-            size,
-            state_bytes,
-            told,
-        ) = _HEADER.unpack(header)
+        magic, version, kind, *numbers, size, state_bytes, told = _HEADER.unpack(header)
+        shape, place = numbers[:5], numbers[5:]
         if magic != MAGIC:
             raise FrameError("malformed", "this is no frame of keys and values")
         if version != VERSION:
             raise FrameError("version", f"a frame of version {version}; this phasewise reads {VERSION}")
         if told != self.model_hash:
             raise FrameError("model", "the frame is of another model, weight format or version of it")
-        is_shape = kv_format < len(KV_FORMATS) and latent in (0, 1)
-        if (
-            not is_shape
-            or KvShape(layers, heads, dim, KV_FORMATS[kv_format], bool(latent), state_bytes) != self.shape
-        ):
+        if (*shape, state_bytes) != self._shape_numbers:
             raise FrameError("shape", f"the frame's keys and values are not of {self.shape}")
         if kind not in set(FrameKind):
             raise FrameError("malformed", f"there is no frame of kind {kind}")
         if size != len(data):
             raise FrameError("truncated", f"{counted(len(data), 'byte')} where the header says {size}")
-        frame = Frame(FrameKind(kind), _name(name), epoch, sequence, layer, begin, end)
+        frame = Frame(FrameKind(kind), _name(name), *place)
         self._check_range(frame, size, wire_bytes_of_slot)
         return frame
 

@@ -67,8 +67,7 @@ class Receiver:
 
     def await_kv(self, request_id: str, placement: Placement) -> None:
         """Accept frames of this attempt, and refuse those of earlier ones from now on. Nothing happens for a
-        request that is not expected, or was given up.
-        """
+        request that is not expected, or was given up."""
         with self._lock:
             expected = self._expected.get(request_id)
             if expected is not None:
@@ -82,11 +81,8 @@ class Receiver:
             self._awaited.pop(request_id, None)
 
     def take(self, parts: Sequence[bytes | memoryview]) -> Arrived | None:
-        """Take one message; returns what it completes.
-
-        ReceiveFailed where it ends the hand-over it belongs to. A message that belongs to none is counted and
-        thrown away.
-        """
+        """Take one message; returns what it completes. ReceiveFailed where it ends the hand-over it belongs
+        to. A message that belongs to none is counted and thrown away."""
         try:
             frame = self._codec.read(parts, self._memory.wire_bytes(ALIGNMENT) // ALIGNMENT)
         except FrameError as error:

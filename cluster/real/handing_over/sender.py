@@ -17,8 +17,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.cluster.real.handing_over.frames import Codec, Frame, FrameKind, parts_of, runs_of
+from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.batch import SequenceSlice
-from phasewise.serving.pools.contract import Placement
+from phasewise.serving.pools.contract import ALIGNMENT, Placement
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +40,95 @@ class BlockLink(Protocol):
         ...
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """Tell the other side that all layers and the state are there. False: this cannot be told now.
-
-        The logits are not written to afterwards.
-        """
+        """Tell the other side that all layers and the state are there. False: this cannot be told now. The
+        logits are not written to afterwards."""
         ...
 
 
 class LinkBroken(Exception):
     """The other instance cannot be reached, or takes nothing any more."""
+
+
+# ---- the two ways: memory of this host that both map, or frames over a socket ---------------------------
+
+Post = Callable[[list[bytes]], bool]
+"""Sends one message of several parts to the other instance; False: it cannot now."""
+
+
+@dataclass(slots=True)
+class StreamLink:
+    """Link that sends keys, values, states and the end in frames, of one attempt to hand a request over."""
+
+    request_id: str
+    epoch: int
+    n_prompt: int
+    codec: Codec
+    memory: KvMemory
+    post: Post
+    n_frames: int = field(default=0, init=False)
+    end: FrameKind = field(default=FrameKind.END, init=False)
+
+    def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
+        runs = runs_of(begin, end)
+        data = bytearray(self.memory.wire_bytes(ALIGNMENT) // ALIGNMENT * sum(slots for _, slots in runs))
+        view, offset = memoryview(data), 0
+        for first, n_slots in runs:
+            n_bytes = self.memory.wire_bytes(n_slots)
+            self.memory.read(layer, source.slot(first), n_slots, view[offset : offset + n_bytes])
+            offset += n_bytes
+        return self._post(FrameKind.LAYER, layer, begin, end, data)
+
+    def put_state(self, part: int, source: Placement) -> bool:
+        if source.state is None:
+            raise LinkBroken("a block has no place for a state")
+        begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
+        data = bytearray(n_bytes)
+        self.memory.read_state(source.state, begin, data)
+        return self._post(FrameKind.STATE, part, 0, self.n_prompt, data)
+
+    def finish(self, logits: npt.NDArray[np.float32]) -> bool:
+        """Send the logits as little-endian float32, without a copy where they are that already."""
+        return self._post(self.end, 0, 0, self.n_prompt, logits.astype("<f4", copy=False).data.cast("B"))
+
+    def _post(self, kind: FrameKind, layer: int, begin: int, end: int, data: bytearray | memoryview) -> bool:
+        frame = Frame(kind, self.request_id, self.epoch, self.n_frames, layer, begin, end)
+        header = self.codec.header(frame, len(data))
+        is_sent = self.post([header, self.request_id.encode(), data])  # type: ignore[list-item]
+        self.n_frames += is_sent
+        return is_sent
+
+
+@dataclass(slots=True)
+class SharedLink(StreamLink):
+    """Link that writes into the other instance's memory; a frame tells only the end."""
+
+    theirs: KvMemory
+    target: Placement
+    end: FrameKind = field(default=FrameKind.END_SHARED, init=False)
+
+    def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
+        runs = runs_of(begin, end)
+        if source.table is None and self.target.table is None:
+            runs = [(runs[0][0], sum(n_slots for _, n_slots in runs))]
+        try:
+            for first, n_slots in runs:
+                self.memory.copy_to(self.theirs, layer, source.slot(first), self.target.slot(first), n_slots)
+        except (ValueError, IndexError) as error:
+            raise LinkBroken(f"keys and values do not fit the other side's block: {error}") from error
+        return True
+
+    def put_state(self, part: int, source: Placement) -> bool:
+        if source.state is None or self.target.state is None:
+            raise LinkBroken("a block has no place for a state")
+        begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
+        try:
+            self.memory.copy_state_to(self.theirs, source.state, self.target.state, begin, n_bytes)
+        except ValueError as error:
+            raise LinkBroken(f"the state does not fit the other side's memory: {error}") from error
+        return True
+
+
+# ---- the sender -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -72,12 +154,9 @@ class _Job:
 
 
 class Sender:
-    """Hands over what one engine computes (`engine.hand_over.Outbox`, `ranks_contract.Follower`).
-
-    n_parts: of a state. progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread,
-    once for each request; on_failed(request id, one word for a counter, why) on the sender's thread or the
-    engine's.
-    """
+    """Hands over what one engine computes (`engine.hand_over.Outbox`, `ranks_contract.Follower`). n_parts: of
+    a state. progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread, once for each
+    request; on_failed(request id, one word for a counter, why) on the sender's thread or the engine's."""
 
     def __init__(
         self,
@@ -143,9 +222,7 @@ class Sender:
 
     def rests(self, request_id: str) -> bool:
         """True if the other side wants what is in the prompt's block, which then stays (`Outbox.rests`).
-
-        False: nothing is read from the block once this returns, until the prompt `starts` again.
-        """
+        False: nothing is read from the block once this returns, until the prompt `starts` again."""
         with self._changed:
             job = self._jobs.get(request_id)
             if job is None or job.source is None:

@@ -98,7 +98,7 @@ def _hunyuan(get: Get, config: ModelConfig) -> ModelConfig:
     theta, kind = stated.get("rope_theta"), stated.get("rope_type", stated.get("type"))
     theta = config.rope.theta if theta is None else number_of(theta)
     if kind == "dynamic":
-        alpha = stated.get("alpha")
+        alpha: Any = stated.get("alpha")
         if type(alpha) not in (int, float) or not 1e-6 <= alpha <= 1e9:
             raise ModelError(f"config.json has a RoPE whose alpha is {alpha!r:.60}: 1e-6 to 1e9 expected")
         theta *= power(alpha, config.head_dim, config.head_dim - 2) if config.head_dim > 2 else 1.0
@@ -125,7 +125,9 @@ def _one(get: Get, key: str, default: int | None = None) -> Any:
 def _hunyuan_moe(get: Get, config: ModelConfig) -> ModelConfig:
     numbers = {key: _one(get, key) for key in ("num_experts", "moe_topk")}
     shared = config.ffn * _one(get, "num_shared_expert", 1)
-    experts = experts_of(lambda key, *_: numbers[key], *numbers, normalised=True, shared_ffn=shared)
+    experts = experts_of(
+        lambda key, *_: numbers[key], "num_experts", "moe_topk", normalised=True, shared_ffn=shared
+    )
     width = _one(get, "moe_intermediate_size", config.ffn)
     return replace(_hunyuan(get, config), experts=experts, ffn=width)
 

@@ -151,7 +151,6 @@ def test_the_highest_rate_for_a_budget() -> None:
         ("simulate", LENGTHS, "--pools", "absent.toml", "--rate", 1),
         ("simulate", LENGTHS, "--pools", "prompt=1*h100", "--rate", 1),
         ("simulate", LENGTHS, "--pools", "mixed=1*h100", "--rate", 1, "--slo", "fast"),
-        ("simulate", LENGTHS, "--pools", "mixed=1*h100", "--rate", 1, "--perf-model", "absent.csv"),
         ("simulate", LENGTHS, "--pools", "mixed=1*h100", "--rate", 1e9),
         ("provision", LENGTHS, "--rate", 1, "--design", "best"),
         ("provision", LENGTHS, "--rate", 60, "--most", 1, "--duration", 5, "--design", "mixed:h100"),

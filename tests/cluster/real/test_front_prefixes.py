@@ -50,7 +50,7 @@ def taken_by(server: ScriptedServer, instances: list[ScriptedInstance], request:
     raise AssertionError("nobody was told")
 
 
-@pytest.mark.parametrize(("policy", "chosen"), [("prefix-aware", 1), ("splitwise", 0), ("round-robin", 0)])
+@pytest.mark.parametrize(("policy", "chosen"), [("prefix-aware", 1), ("splitwise", 0)])
 def test_a_request_goes_where_its_beginning_is_held(policy: str, chosen: int) -> None:
     with scripted_front(REPLICAS, policy=policy) as server:
         instances = running(server)

@@ -20,8 +20,8 @@ from phasewise.cluster.real.handing_over.frames import (
     parts_of,
     runs_of,
 )
-from phasewise.cluster.real.handing_over.links import StreamLink
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
+from phasewise.cluster.real.handing_over.sender import StreamLink
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
 from phasewise.serving.pools.contract import Placement

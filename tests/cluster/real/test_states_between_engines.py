@@ -13,9 +13,8 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cluster.real.handing_over.frames import Codec, parts_of
-from phasewise.cluster.real.handing_over.links import SharedLink, StreamLink
 from phasewise.cluster.real.handing_over.receiver import Receiver
-from phasewise.cluster.real.handing_over.sender import Sender
+from phasewise.cluster.real.handing_over.sender import Sender, SharedLink, StreamLink
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.loaders import load_model
@@ -60,8 +59,8 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
             messages.put([bytes(part) for part in parts])
             return True
 
-        own = request.request_id, 1, len(PROMPT), codec, given.memory
-        link = SharedLink(*own, taken.memory, placed.placement, post) if shared else StreamLink(*own, post)
+        own = request.request_id, 1, len(PROMPT), codec, given.memory, post
+        link = SharedLink(*own, taken.memory, placed.placement) if shared else StreamLink(*own)
         engine.compute(request)
         sender.send_to(request.request_id, link)
         engine.step()  # it has a block

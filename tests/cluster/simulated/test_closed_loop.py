@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
+from phasewise.cluster.simulated.simulate import ProductionMachine, Timeline
 from phasewise.cluster.simulated.steps import Curve, StepTimes
-from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 from phasewise.serving.scheduling.request import Request, SchedulerLimits
@@ -87,8 +86,7 @@ class ClosedLoop:
         self._going: dict[str, Sent] = {}
         self._made_s: list[float] = []  # of each token of an answer, in order
         limits = SchedulerLimits(4096, max_sequences=self._places, prefix_reuse=False)
-        settings = EngineSettings(limits, 200_000, tpot_ms)
-        self.machine = Timed(0, steps, settings, self.timeline, self)
+        self.machine = Timed(0, steps, limits, 200_000, tpot_ms, self.timeline, self)
         prepare(self.machine)
         self._is_closed = at_s is None
         for when_s in (

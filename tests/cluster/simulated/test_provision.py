@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.simulated.arrivals import poisson
-from phasewise.cluster.simulated.kv_transfer import Link
 from phasewise.cluster.simulated.metrics import broken, parse_slo, summarise
 from phasewise.cluster.simulated.provision import (
     NEIGHBOURHOOD,
@@ -21,7 +19,8 @@ from phasewise.cluster.simulated.provision import (
     fastest,
     highest_rate,
 )
-from phasewise.cluster.simulated.simulate import simulate
+from phasewise.cluster.simulated.simulate import Link, simulate
+from phasewise.cluster.simulated.simulated_requests import poisson
 from tests.support.clusters import machine, split
 from tests.support.tiers import examples
 

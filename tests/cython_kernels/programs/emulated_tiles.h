@@ -7,7 +7,6 @@
 #include "simd/portable.h"
 
 extern int emulated_tiles_granted; /* by the system, which would end a process that touches a tile without */
-extern uintptr_t emulated_sums[2]; /* of memory: where sums came back from, the first byte and the one behind the last */
 
 /* Subnormals count as zero on the way in and out. */
 static float without_subnormals(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
@@ -74,14 +73,8 @@ static emulated_tile *tile_of(int i) {
     return &emulated[i];
 }
 
-static void sums_are_from(uintptr_t begin, uintptr_t end) {
-    if (!emulated_sums[0] || begin < emulated_sums[0]) emulated_sums[0] = begin;
-    if (end > emulated_sums[1]) emulated_sums[1] = end;
-}
-
 static void emulated_load(int i, const void *p, int64_t stride) {
     emulated_tile *t = tile_of(i);
-    if (i < 4) sums_are_from((uintptr_t)p, (uintptr_t)p + (uintptr_t)((t->rows - 1) * stride + t->row_bytes));
     memset(t->data, 0, sizeof t->data);
     for (int r = 0; r < t->rows; ++r) memcpy(t->data[r], (const uint8_t *)p + r * stride, (size_t)t->row_bytes);
 }

@@ -319,13 +319,15 @@ def test_a_block_without_a_scale_is_one_clear_error(
         load_model(str(tmp_path / "tiny.gguf"), "native", tmp_path)
 
 
-def test_a_type_we_do_not_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [15, 40, 41])
+def test_a_type_we_do_not_read_is_named(number: int, tmp_path: Path) -> None:
+    type_name, block, block_bytes = TENSOR_TYPES[number]
     writer = tiny_gguf(shape=WIDE)
     name, shape, _, _ = writer.tensors[1]
-    writer.tensors[1] = (name, shape, 15, bytes(shape[0] * shape[1] // 256 * 292))
+    writer.tensors[1] = (name, shape, number, bytes(shape[0] * shape[1] // block * block_bytes))
     (tmp_path / "tiny.gguf").write_bytes(writer.to_bytes())
 
-    with pytest.raises(ModelError, match="in Q8_K; readable are"):
+    with pytest.raises(ModelError, match=f"in {type_name}; readable are"):
         load_model(str(tmp_path / "tiny.gguf"), "native", tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cluster.held_blocks import HeldBlocks
+from phasewise.cluster.routing import HeldBlocks
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import KV_CHUNK, Placement, PoolSettings
 from phasewise.serving.pools.opening import open_pool

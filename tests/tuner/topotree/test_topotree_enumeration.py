@@ -25,20 +25,16 @@ from phasewise.tuner.topotree import (
     LeftOut,
     TopoTree,
     TopoTreeError,
-    count_grouped,
     every_tree,
     fundamental,
-    group_bound,
     grouped_trees,
-    parents,
     parse,
-    removal_bound,
-    removals,
 )
 from phasewise.tuner.topotree.enumeration import kept_counts
 from tests.support.machines.machine_shapes import machine_of, nest_of
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
+from tests.support.topotrees import count_grouped, group_bound, parents, removal_bound, removals
 
 Nest = Any
 """A PU or a tuple of nests."""

@@ -16,8 +16,6 @@ from phasewise.tuner.topotree import (
     OperatorLimits,
     TopoTree,
     TopoTreeError,
-    configurations,
-    every_configuration,
     every_tree,
     fundamental,
     grouped_trees,
@@ -25,6 +23,7 @@ from phasewise.tuner.topotree import (
 )
 from tests.support.machines.machine_shapes import machine_of, nest_of
 from tests.support.machines.paper_machines import epyc, kunpeng
+from tests.support.topotrees import configurations, every_configuration
 
 SHAPES = [(2,), (4,), (6,), (2, 4), (2, 2, 4), (3, 4, 2), (2, 12), (4, 2, 8)]
 
