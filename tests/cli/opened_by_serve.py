@@ -243,7 +243,10 @@ class Boundary:
         if table.folder is not None:
             self.keep("folder", (table.folder.budget_bytes, table.folder.keep_s))
             with contextlib.ExitStack() as stack:
-                self._keep_row(table.folder.measure(next(iter(table.folder.files()))).open(stack))
+                row = table.folder.measure(next(iter(table.folder.files()))).open(stack)
+                self._keep_row(row)
+                if not isinstance(row.opened, OpenEngine):
+                    row.open_host(lambda delivery: None, lambda: None, OWN_CORES)
 
     def _keep_row(self, row: Any) -> None:
         text = vars(row.opened.text)["allow_special"]
