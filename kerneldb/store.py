@@ -242,6 +242,10 @@ class Store:
         rows = self._read(Measurement, MEASUREMENT.c.id.in_(ids))
         return sorted(rows, key=lambda row: astuple(row.problem))
 
+    def plans(self) -> list[PlanRecord]:
+        """Every plan, oldest first."""
+        return self.rows(PlanRecord)
+
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
         """The verified plan that was appended last, else the imported one; None where there is none. A plan
         changes no answer, so that one from elsewhere is used until one is measured or set here."""

@@ -64,12 +64,12 @@ def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = si
     names = [name.strip() for name in wish.policies.split(",")]
     if not set(names) <= set(KV_POLICIES):
         raise UsageError(f"--policies {wish.policies!r} is not a list of {', '.join(KV_POLICIES)}")
-    if wish.memory_bytes is not None:
-        if wish.model is None:
-            raise UsageError("--memory needs --model")
-        slots = slots_beside(wish.model, wish.memory_bytes, wish.kv_format, report)
-        wish = replace(wish, slots=slots)
+    if wish.memory_bytes is not None and wish.model is None:
+        raise UsageError("--memory needs --model")
     replay, story = replay_of(traces, wish, report)
+    if wish.model is not None and wish.memory_bytes is not None:
+        n_slots = slots_beside(wish.model, wish.memory_bytes, wish.kv_format, report)
+        replay = replace(replay, n_slots=n_slots)
     report(story)
     rows = list(replayed(replay, names))
     for row in rows:
