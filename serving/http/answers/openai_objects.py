@@ -558,5 +558,4 @@ class PartEvents(EventWriter):
         return "".join(out).encode()
 
     @abstractmethod
-    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterable[str]:
-        ...
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterable[str]: ...
