@@ -33,9 +33,8 @@ _MOST_NAME = 80  # of what the sender wrote and we repeat
 
 
 class ApiError(Exception):
-    """An HTTP error answer. `code`: OpenAI's machine-readable reason, if there is one. `retry_after_s`:
-    seconds until the client should try again, for 429 and 503. `closes`: the connection is closed after the
-    answer."""
+    """An HTTP error answer. `code`: OpenAI's machine-readable reason, if any. `retry_after_s`: for 429 and
+    503, seconds until the client should retry. `closes`: the connection is closed after the answer."""
 
     def __init__(
         self,
@@ -154,8 +153,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 @contextmanager
 def naming(renamed: Mapping[str, str]) -> Iterator[None]:
-    """Rename the fields in an ApiError raised inside. `renamed`: the name in the client's request, by the
-    name in the request made from it."""
+    """Rename fields in an ApiError raised inside. `renamed`: name in the error, to name in the request."""
     try:
         yield
     except ApiError as error:
@@ -191,8 +189,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _is_tag(part: int | str) -> bool:
-    """True if part of an error's location is a union tag of `schemas.kind_of`, which the sender never
-    wrote."""
+    """True if part of an error's location is a union tag of `schemas.kind_of`."""
     return isinstance(part, str) and (part in ("str", "dict", "list") or part.startswith("list of "))
 
 

@@ -84,8 +84,7 @@ class ServedModel:
 
     @property
     def arithmetic(self) -> str | None:
-        """The fingerprint's component for the arithmetic, and the CPUs on which that arithmetic is the
-        same."""
+        """Name of the arithmetic, and the CPUs on which that arithmetic is the same."""
         fingerprint = self.fingerprint()
         return None if fingerprint is None else fingerprint.arithmetic
 
@@ -127,16 +126,13 @@ class HttpLimits:
     """Host names that a request may name, without a port; empty: any."""
     max_body_bytes: int = 4 * 1024 * 1024
     max_unfinished_bytes: int = 64 * 1024 * 1024
-    """Most bytes of all unfinished request bodies together. Beyond it the body that began first is
-    refused."""
+    """Most bytes of all unfinished request bodies; beyond it the body that began first is refused."""
     max_live_requests: int = 256
     """Most answers in progress or waiting, each of the `n` choices counted; a further request gets 429."""
     max_sequences_per_key: int = 192
-    """Most answers in progress or waiting for one client: an API key, or an address where no key is asked
-    for."""
+    """Most answers in progress or waiting of one client: an API key, or else an address."""
     max_response_bytes: int = 64 * 1024 * 1024
-    """Most memory of an answer that is sent whole, or of what a stream's reader has not read; all answers
-    together may take 8 times as much."""
+    """Most memory of a whole answer, or of a stream's unread part; of all answers together: 8 times."""
     max_waiting_requests: int = 224
     """Most requests that may wait for room in the engine."""
     max_connections: int = 8192
@@ -151,8 +147,7 @@ class HttpLimits:
     keep_alive_s: float = 75.0
     """The time that a connection may be idle between two requests."""
     max_pieces_unread: int = 1024
-    """Most unread pieces of each choice. If a reader is further behind, its answer is aborted and its
-    connection closed."""
+    """Most unread pieces of a choice; beyond it the answer is aborted and its connection closed."""
     sign_of_life_s: float = 5.0
     """A stream that was silent for this time sends a comment, so that its reader does not give up."""
     stalled_write_s: float = 30.0

@@ -1,5 +1,4 @@
-"""The engine's client on the asyncio event loop: sends requests, and routes each piece that the engine
-delivers to the HTTP answer that waits for the piece."""
+"""The engine's client on the event loop: sends requests, and routes answers' pieces to HTTP answers."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ class AnswerStream:
         self.has_begun = False
         """True if a piece of the answer has come, or the answer has ended."""
         self.n_bytes = 0
-        """Memory, approximately, of the pieces that wait here; for an answer that is sent whole, of all its
-        pieces."""
+        """Approximate memory of waiting pieces; for an answer that is sent whole, of all its pieces."""
         self._client = client
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._open = set(self._index)
@@ -115,8 +113,7 @@ class AnswerStream:
         self._most_unread = most_unread
         self._reader = reader
         self.at_once: Callable[[Pieces], bool] | None = None
-        """Called with new pieces while a task waits in `take`, except for the last pieces; returns True if
-        the pieces were written."""
+        """Called with new pieces, except the last, while `take` waits; True if it has written them."""
         self.closed = self._is_refused = False
 
     @property
@@ -146,8 +143,7 @@ class AnswerStream:
             self._client.holds(self, size)
 
     def refuse(self, error: RequestError) -> None:
-        """End the answer with an error; if part of the answer may have been sent, cut the connection
-        instead."""
+        """End the answer with an error; cut the connection if part of the answer may have been sent."""
         if self._reader is None:
             self.give_way(error)
         else:
@@ -164,8 +160,7 @@ class AnswerStream:
         self._something.set()
 
     def wake(self) -> None:
-        """Pass new pieces on by `at_once` if that is set, else through `take`: a switch of tasks costs more
-        than an event."""
+        """Pass new pieces on, by `at_once` if set (cheaper than a switch of tasks), else through `take`."""
         if self.at_once is None or self._something.is_set() or any(map(_is_end, self._arrived)):
             self._something.set()
         elif self.at_once([(self._index[out.request_id], out) for out in self._arrived]):  # type: ignore[misc]
@@ -302,9 +297,8 @@ class EngineClient:
         self, requests: Sequence[Submit], reader: AnswerReader | None = None, *, tells_progress: bool = False
     ) -> AnswerStream:
         """Send the requests of one HTTP answer to the engine. Raises QueueFull or Stopping. `reader`: the
-        connection of a streamed answer, which is cut and its requests aborted if it is too far behind. Each
-        request takes a place of its client's share, except requests of batches (in shadow), whose number the
-        sender of batches limits."""
+        connection of a streamed answer, cut if it is too far behind. Each request takes a place of its
+        client's share, except requests of batches (in shadow), whose number the sender limits."""
         owner = requests[0].client
         if self._has_ended:
             raise Stopping("the server is stopping")
@@ -331,8 +325,7 @@ class EngineClient:
         return stream
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:
-        """Count `n_bytes` more (or fewer) of memory for `stream`; if `stream` or all answers together exceed
-        their limit, end the largest."""
+        """Count `n_bytes` more memory for `stream`; end the largest answer if a limit is exceeded."""
         self._held_bytes += n_bytes
         if n_bytes <= 0:
             return
@@ -377,8 +370,7 @@ class EngineClient:
             self._wakeup.wake()
 
     def end_everything(self) -> None:
-        """Tell every answer in progress that the server is stopping, after the pieces that the engine has
-        already delivered."""
+        """Tell every answer in progress that the server is stopping, after the pieces already delivered."""
         self._has_ended = True
         self._route_delivered()
         self._route(
@@ -398,8 +390,8 @@ class EngineClient:
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _find_places(self, n_new: int, owner: str) -> None:
-        """Make `n_new` places free, if need be by ending waiting answers of a client that holds more. Raises
-        QueueFull, or RequestError where `n_new` exceeds a limit."""
+        """Free `n_new` places, if need be by ending waiting answers of a client with more. Raises
+        QueueFull."""
         most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
         if n_new > min(most, share):
             raise RequestError(

@@ -34,8 +34,7 @@ class CustomCall(Call):
 
 
 class AsAsked:
-    """A reader that wraps another one: renames functions as the request names them, and turns calls of custom
-    tools into `CustomCall`."""
+    """A reader that gives functions of another reader their names in the request; emits `CustomCall`."""
 
     def __init__(self, inner: Reader, names: Mapping[str, str], customs: frozenset[str]) -> None:
         self._inner = inner
@@ -77,8 +76,7 @@ Json = dict[str, Any]
 EVENT_STREAM = "text/event-stream"
 JSON_LINES = "application/x-ndjson"
 COMMENT, PING, SPACE = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n', b" "
-"""Keep-alive bytes for a stream of events, for a stream of Anthropic's events, and for a stream of JSON
-lines."""
+"""Keep-alive bytes for streams of events, of Anthropic's events, and of JSON lines."""
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -140,8 +138,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One HTTP answer to be made: the requests to send, `n_choices_per_prompt` for each prompt, and the form
-    of the answer."""
+    """One HTTP answer to be made: `n_choices_per_prompt` requests for each prompt, and the answer's form."""
 
     requests: Sequence[Submit]
     n_choices_per_prompt: int
@@ -153,8 +150,7 @@ class Reply:
     receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
     """Makes and stores the receipt of a choice that has ended; None where none is asked for."""
     clamped: int | None = None
-    """The limit on tokens that was set because the context has no room for as many as were asked for; None:
-    unchanged."""
+    """The limit on tokens if fewer fit into the context than were asked for; None: unchanged."""
 
     def with_receipt(self, index: int, said: Json, ended: Answer) -> Json:
         """The choice `said`, with a receipt if the choice has ended and receipts are asked for."""
@@ -163,8 +159,7 @@ class Reply:
         return {**said, "receipt": self.receipt(self.requests[index], ended.evidence, ended.finish_reason)}
 
     def usage(self, said: Sequence[Answer]) -> Json:
-        """OpenAI's `usage` object: tokens of all prompts, each counted once, and of all answers. `said`: the
-        last piece of each choice."""
+        """OpenAI's `usage` object, each prompt counted once. `said`: the last piece of each choice."""
         firsts = self.requests[:: self.n_choices_per_prompt]
         n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
         n_generated = sum(piece.n_generated for piece in said)
@@ -187,8 +182,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """Parser factory for the answers of one request. `open`: makes the reader of one choice. `call_id`: makes
-    the id of a tool call."""
+    """Parser factory for the answers of one request. `call_id`: makes the id of a tool call."""
 
     open: Callable[[], Reader]
     call_id: Callable[[], str]
@@ -204,8 +198,7 @@ class _ReadChoice:
 
     def delta(self, text: str, *, is_last: bool) -> Json:
         """Parse more text into `content`, `reasoning_content` and `tool_calls`, each only if non-empty. A
-        call comes with its name and id at once, and its arguments with it or in later pieces of the same
-        index."""
+        call's name and id come at once, its arguments with them or in later pieces of the same index."""
         parts = self._reader.feed(text)
         if is_last:
             parts += self._reader.finish()
@@ -247,8 +240,7 @@ class _ReadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that an answer's text begins with. `n_top`: number of likeliest tokens for each position;
-    None: no log-probabilities."""
+    """A prompt that a text begins with. `n_top`: likeliest tokens for each position; None: no logprobs."""
 
     text: str
     n_top: int | None
@@ -261,8 +253,7 @@ class Echo:
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """Log-probabilities of prompts in a response. `n_top`: number of likeliest tokens for each position in
-    `prompt_logprobs`; None: no such field. `echoes`: the echoed prompt of each choice; empty: nothing is
-    echoed."""
+    `prompt_logprobs`; None: no such field. `echoes`: the echoed prompt of each choice, if any."""
 
     n_top: int | None = None
     echoes: tuple[Echo, ...] = ()
@@ -275,8 +266,7 @@ NOT_SCORED = Scoring()
 
 
 def echoes_of(body: CompletionRequest, requests: Sequence[Submit], model: ServedModel) -> tuple[Echo, ...]:
-    """The prompt of each choice: a text as it was sent, token ids as the text that they spell. Empty without
-    `echo`."""
+    """The prompt of each choice, token ids spelled as text. Empty without `echo`."""
     if not body.echo:
         return ()
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -343,8 +333,7 @@ class Rendering(ABC):
         return {}
 
     def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> list[Json | None]:
-        """Prompt log-probabilities in vLLM's form: for each token its own and the likeliest ones, by token
-        id; None for the first token."""
+        """Log-probabilities in vLLM's form: each token's own and the likeliest ones; None for the first."""
         return [None if token.logprob is None else self._at_place(token) for token in tokens]
 
     def _at_place(self, token: PromptToken) -> Json:
@@ -373,8 +362,7 @@ class CompletionRendering(Rendering):
         return {**self._fixed, "object": "text_completion"}
 
     def opening(self, index: int) -> Json | None:
-        """The echoed prompt, if its log-probabilities are not asked for; else the prompt has to be computed
-        first."""
+        """The echoed prompt, unless its log-probabilities are asked for: they must be computed first."""
         echo = self._scoring.echo(index)
         return None if echo is None or echo.has_logprobs else self._choice(index, echo.text, None, None)
 
@@ -405,8 +393,8 @@ class CompletionRendering(Rendering):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _generated(self, index: int, tokens: Sequence[SampledToken], reason: str | None) -> Json | None:
-        """Log-probabilities of generated tokens. With an echo the end token is included: clients that score
-        texts subtract the prompt's tokens by number."""
+        """Log-probabilities of the answer. With an echo the end token is included, as scoring clients
+        expect."""
         echo = self._scoring.echo(index)
         scored = self._scored(tokens, None if echo is not None else reason)
         if not scored:
@@ -440,8 +428,7 @@ def _joined(parts: Sequence[Json | None]) -> Json | None:
 
 
 class ChatRendering(Rendering):
-    """`/v1/chat/completions`. `reading`: parser of answers that may contain calls or thoughts; None: plain
-    text."""
+    """`/v1/chat/completions`. `reading`: parser of calls and thoughts; None: the answers are plain text."""
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 
 @dataclass(slots=True)
 class Resident:
-    """A model in memory. `n_users`: requests that hold the model. `used_s`: time at which the last holder
-    ended."""
+    """A model in memory. `n_users`: requests that hold it. `used_s`: time at which the last of them ended."""
 
     name: str
     n_bytes: int
@@ -131,8 +130,7 @@ class LoadedModel(Protocol):
 
 
 class MeasuredModel(Protocol):
-    """A known model that is not in memory. `open` loads the model into `n_bytes` and may raise ServingError;
-    `on_lost` is called if its engine gives up."""
+    """A known model that is not in memory. `open` takes `n_bytes` of memory; may raise ServingError."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -142,9 +140,8 @@ class MeasuredModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelsOnDisk:
-    """The models of a folder. `files`: its present files by the names that requests use. `measure`: prepares
-    the model of a name for loading, with little memory, and may raise ServingError. All are called on
-    threads."""
+    """The models of a folder. `files`: its present files by the names that requests use. `measure`: sizes up
+    a model, with little memory; may raise ServingError. All are called on threads."""
 
     files: Callable[[], Mapping[str, ModelFile]]
     measure: Callable[[str], MeasuredModel]
@@ -225,9 +222,8 @@ class ModelShelf:
     # ---- holding -----------------------------------------------------------------------------------------
 
     async def hold(self, name: str, *, in_shadow: bool = False) -> ServedModel:
-        """Return the model, loaded if need be, and hold it until `release`. Raises ApiError if there is no
-        such model or it cannot be loaded. `in_shadow`: for a request of a batch, which makes no other model
-        leave: without room, ApiError."""
+        """Return the model, loaded if need be, and hold it until `release`. Raises ApiError if it cannot be
+        loaded. `in_shadow`: for a request of a batch, which is refused if there is no room."""
         resident = self.room.residents.get(name)
         if resident is not None and not resident.is_leaving:
             resident.n_users += 1
@@ -365,8 +361,7 @@ class ModelShelf:
             await self._freed.wait()
 
     async def _unload(self, name: str) -> None:
-        """Unload a model, and count its bytes until that has ended. The model is gone even if its `close`
-        raised."""
+        """Unload a model; its bytes count until then. It is gone even if its `close` raised."""
         self.room.residents[name].is_leaving = True
         try:
             await self._on_worker(lambda: self._loaded.pop(name).close())
@@ -401,8 +396,7 @@ class ModelShelf:
         self._look()
 
     def _lose(self, name: str) -> None:
-        """Mark a model whose engine has given up: it takes no more requests, and the next request loads it
-        anew."""
+        """Mark a model whose engine has given up; the next request loads it anew."""
         resident = self.room.residents.get(name)
         if resident is not None:
             self._lost.add(name)

@@ -1,5 +1,4 @@
-"""The models of one server, as its routes see them: kept from start to end, or loaded when a request names
-them."""
+"""The models of one server, as its routes see them: always in memory, or loaded on demand."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class HeldModels:
 
 
 def keep_for(request: Request, keep_s: float | None) -> None:
-    """Set how long the request's model stays loaded after use; None: the server's default. No effect on a
-    model that is never unloaded."""
+    """Set how long the request's model stays loaded after use; None: the server's default."""
     held: HeldModels | None = request.scope.get(_HELD)
     if held is not None:
         held.keep_s = keep_s

@@ -134,8 +134,7 @@ class Metrics(Observer):
         self._refused.labels(error.code or f"status_{error.status}").inc()
 
     def answered_by_connection(self, status: int) -> None:
-        """Count an answer that the connection sent before the application saw a request: its path is
-        unknown."""
+        """Count an answer that the connection sent before the application saw a request."""
         self.http.labels("none", status).inc()
 
     def slow_reader_cut(self) -> None:
@@ -193,8 +192,7 @@ class Metrics(Observer):
         self._ended.labels(*self._lives.pop(request_id).labels, reason).inc()
 
     def _step(self, stats: StepStats) -> None:
-        """Record one engine step. Runs once a step, so values that can wait for a scrape are not computed
-        here."""
+        """Record one engine step; values that can wait for a scrape are not computed here."""
         labels = (*self._labels(stats.model), stats.phase)
         self._sequences.labels(*labels).observe(stats.n_sequences)
         self._tokens.labels(*labels).observe(stats.n_tokens)

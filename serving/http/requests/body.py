@@ -82,8 +82,7 @@ class UnfinishedBodies:
     """The bodies in the order in which they began, as keys."""
 
     def begin(self, most_bytes: int, wake: Callable[[], None]) -> UnfinishedBody:
-        """Start a body of at most `most_bytes`. `wake` is called if the body is dropped to make room for
-        others."""
+        """Start a body of at most `most_bytes`. `wake` is called if the body is dropped to make room."""
         body = UnfinishedBody(self, most_bytes, wake)
         self._bodies[body] = None
         return body
@@ -164,8 +163,7 @@ _DISCARD_UP_TO_BYTES = (
 )  # read on past the limit so far, so that the sender gets to see the answer
 
 _WORTH_A_THREAD_BYTES = 256 * 1024
-"""Larger bodies are validated on a thread, because that takes milliseconds; other threads get the GIL in
-between."""
+"""Larger bodies are validated on a thread, because that takes milliseconds."""
 
 
 class BodyReader:
@@ -264,9 +262,8 @@ _OF_BROWSERS = {"origin", "sec-fetch-site"}
 
 
 def refuse_other_types(request: Request) -> None:
-    """Raise ApiError 415 for a browser's request that is not JSON: a page of another origin may post a form
-    or plain text without a preflight, but not JSON (CSRF). Browsers are known by the header Origin or
-    Sec-Fetch-Site; other clients may send any type."""
+    """Raise ApiError 415 for a browser's request (with Origin or Sec-Fetch-Site) that is not JSON: a page of
+    another origin may post a form or plain text without a preflight, but not JSON (CSRF)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not _OF_BROWSERS & set(request.headers):
         return

@@ -52,8 +52,7 @@ class Called:
     is_auto: bool
 
     def lark(self, dialect: Dialect, document_rule: str) -> str:
-        """Lark grammar of answers with calls; also of answers without calls if `document_rule` describes
-        them."""
+        """Lark grammar of answers with calls, or without if `document_rule` describes such answers."""
         document = document_rule if self.is_auto else ""
         return dialect.grammar(Wanted(self.functions, self.most_calls, document))
 
@@ -142,8 +141,7 @@ def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """The arguments of a call as an object. Arguments that are no object, as of a truncated call, go under
-    the key `_raw`."""
+    """The arguments of a call as an object; if they are none (a truncated call), under the key `_raw`."""
     value = parsed(given) if isinstance(given, str) else given
     if isinstance(value, dict):
         return value

@@ -55,8 +55,7 @@ class ContentPart(Strict):
 
     @property
     def stand_in(self) -> str:
-        """Text to put in place of a part that is not text: the texts it contains, or a note that it is left
-        out."""
+        """Text in place of a part that is not text: the texts that the part contains, or a note."""
         held = "\n".join(_texts_in(self.model_extra or {}))
         return f"[{self.type}]\n{held}\n" if held else f"[{self.type}: left out, this model reads text alone]"
 
@@ -196,8 +195,7 @@ class FunctionTool(Strict):
 
 
 class Tool(Strict):
-    """A `function`, or a `custom` tool, which is a function of one text. Tools of other types, which a server
-    runs, are left out."""
+    """A `function`, or a `custom` tool: a function of one text. Types that a server runs are left out."""
 
     type: Annotated[str, Field(min_length=1, max_length=64)]
     function: FunctionTool | None = None
@@ -342,15 +340,13 @@ class ChatRequest(GenerationRequest):
         self._left_out.update(names)
 
     def ignored(self) -> tuple[str, ...]:
-        """Names for the answer's header: unknown fields, and dropped tools and content parts as `tools.TYPE`
-        and `content.TYPE`."""
+        """Unknown fields, and dropped tools and content parts as `tools.TYPE` and `content.TYPE`."""
         return few_names((*super().ignored(), *self._left_out))
 
     @model_validator(mode="before")
     @classmethod
     def _allowed(cls, given: Any) -> Any:
-        """Keep only the tools that `allowed_tools` lists; a choice of a tool that a server runs becomes
-        `auto`."""
+        """Keep only the tools that `allowed_tools` lists; a choice of a server's tool becomes `auto`."""
         choice = given.get("tool_choice") if isinstance(given, dict) else None
         kind = choice.get("type") if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or kind in _CHOICES:

@@ -22,8 +22,7 @@ _ID_BYTES = 8
 
 
 class RealisedLength(NamedTuple):
-    """The length of an answer that ended by itself. `arrived_at_s`, `at_s`: Unix times of its request and its
-    end."""
+    """An answer that ended by itself. `arrived_at_s`, `at_s`: Unix times of its request and its end."""
 
     facts: RequestFacts
     output_tokens: int
@@ -71,8 +70,7 @@ def facts_of(request: Submit) -> RequestFacts:
 
 
 def estimated(requests: Sequence[Submit], model: ServedModel) -> Sequence[Submit]:
-    """The requests with predicted answer lengths, if the model has a predictor. The choices of one prompt
-    share one prediction."""
+    """The requests with predicted answer lengths, one prediction for each prompt, if there is a predictor."""
     if model.estimate is None:
         return requests
     estimates: dict[int, Estimate] = {}
@@ -90,8 +88,7 @@ def system_prompt_id(messages: Sequence[ChatMessage]) -> str | None:
 
 
 SCHEMA_VERSION = 3
-"""Version of the log's lines. 2: adds `lookup`, and with drafts `drafted_tokens` and `accepted_tokens`; 3:
-drops `lookup`."""
+"""Version of the log's lines. 2: adds `lookup`, `drafted_tokens`, `accepted_tokens`; 3: drops `lookup`."""
 
 
 class LengthLog(LineLog):

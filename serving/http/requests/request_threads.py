@@ -47,9 +47,9 @@ _MOST_GRAMMARS = 16
 
 
 class FairLane:
-    """Runs up to `n_threads` jobs at a time and queues up to `most_waiting`; clients take turns. Used on one
-    event loop. When the queue is full, the last job of the client with most jobs is refused, so no client can
-    keep another one out."""
+    """Runs up to `n_threads` jobs at a time on one event loop; clients take turns. If more than
+    `most_waiting` wait, the last job of the client with most jobs is refused, so no client can keep others
+    out."""
 
     def __init__(self, name: str, n_threads: int, most_waiting: int) -> None:
         self._name = name
@@ -96,8 +96,6 @@ class FairLane:
             raise
 
     def _refuse_one_for(self, client: str) -> None:
-        """Refuse the last job of the client with the longest queue; raises QueueFull if that is `client`
-        itself."""
         longest = self._waiting.longest
         if longest is None or self._waiting.count(longest) <= self._waiting.count(client) + 1:
             raise self._full()
@@ -139,8 +137,7 @@ class Preparation:
         make: Callable[[Body, ServedModel, RequestOrigin], Sequence[Submit]],
         model: ServedModel,
     ) -> Sequence[Submit]:
-        """Run `make` to get the requests for `model`, and compile the grammar that guides their answers.
-        Raises ApiError, or ClientLeft."""
+        """Make the requests for `model`, with the grammar of their answers. Raises ApiError or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()
         sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, cancel)
 
@@ -181,8 +178,7 @@ class Preparation:
             raise from_engine(error) from error
 
     def _lane_of(self, request: Request, body: GenerationRequest) -> FairLane:
-        """The lane for a request's tokenization. The length of a chat is that of its body, because templates
-        also get fields that this server does not know."""
+        """The lane by prompt length; a chat's is its body's length, for templates may take unknown fields."""
         if isinstance(body, ChatRequest) and n_bytes_of(request) > _LONG_CHARACTERS:
             return self._long
         if n_characters(body) > _LONG_CHARACTERS:

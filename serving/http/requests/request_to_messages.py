@@ -1,5 +1,4 @@
-"""Converts validated bodies to `Submit` messages for the engine, and refuses every request that is invalid
-for the model."""
+"""Converts validated bodies to `Submit` messages for the engine; refuses requests invalid for the model."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """The sender of a request. `cache_space`: shares its KV cache. `client`: takes turns and places.
-    `in_shadow`: True for a line of a batch."""
+    """The sender of a request. `cache_space`: the KV cache that it shares. `in_shadow`: True for a batch."""
 
     cache_space: str = ""
     client: str = ""
@@ -118,9 +116,8 @@ def chat_requests(
 
 
 def _turns(body: ChatRequest, prompt: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
-    """Token positions in the prompt where assistant turns begin: the next one, the one before it, and the
-    first one after the user's last message. The next prompt of the conversation may differ from there, where
-    a template drops old thoughts."""
+    """Token positions where assistant turns begin: the next one, the one before, and the first one after the
+    user's last message. Where a template drops old thoughts, the next prompt may differ from there on."""
     opening = tuple(model.encode(model.dialect.turn.opening, False)) if model.dialect.turn.opening else ()
     begins = (place for place, token in enumerate(prompt) if token in opening[:1])
     starts = [begin for begin in begins if prompt[begin : begin + len(opening)] == opening]
@@ -276,8 +273,7 @@ def _tokens_of(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -
 
 
 def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelToken) -> tuple[int, ...]:
-    """Token ids of the conversation as the chat template renders it, BOS included. Raises Abandoned if
-    `cancel` ends meanwhile, and ApiError where the template refuses."""
+    """Token ids of the conversation as the chat template renders it. Raises ApiError, or Abandoned."""
     check_tools(body)
     if model.encode_chat is None:
         raise bad_request(
@@ -292,10 +288,9 @@ def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelTok
 
 
 class RequiredGrammar(NamedTuple):
-    """The grammar that constrains an answer. `field`: the request's field that asks for it. `triggers`: the
-    grammar applies only from one of these texts on; empty: from the start. `is_needed`: refuse the request if
-    the grammar cannot be compiled. `calls`: the functions in the grammar, and a function that makes the
-    grammar of other ones."""
+    """The grammar of an answer. `field`: the field that asks for it. `triggers`: texts from which on the
+    grammar applies; empty: from the start. `is_needed`: refuse the request if the grammar cannot be compiled.
+    `calls`: the functions in the grammar, and a function that makes a grammar of other functions."""
 
     grammar: Grammar
     field: str
@@ -305,8 +300,7 @@ class RequiredGrammar(NamedTuple):
 
 
 def held_to(body: GenerationRequest, model: ServedModel) -> RequiredGrammar | None:
-    """The grammar that the request asks for; None if the answer is free. Raises ApiError if it is
-    impossible."""
+    """The grammar that the request asks for; None if the answer is free. Raises ApiError."""
     calls = called_by(body) if isinstance(body, ChatRequest) else None
     field = "response_format" if body.structured_outputs is None else "structured_outputs"
     field = "tools" if calls is not None else field
@@ -349,9 +343,8 @@ def _document_rule(body: GenerationRequest) -> str:
 def compiled(
     wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken
 ) -> tuple[RequiredGrammar, MatcherGuide | None]:
-    """Compile a grammar, or a looser one if its schemas cannot be held. Blocks until done; raises Abandoned
-    once `cancel` ends. The guide is None if the grammar cannot be compiled and is not needed. Raises
-    ApiError."""
+    """Compile a grammar, or a looser one if its schemas cannot be held. Blocks; raises Abandoned once
+    `cancel` ends, or ApiError. The guide is None if the grammar cannot be compiled and is not needed."""
     try:
         return wanted, guides.compile(wanted.grammar, cancel)
     except RequestError as error:
@@ -385,8 +378,7 @@ def tell_unheld(
 
 
 def _loosened(wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken) -> RequiredGrammar | None:
-    """The same grammar, but with any arguments for functions whose schemas cannot be compiled; None if there
-    is none such."""
+    """The grammar, but with any arguments where a function's schema cannot be compiled; None if unchanged."""
     if wanted.calls is None:
         return None
     calls, grammar_of = wanted.calls
@@ -407,8 +399,7 @@ def _loosened(wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToke
 def delay_guide(
     guide: Guide, wanted: RequiredGrammar, body: GenerationRequest, prompt: Sequence[int], model: ServedModel
 ) -> Guide:
-    """The guide for a whole answer: it starts after thoughts, if the answer may think, and at a trigger text,
-    if there is one."""
+    """The guide of a whole answer: applies after thoughts, if any, and from a trigger on, if any."""
     assert model.guides is not None
     dialect, recipe = model.dialect, guide.recipe
     if wanted.triggers:
@@ -467,8 +458,7 @@ def _structured(wanted: StructuredOutputs) -> Grammar:
 def _sampling(
     body: GenerationRequest, defaults: SamplingDefaults, top_logprobs: int | None
 ) -> SamplingParams:
-    """Sampling parameters: the request's fields where stated, else `defaults`. A request for a receipt always
-    gets a seed."""
+    """Sampling parameters: the request's fields, else `defaults`. With a receipt there is always a seed."""
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
         temperature=_stated(body.temperature, defaults.temperature),

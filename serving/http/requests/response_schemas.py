@@ -221,8 +221,7 @@ def namespaces_of(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
 
 
 def messages_of(items: str | Sequence[Any]) -> list[Json]:
-    """Convert input items to chat messages; adjacent thoughts, text and calls of one answer become one
-    message."""
+    """Convert items to chat messages; adjacent thoughts, text and calls of an answer become one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     return list(_merged(items))

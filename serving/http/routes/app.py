@@ -1,5 +1,4 @@
-"""Builds the ASGI application: routes of text generation, embeddings, health and models, and their
-middleware."""
+"""Builds the ASGI application: routes of text generation, embeddings, health and models, and middleware."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-A
 
 @dataclass(frozen=True)
 class ServerContext:
-    """Settings of the application beside its models. `cors_origins`: pages of these origins may call it; `*`:
-    any."""
+    """Settings of the application. `cors_origins`: pages of these origins may call it; `*`: any."""
 
     cors_origins: tuple[str, ...] = ()
     log: AccessLog | None = None

@@ -113,8 +113,7 @@ class BatchRunner:
         self._cancelled: dict[str, asyncio.Event] = {}
 
     def store(self) -> BatchStore:
-        """Open the store, or return the open one; may be called from any thread. Raises BatchStoreError if it
-        cannot be used."""
+        """The store, opened at first use; from any thread. Raises BatchStoreError if it cannot be used."""
         with self._opening:
             if self._store is None:
                 if self._most_bytes == 0:
@@ -133,8 +132,7 @@ class BatchRunner:
             self._store.close()
 
     def begin(self, app: ASGIApp) -> None:
-        """Resume the batches that an earlier server left unfinished; called on the event loop that serves
-        `app`."""
+        """Resume the batches that an earlier server left; called on the event loop that serves `app`."""
         self._app = app
         if self._most_bytes and (self._folder / "batches.sqlite").exists():
             self.wake()

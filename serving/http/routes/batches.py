@@ -1,5 +1,4 @@
-"""`/v1/files` and `/v1/batches`, as in OpenAI's API. A client sees only the files and batches sent with its
-API key."""
+"""`/v1/files` and `/v1/batches`, as in OpenAI's API. A client sees only what was sent with its API key."""
 
 from __future__ import annotations
 
@@ -140,8 +139,7 @@ def _no_form(why: str) -> ApiError:
 
 
 def boundary_of(request: Request) -> bytes:
-    """The boundary of a request's form. Raises ApiError if it has none, or comes from a page of another
-    origin."""
+    """The boundary of a form. Raises ApiError if there is none, or the form comes from another origin."""
     _refuse_pages(request)
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
@@ -156,8 +154,7 @@ def boundary_of(request: Request) -> bytes:
 
 
 async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
-    """Read a form; a thread passes the bytes of its file to `write`. Raises ApiError if the form is invalid
-    or too large."""
+    """Read a form; `write` takes its file's bytes on a thread. Raises ApiError if invalid or too large."""
     reader, thread = FormReader(boundary_of(request), write), RestedThread()
     n_bytes, more = 0, True
     while more:
@@ -177,8 +174,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
 
 
 def _refuse_pages(request: Request) -> None:
-    """Raise ApiError for a form of another origin's page, which a browser posts without a preflight
-    (CSRF)."""
+    """Raise ApiError for a page of another origin: it may post a form without a preflight (CSRF)."""
     site = request.headers.get("sec-fetch-site", "same-origin" if "origin" not in request.headers else "")
     if site not in ("same-origin", "none"):
         raise ApiError(403, "pages of other origins may not send files here", closes=True)
@@ -238,8 +234,7 @@ def _refusal(error: BatchStoreError) -> ApiError:
 
 
 class _KeptFile(FileResponse):
-    """A response with a file that may be deleted meanwhile: 404 before its first byte, and the whole file
-    after that."""
+    """A file that may be deleted meanwhile: 404 before its first byte, and the whole file after that."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -371,8 +366,7 @@ def _add_files(routes: Routes, runner: BatchRunner) -> None:
 
 
 def _owner(request: Request) -> str:
-    """Digest of the request's API key, which owns its files and batches; empty if no key is required: all
-    clients then see the same."""
+    """Digest of the API key that owns files and batches; empty if none is required: all see the same."""
     return client_of(request.scope).cache_space
 
 

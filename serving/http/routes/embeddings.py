@@ -59,8 +59,7 @@ Input = Annotated[
 
 
 class EmbeddingRequest(OpenRequest):
-    """OpenAI's request for embeddings; `truncate`, `input_type`, `task` and the quantized formats are
-    extensions."""
+    """OpenAI's; `truncate`, `input_type`, `task` and the quantized formats are extensions."""
 
     model: str
     input: Input
@@ -254,8 +253,7 @@ class EmbeddingRoutes:
         )
 
     def _refuse_too_large(self, body: EmbeddingRequest) -> None:
-        """Raise ApiError if the answer would be too large, before any vector is computed: it is sent as a
-        whole."""
+        """Raise ApiError for a too large answer, which is sent whole, before any vector is computed."""
         per_number = _NUMBER_BYTES[body.encoding_format or "float"]
         n_bytes = _n_inputs(body.input) * (body.dimensions or self.model.width) * per_number
         if n_bytes > self._max_response_bytes:
@@ -275,8 +273,7 @@ class EmbeddingRoutes:
         return body
 
     def _checked_kind(self, body: EmbeddingRequest, *, is_text: bool) -> InputKind:
-        """Check `input_type` and `task` and return the kind of the inputs. Raises ApiError. Token ids take a
-        task only."""
+        """The kind of the inputs by `input_type` and `task`; token ids take a task only. Raises ApiError."""
         if body.input_type is not None and not is_text:
             raise bad_request("token ids are taken as they are: input_type goes with texts", "input_type")
         if body.input_type is not None and body.task is not None:
@@ -295,8 +292,7 @@ class EmbeddingRoutes:
         note_model(request.scope, self.model.model_id)
 
     def _token_ids(self, index: int, ids: Sequence[int], *, truncate: bool) -> Tokens:
-        """Check a client's token ids, and truncate them if allowed. The client has added the special tokens
-        itself."""
+        """Check and truncate a client's token ids, which already include the special tokens."""
         most = self.model.text.max_tokens
         if min(ids) < 0 or max(ids) >= self.model.text.vocab_size:
             raise bad_request(f"token ids must be 0 to {self.model.text.vocab_size - 1}", "input")
@@ -386,8 +382,7 @@ def _characters(given: str | Sequence[Any]) -> int:
 def _written(
     vectors: Sequence[Floats], write: Callable[[Floats], Any], model_id: str, n_tokens: int
 ) -> bytes:
-    """The JSON answer with these vectors. They are written one at a time, because other Python threads wait
-    meanwhile."""
+    """The JSON answer. Vectors are written one at a time, because other Python threads wait meanwhile."""
     parts = (
         to_json({"object": "embedding", "index": index, "embedding": write(vector)})
         for index, vector in enumerate(vectors)

@@ -97,8 +97,7 @@ class Events(EventWriter):
         return f'data: {self._head},"choices":[],"usage":{usage}}}\n\n'.encode() + DONE
 
     def _progress(self, index: int, progress: Progress) -> str:
-        """The event of a prompt's progress in llama-server's form; empty except for the prompt's first
-        choice."""
+        """A prompt's progress in llama-server's form; empty except for the prompt's first choice."""
         if index % self._reply.n_choices_per_prompt:
             return ""
         said = {
@@ -124,21 +123,18 @@ class Events(EventWriter):
 
 
 _TOKENS_WORTH_A_THREAD = 256
-"""Log-probabilities of more tokens than this are written out on a thread, so that other answers do not
-wait."""
+"""Log-probabilities of more tokens are written on a thread, so that other answers do not wait."""
 
 
 async def respond(client: EngineClient, reply: Reply, request: Request) -> Response:
-    """Send the requests of a reply to the engine and return its response, streamed or whole. If the client
-    leaves, the requests are aborted."""
+    """Send a reply's requests and return the response. If the client leaves, the requests are aborted."""
     if reply.streamed:
         return await _streamed(client, reply, request)
     return await _whole(client, reply, request)
 
 
 class _UnseenReader:
-    """Stands for a connection where another ASGI server runs the application, which does not say how far the
-    client has read."""
+    """Stands for a connection of another ASGI server, which does not say how far the client has read."""
 
     is_behind = True
 
@@ -220,8 +216,7 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
 
 
 def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
-    """The body of a whole reply. Choices are encoded one by one, because encoding one long text would block
-    all other threads."""
+    """The body of a whole reply, encoded by choice: encoding one long text blocks all other threads."""
     rendering = reply.rendering
     if isinstance(rendering, Form):
         return rendering.whole(choices)
@@ -291,8 +286,7 @@ class _EventStream(Response):
 def _write_at_once(
     events: EventWriter, connection: Connection, signs: SignsOfLife | None, pieces: Pieces
 ) -> bool:
-    """Write pieces directly to the connection, past the ASGI layers; False if the connection cannot take them
-    now."""
+    """Write pieces directly to the connection, past the ASGI layers; False if it cannot take them now."""
     if not connection.takes_chunk:
         return False
     if said := events.of(pieces):
@@ -356,8 +350,7 @@ class GenerationService:
         return await self.bodies.read(request, kind)
 
     def with_receipts(self, reply: Reply, model: ServedModel) -> Reply:
-        """The reply, with a function that makes receipts if requested. Raises ApiError while the fingerprint
-        is unknown."""
+        """The reply, with receipts if requested. Raises ApiError while the fingerprint is unknown."""
         if not reply.requests[0].receipt:
             return reply
         fingerprint = model.fingerprint()

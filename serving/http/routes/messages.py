@@ -132,8 +132,7 @@ class OutputConfig(Strict):
 
 
 class CountTokensRequest(AnswerRequest):
-    """The request to count a prompt's tokens; also the fields of `MessagesRequest` that its prompt depends
-    on."""
+    """The request to count a prompt's tokens, and the common fields of `MessagesRequest`."""
 
     not_offered = ("output_format", "receipt", "fallbacks")
     without_effect = frozenset(
@@ -246,8 +245,7 @@ def _of_assistant(message: Message) -> list[Json]:
 
 
 def _of_others(message: Message) -> Iterator[Json]:
-    """A user or system message as chat messages: one for each tool result, and one for each run of other
-    blocks."""
+    """User or system messages: one for each tool result, and one for each run of other blocks."""
     said: list[Json] = []
     for block in _blocks(message):
         match block:
@@ -381,8 +379,7 @@ def _opened(part: Part, name: str, call_id: Callable[[], str]) -> Json:
 
 
 class MessageEvents(PartEvents):
-    """Writes the events of one message. The first event waits for the first token, because it reports the
-    number of cached prompt tokens."""
+    """Writes the events of a message. The first waits for a token, for it reports the cached tokens."""
 
     sign_of_life = PING
 

@@ -268,8 +268,7 @@ def on_hangup(
 def _replace(
     keys: ApiKeys, read: ReadKeys | None, read_tls: Callable[[], None] | None, in_turn: threading.Lock
 ) -> None:
-    """Read the certificate and the API keys again. The lock `in_turn` keeps an older read from replacing a
-    newer one."""
+    """Read certificate and keys again. `in_turn`: keeps an older read from replacing a newer one."""
     with in_turn:
         if read_tls is not None:
             read_tls()

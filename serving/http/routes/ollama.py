@@ -197,8 +197,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
 
 
 def prompt_of(body: OllamaGenerateRequest, *, has_template: bool) -> ChatRequest | CompletionRequest:
-    """Convert to a chat request, or a completion request for a raw prompt or without a template. Raises
-    ApiError."""
+    """A chat request, or a completion request if raw or without a template. Raises ApiError."""
     body.refuse_unsupported()
     if body.raw or not has_template:
         return CompletionRequest.of({**body.common(), "prompt": f"{body.system or ''}{body.prompt}"})
@@ -209,8 +208,7 @@ def prompt_of(body: OllamaGenerateRequest, *, has_template: bool) -> ChatRequest
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
-    """The messages of a chat request. Calls have no ids in Ollama's API, so results are matched to calls by
-    their order."""
+    """Messages of a chat request. Ollama's calls have no ids, so results are matched by their order."""
     open_calls: deque[str] = deque()
     for number, message in enumerate(messages):
         images = [{"type": "image"} for _ in message.images or ()]
@@ -341,8 +339,7 @@ def _call(name: str, arguments: str) -> Json:
 
 
 class OllamaLines(PartEvents):
-    """Writes the JSON lines of one answer. The keep-alive is a space, because Ollama's client fails on an
-    empty line."""
+    """Writes the JSON lines of an answer. The keep-alive is a space: Ollama's client fails on empty lines."""
 
     sign_of_life = SPACE
 
@@ -454,8 +451,7 @@ async def _answer(
     model: ServedModel,
     began_ns: int,
 ) -> Response:
-    """Answer a request of Ollama's API. `meant`: the chat or completion request that `body` was converted
-    to."""
+    """Answer a request of Ollama's API. `meant`: the request that `body` was converted to."""
     meant = meant.model_copy(update={"model": model.model_id})
     if isinstance(meant, ChatRequest):
         requests = await service.preparation.prepare(request, meant, chat_requests, model)

@@ -96,8 +96,7 @@ class Routes(list[BaseRoute]):
         self, path: str, method: str, body: type[BaseModel] | Json | None = None, query: tuple[str, ...] = ()
     ) -> Callable[[Endpoint], Endpoint]:
         """Decorator for the handler of `path`: a function of the request and the path's parameters that
-        returns a response or JSON. The first sentence of its docstring is the summary in the OpenAPI
-        document."""
+        returns a response or JSON. The first sentence of its docstring is the summary in the document."""
 
         def declare(endpoint: Endpoint) -> Endpoint:
             self.append(DocumentedRoute(path, endpoint, method, body, query))

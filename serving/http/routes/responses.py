@@ -1,5 +1,4 @@
-"""`/v1/responses`: answers as one object or as events, and a store of the newest responses, which requests
-may continue."""
+"""`/v1/responses`: answers as one object or as events, and a store of the newest for continuation."""
 
 from __future__ import annotations
 

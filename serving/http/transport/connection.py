@@ -30,18 +30,15 @@ EXTENSION = "phasewise.connection"
 """Key in a request's `scope["extensions"]` of its connection, for `connection_of`."""
 
 _REFUSED = "phasewise.refused"
-"""Key in an ASGI scope of the error status that the connection has answered because the rest of a request was
-invalid."""
+"""Key in an ASGI scope of the error status that the connection sent because the body was invalid."""
 _SEND_BUFFER_BYTES = 256 * 1024
 """Size of the kernel's send buffer of each connection; by default a slow reader may have megabytes in it."""
 _RECEIVE_BUFFER_BYTES = 256 * 1024
-"""Size of the kernel's receive buffer of each connection; by default it holds megabytes while a connection
-waits to be read."""
+"""Size of the kernel's receive buffer; by default it holds megabytes while a connection is not read."""
 _TURN_S = 0.0005
 """Longest time for which a connection reads before the loop goes on to the next."""
 _SMALL_BYTES = 16 * 1024
-"""Most unread bytes that are parsed at once; with more the connection waits for its turn among all
-connections."""
+"""Most unread bytes parsed at once; with more the connection waits for its turn."""
 _MAX_PAUSE_S = 5.0
 """Longest pause in reading a connection that has used up its share of the loop."""
 _HEAD_END = b"\r\n\r\n"
@@ -49,12 +46,10 @@ _DISCARD_BYTES = 64 * 1024
 """Most bytes of an unwanted body that are read to keep the connection; after more it is closed."""
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 1024 * 1024
-"""Most bytes dropped from a client that still sends after a refusal, so that it can read the refusal before a
-reset."""
+"""Most bytes dropped from a client that still sends, so that it can read a refusal before a reset."""
 _TCP_INFO_BYTES = 64
 _LAST_DATA_RECEIVED = 52
-"""Offset of `tcpi_last_data_recv` in Linux's tcp_info: milliseconds since the last data, an integer of four
-bytes."""
+"""Offset of `tcpi_last_data_recv` in Linux's tcp_info: milliseconds, an integer of four bytes."""
 _ASGI_SPEC_VERSION = "2.3"
 _HALF_CLOSED = ApiError(
     400,
@@ -203,9 +198,8 @@ class Connection(asyncio.BufferedProtocol):
         self.writable.set()
 
     def eof_received(self) -> None:
-        """End the connection when the client closes its side: it counts as gone, even if it only half-closed.
-        An unanswered request gets `_HALF_CLOSED`; over TLS this is called only after a proper close_notify,
-        else it is a truncation."""
+        """End the connection when the client closes its side: it counts as gone. An unanswered request gets
+        `_HALF_CLOSED`, over TLS only after a close_notify; without one it is a truncation."""
         if not self._is_in_exchange:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
@@ -386,8 +380,7 @@ class Connection(asyncio.BufferedProtocol):
         self._others.tasks.add(task)
 
     def _has_spent(self, exchange: Exchange, seconds: float) -> None:
-        """Charge the `seconds` of loop time of a request that has ended, unless the engine has answered
-        it."""
+        """Charge a request's `seconds` of loop time, unless the engine has answered the request."""
         exchange.at_end()
         if exchange is not self._answered_exchange:
             self._allowance.spend(max(0.0, seconds - REQUEST_S))

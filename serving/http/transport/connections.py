@@ -1,5 +1,4 @@
-"""All open connections of one server and their shared resources: places, event loop time, and a read
-buffer."""
+"""All open connections of one server, and their shared places, event loop time and read buffer."""
 
 from __future__ import annotations
 

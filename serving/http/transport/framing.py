@@ -195,8 +195,7 @@ class Framing:
 
     @staticmethod
     def _without_end(part: bytearray, left: int) -> bytes:
-        """The data in `part` of a chunk, without the CR LF at the chunk's end. `left`: bytes of the chunk
-        still to come, CR LF included. Raises ApiError if the chunk is too long."""
+        """`part` without the CR LF at the chunk's end. `left`: bytes still to come, CR LF included."""
         n_of_end = max(0, 2 - left)
         n_data = max(0, len(part) - n_of_end)
         n_missing = n_of_end - (len(part) - n_data)

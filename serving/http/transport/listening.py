@@ -103,8 +103,7 @@ class UnixAddress:
         return f"unix:{self.path}"
 
     def listen(self) -> socket.socket:
-        """Bind and listen. Binding waits until now, because a bound socket that does not listen looks like
-        one that a killed server left."""
+        """Bind and listen; a socket bound earlier would look like one that a killed server left."""
         self._refuse_taken()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         umask = os.umask(0o777 & ~_UNIX_MODE)
@@ -258,8 +257,7 @@ def _why(error: OSError, host: str, port: int) -> str:
 
 @contextmanager
 def _in_memory(path: Path) -> Iterator[str]:
-    """Copy a TLS file to memory and give the copy's path; reading is bounded, because the file may be an
-    endless device. Raises CannotListen."""
+    """Path of a copy in memory, bounded because the file may be an endless device. Raises CannotListen."""
     try:
         content = read_input(path, MAX_TLS_BYTES)
     except OSError as error:

@@ -73,8 +73,7 @@ class Lifecycle:
         self._ends_at_s = time.monotonic() + within_s
 
     def refuse_unless_open(self) -> None:
-        """Raise ApiError while new requests are refused. While ranks are replaced, requests are accepted and
-        wait."""
+        """Raise ApiError while requests are refused; while ranks are replaced, requests wait instead."""
         if self._ends_at_s is not None:
             left_s = math.ceil(max(1.0, self._ends_at_s - time.monotonic()))
             raise ApiError(
@@ -204,8 +203,7 @@ class HttpServer:
                 )  # one more must not break what is being cleaned up
 
     def _hang_up(self) -> None:
-        """End after the terminal has gone; both the shell and the kernel may send SIGHUP, and the second has
-        no effect."""
+        """End after SIGHUP; both the shell and the kernel may send it, and the second has no effect."""
         if not self._stopping.is_set():
             self._end()
 
