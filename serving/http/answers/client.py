@@ -390,8 +390,7 @@ class EngineClient:
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _find_places(self, n_new: int, owner: str) -> None:
-        """Free `n_new` places, if need be by ending waiting answers of a client with more. Raises
-        QueueFull."""
+        """Free `n_new` places, if need be by ending another client's waiting answers. Raises QueueFull."""
         most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
         if n_new > min(most, share):
             raise RequestError(

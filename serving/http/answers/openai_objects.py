@@ -393,8 +393,7 @@ class CompletionRendering(Rendering):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _generated(self, index: int, tokens: Sequence[SampledToken], reason: str | None) -> Json | None:
-        """Log-probabilities of the answer. With an echo the end token is included, as scoring clients
-        expect."""
+        """Log-probabilities of the answer. With an echo the end token counts, as scoring clients expect."""
         echo = self._scoring.echo(index)
         scored = self._scored(tokens, None if echo is not None else reason)
         if not scored:

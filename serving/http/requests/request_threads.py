@@ -47,9 +47,8 @@ _MOST_GRAMMARS = 16
 
 
 class FairLane:
-    """Runs up to `n_threads` jobs at a time on one event loop; clients take turns. If more than
-    `most_waiting` wait, the last job of the client with most jobs is refused, so no client can keep others
-    out."""
+    """Runs up to `n_threads` jobs at a time on one event loop; clients take turns. If `most_waiting` wait,
+    the last job of the client with most jobs is refused, so that no client keeps others out."""
 
     def __init__(self, name: str, n_threads: int, most_waiting: int) -> None:
         self._name = name
