@@ -1,6 +1,6 @@
-"""Every refusal in OpenAI's shape, with its status: `{"error": {"message", "type", "param", "code"}}`.
+"""Error answers in OpenAI's shape, with their status: `{"error": {"message", "type", "param", "code"}}`.
 
-`/v1/messages` has Anthropic's, `{"type": "error", "error": {"type", "message"}}`, and `/api/` Ollama's,
+`/v1/messages` has Anthropic's shape, `{"type": "error", "error": {"type", "message"}}`, and `/api/` Ollama's,
 `{"error": MESSAGE}`.
 """
 

@@ -40,7 +40,7 @@ class ModelFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
+    """A model of the server. `names`: names that requests may use, its id first. `created_s`: Unix time.
     `context_length`: the most tokens that a prompt and its answer may have together. `encode_chat` turns a
     conversation into the prompt's token ids, or raises Abandoned once the wait for it ends; None where the
     model has no chat template."""
@@ -132,11 +132,11 @@ class HttpLimits:
     max_sequences_per_key: int = 192
     """Most answers in progress or waiting of one client: an API key, or else an address."""
     max_response_bytes: int = 64 * 1024 * 1024
-    """Most memory of a whole answer, or of a stream's unread part; of all answers together: 8 times."""
+    """Most memory of a whole answer, or of a stream's unread part; all answers together get 8 times."""
     max_waiting_requests: int = 224
     """Most requests that may wait for room in the engine."""
     max_connections: int = 8192
-    """Further connections are answered with an error and closed."""
+    """Most open connections; a further one is answered with an error and closed."""
     max_connections_per_address: int = 2048
     """Most connections of one IPv4 address, or of one IPv6 /64 network."""
     max_header_bytes: int = 32 * 1024
@@ -151,6 +151,6 @@ class HttpLimits:
     sign_of_life_s: float = 5.0
     """A stream that was silent for this time sends a comment, so that its reader does not give up."""
     stalled_write_s: float = 30.0
-    """A connection whose reader takes nothing for this time is closed."""
+    """Time after which a connection whose reader takes nothing is closed."""
     drain_s: float = 30.0
     """The time that answers in progress have to end once the server was told to stop."""

@@ -109,7 +109,7 @@ class AnswerStream:
         self._open = set(self._index)
         self._arrived: deque[Out] = deque()
         self._something = asyncio.Event()
-        """Cleared only while a task waits in `take`."""
+        """Event that `take` awaits for pieces; cleared only meanwhile."""
         self._most_unread = most_unread
         self._reader = reader
         self.at_once: Callable[[Pieces], bool] | None = None

@@ -356,7 +356,7 @@ class Rendering(ABC):
 
 
 class CompletionRendering(Rendering):
-    """`/v1/completions`."""
+    """Response form of `/v1/completions`."""
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "text_completion"}
@@ -427,7 +427,7 @@ def _joined(parts: Sequence[Json | None]) -> Json | None:
 
 
 class ChatRendering(Rendering):
-    """`/v1/chat/completions`. `reading`: parser of calls and thoughts; None: the answers are plain text."""
+    """Response form of `/v1/chat/completions`. `reading`: parser of calls and thoughts; None: plain text."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class RequestOrigin:
     client: str = ""
     in_shadow: bool = False
     cancel: CancelToken = field(default_factory=CancelToken)
-    """Ended when the client leaves."""
+    """Cancel token that is ended when the client leaves."""
 
 
 _MOST_CHOICES = 1024

@@ -189,7 +189,7 @@ def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
     @routes.add("/ready", "GET")
     async def ready(_request: Request) -> JSONResponse:
         """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks.
-        `threads`: of each phase, where the engine follows the cores that it may use."""
+        `threads`: number for each phase, where the engine follows the cores that it may use."""
         told: dict[str, Any] = {"status": life.state}
         if threads := metrics.threads():
             told["threads"] = dict(threads)

@@ -389,7 +389,7 @@ class MessageEvents(PartEvents):
         self._has_begun = self._has_called = False
         self._index = -1
         self._open: str | None = None
-        """Type of the content block that is not yet ended; None: all are."""
+        """Type of the open content block; None: no block is open."""
 
     def failed(self, error: ApiError) -> bytes:
         return f"event: error\ndata: {encode(error.anthropic_body())}\n\n".encode()

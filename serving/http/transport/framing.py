@@ -17,9 +17,9 @@ MAX_TARGET_BYTES = 8 * 1024
 """Longest request line: method, path, query and version."""
 MAX_HEADERS = 100
 FREE_CHUNKS = 1024
-"""A body may have this many chunks of any size."""
+"""Number of chunks of any size that a body may have."""
 MIN_MEAN_CHUNK_BYTES = 64
-"""A body of more chunks has at least this many bytes a chunk on average."""
+"""A body of more than FREE_CHUNKS chunks has at least this many bytes a chunk on average."""
 
 _CHUNKS_A_PIECE = 256
 """Most chunks decoded in one call: they take some 200 us."""

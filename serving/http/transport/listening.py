@@ -1,4 +1,4 @@
-"""The listening socket: a TCP port or a Unix socket, with TLS or without; room for many connections."""
+"""The listening socket: a TCP port or a Unix socket, with TLS or without."""
 
 from __future__ import annotations
 

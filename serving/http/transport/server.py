@@ -69,7 +69,7 @@ class Lifecycle:
         return self._engine.state if self._engine.is_alive else "lost"
 
     def drain(self, within_s: float) -> None:
-        """Refuse new requests from now on; the server stops `within_s`."""
+        """Refuse new requests from now on; answers in progress have `within_s` seconds."""
         self._ends_at_s = time.monotonic() + within_s
 
     def refuse_unless_open(self) -> None:
