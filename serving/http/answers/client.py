@@ -216,7 +216,7 @@ def _is_end(out: Out) -> bool:
 
 
 def _bytes_of(piece: Answer) -> int:
-    """Approximate memory of a piece."""
+    """Approximate memory of a piece in bytes."""
     tokens = piece.tokens
     n_alternatives = sum(len(token.top) for token in tokens) if tokens and tokens[0].top else 0
     prompt = piece.prompt or ()

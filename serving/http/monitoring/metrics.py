@@ -204,8 +204,7 @@ def _child(metric: Metric, labels: Labels) -> Metric:
 
 
 class _Read(Collector):
-    """Reads the gauges when metrics are requested. `model`: label names that tell models apart, possibly
-    none."""
+    """Reads the gauges when metrics are requested. `model`: label names that tell models apart."""
 
     def __init__(self, gauges: Gauges, model: Labels) -> None:
         self._gauges = gauges

@@ -50,7 +50,7 @@ class ContentPart(Strict):
         return self.type in ("text", "input_text", "output_text", "refusal")
 
     def plain(self) -> Json:
-        """The part as a part of a chat message."""
+        """The part in the form that a chat message has it."""
         return {"type": "text", "text": self.text} if self.is_text else self.model_dump()
 
     @property
@@ -92,7 +92,7 @@ def joined(parts: Iterable[Json], separator: str = "") -> str | list[Json]:
 
 
 def content_of(content: str | Iterable[ContentPart], separator: str = "") -> str | list[Json]:
-    """Content for a chat message."""
+    """The content for a chat message: one text if all parts are texts, else a list of parts."""
     return content if isinstance(content, str) else joined((part.plain() for part in content), separator)
 
 

@@ -51,7 +51,8 @@ from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """The sender of a request. `cache_space`: the KV cache that it shares. `in_shadow`: True for a batch."""
+    """The sender of a request. `cache_space`: requests of one space share KV. `in_shadow`: True for a
+    batch."""
 
     cache_space: str = ""
     client: str = ""

@@ -1,6 +1,5 @@
 """Schemas of `/v1/responses`, and their conversion to chat requests. Stored responses are continued with
-`previous_response_id` (`answers.last_answers`). Background work and stored prompt templates are refused by
-name."""
+`previous_response_id`. Background work and stored prompt templates are refused by name."""
 
 from __future__ import annotations
 

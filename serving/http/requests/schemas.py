@@ -129,7 +129,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(Strict):
-    """vLLM's field: exactly one of these constraints on the answer."""
+    """vLLM's constraints on the answer, of which exactly one must be given."""
 
     json_: dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = None

@@ -59,7 +59,7 @@ Input = Annotated[
 
 
 class EmbeddingRequest(OpenRequest):
-    """OpenAI's; `truncate`, `input_type`, `task` and the quantized formats are extensions."""
+    """OpenAI's request; `truncate`, `input_type`, `task` and the quantized formats are extensions."""
 
     model: str
     input: Input

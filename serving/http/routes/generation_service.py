@@ -189,8 +189,7 @@ async def _body(client: EngineClient, reply: Reply, request: Request) -> bytes:
 
 
 def _renamed(reply: Reply) -> Reply:
-    """The reply with new request ids, for a second run: late pieces of the first run then belong to no
-    answer."""
+    """The reply with new request ids, for a second run: late pieces of the first run are dropped."""
     return replace(
         reply, requests=[replace(asked, request_id=f"{asked.request_id}-again") for asked in reply.requests]
     )

@@ -33,8 +33,7 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
     """The client of a request for shares and queues: an API key, else an address. `cache_space`: requests of
-    the same space may reuse each other's KV cache: those with one API key, or all where no key is
-    required."""
+    one space may reuse each other's KV cache: those with one API key, or all if none is required."""
 
     name: str
     cache_space: str
@@ -155,8 +154,8 @@ class RecordRequests:
     """The outermost middleware: gives each request a record and an id (its X-Request-Id, if valid), counts
     answers by path and status, and passes the record to `log` once the answer is sent. Paths of OpenAI's and
     Anthropic's APIs also work without `/v1`, which some clients leave out. `name_of`: the path's name in
-    counters and log. An unhandled exception is counted here as 500, because the framework answers it outside
-    of this layer."""
+    counters and log. An unhandled exception counts as 500, which the framework sends outside of this
+    layer."""
 
     def __init__(
         self, app: ASGIApp, log: AccessLog | None, metrics: Metrics, name_of: Callable[[str], str]

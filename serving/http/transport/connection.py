@@ -116,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def takes_chunk(self) -> bool:
-        """True if the answer in progress is chunked (not HTTP/1.0), its head is sent and its reader is not
+        """True if the answer in progress is chunked (not HTTP/1.0), its head sent and its reader not
         behind."""
         is_chunked = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
         return is_chunked and self.writable.is_set() and self._linger is None
@@ -127,8 +127,8 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def came_s(self) -> float:
-        """The time at which the client's last bytes reached the kernel, by the loop's clock; now if the
-        kernel does not tell. They may have waited long to be read."""
+        """The time at which the client's last bytes reached the kernel, where they may have waited to be
+        read, by the loop's clock; now if the kernel does not tell."""
         link = self.transport.get_extra_info("socket")
         try:
             info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -409,8 +409,7 @@ class Connection(asyncio.BufferedProtocol):
         self._clocks.watch_reader(self._limits.stalled_write_s, self._n_unsent_bytes, self.cut)
 
     def _n_unsent_bytes(self) -> int:
-        """Bytes written that the socket has yet to take, including those below asyncio's TLS, which counts
-        only its own."""
+        """Bytes that the socket has yet to take, those below asyncio's TLS (which omits them) included."""
         below = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)
         n_below: int = below.get_write_buffer_size() if below is not None else 0
         return self.transport.get_write_buffer_size() + n_below

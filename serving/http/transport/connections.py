@@ -56,8 +56,7 @@ BYTE_S = 3e-9
 _MIN_BURST_S = 0.0005
 """First burst of every new connection: enough for a short request or two."""
 _NEWCOMERS_S = 0.1
-"""Bursts beyond `_MIN_BURST_S` of all new connections together, refilled at the rate of `UNKNOWN`
-connections."""
+"""First bursts beyond `_MIN_BURST_S` of all new connections, refilled at the rate of `UNKNOWN` ones."""
 _NEWCOMER_SHARE = 0.25
 _ACTIVE_S = 1.0
 """A connection that was charged within this time counts as active, and shares the rate of its standing."""
@@ -248,7 +247,7 @@ class Connections:
     turns: TurnQueue = field(default_factory=TurnQueue)
     received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
     """The read buffer of all connections; its bytes are copied before the loop goes on. asyncio would
-    allocate 256 KiB for every read, which fits into no hole of the heap, so memory would grow with every
+    allocate 256 KiB for every read, for which the heap has no hole, so memory would grow with every
     request."""
 
     def all(self) -> Sequence[HeldConnection]:
