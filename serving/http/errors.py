@@ -1,6 +1,6 @@
-"""Every refusal in OpenAI's shape, with its status: `{"error": {"message", "type", "param", "code"}}`.
+"""Error answers in OpenAI's shape, with their status: `{"error": {"message", "type", "param", "code"}}`.
 
-`/v1/messages` has Anthropic's, `{"type": "error", "error": {"type", "message"}}`, and `/api/` Ollama's,
+`/v1/messages` has Anthropic's shape, `{"type": "error", "error": {"type", "message"}}`, and `/api/` Ollama's,
 `{"error": MESSAGE}`.
 """
 
@@ -33,8 +33,8 @@ _MOST_NAME = 80  # of what the sender wrote and we repeat
 
 
 class ApiError(Exception):
-    """An answer other than 200. `code` is OpenAI's machine-readable reason, where it has one.
-    `retry_after_s`: when to try again, for 429 and 503. `closes`: the connection ends with this answer."""
+    """An HTTP error answer. `code`: OpenAI's machine-readable reason, if any. `retry_after_s`: for 429 and
+    503, seconds until the client should retry. `closes`: the connection is closed after the answer."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ApiError(Exception):
         self.closes = closes
 
     def words(self, path: str) -> str:
-        """The message, as the API that `path` belongs to has it."""
+        """The message in the wording of the API that `path` belongs to."""
         return self.message
 
     def body(self) -> dict[str, Any]:
@@ -64,16 +64,14 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """The shape of Anthropic's Messages API."""
         kind = _ANTHROPIC_TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def ollama_body(self) -> dict[str, Any]:
-        """The shape of Ollama's API."""
         return {"error": self.message}
 
     def response(self, path: str = "") -> JSONResponse:
-        """In the shape of the API that `path` belongs to."""
+        """The HTTP response, its body in the shape of the API that `path` belongs to."""
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = str(self.retry_after_s or RETRY_AFTER_S)
@@ -88,7 +86,7 @@ class ApiError(Exception):
         return JSONResponse(body, self.status, headers)
 
     def raw_response(self) -> bytes:
-        """The answer as it is sent where no framework is, its connection closed then."""
+        """The bytes of an HTTP/1 answer for use below the framework, with `Connection: close`."""
         answer = self.response()
         lines = [f"HTTP/1.1 {self.status} ".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
@@ -96,7 +94,7 @@ class ApiError(Exception):
 
 
 class PromptTooLong(ApiError):
-    """A prompt that leaves no room for an answer, in the words by which clients of each API know it."""
+    """A prompt that leaves no room for an answer, worded as clients of each API recognise the error."""
 
     def __init__(self, error: ContextLengthExceeded) -> None:
         super().__init__(400, str(error), param=error.param, code="context_length_exceeded")
@@ -155,7 +153,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 @contextmanager
 def naming(renamed: Mapping[str, str]) -> Iterator[None]:
-    """Errors name fields of the request that was sent, which `renamed` has by those it was made into."""
+    """Rename fields in an ApiError raised inside. `renamed`: name in the error, to name in the request."""
     try:
         yield
     except ApiError as error:
@@ -167,7 +165,7 @@ def naming(renamed: Mapping[str, str]) -> Iterator[None]:
 
 
 def other_purpose(asked: str, purpose: str, path: str) -> ApiError:
-    """The model is served here, for something else."""
+    """The 404 for a model that is served here for another purpose."""
     message = f"the model {asked[:_MOST_NAME]!r} {purpose}: use {path}"
     return ApiError(404, message, param="model", code="model_not_found")
 
@@ -178,7 +176,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing wrong with a body, in one line."""
+    """The first error of a body that failed validation, as a 400 of one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     # Union members and positions follow the field's name; the name is what the sender can look up.
     path = [str(part) for part in first["loc"] if not _is_tag(part)]
@@ -191,12 +189,12 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _is_tag(part: int | str) -> bool:
-    """True if part of a place in a body is not the sender's: a type that `schemas.kind_of` has chosen."""
+    """True if part of an error's location is a union tag of `schemas.kind_of`."""
     return isinstance(part, str) and (part in ("str", "dict", "list") or part.startswith("list of "))
 
 
 def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> str:
-    """The fault at `path`, in the sender's words rather than those of the library that checks."""
+    """The message of a validation error at `path`, without the validation library's vocabulary."""
     name = path[-1] if path else ""
     match first["type"]:
         case "union_tag_invalid" if name in _SHAPES:
@@ -209,7 +207,7 @@ def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> st
 
 
 def from_engine(error: Exception) -> ApiError:
-    """The answer to a failed request, by the kind of its error."""
+    """The HTTP error for an exception of the engine, chosen by the exception's type."""
     match error:
         case ApiError():
             return error
@@ -233,8 +231,8 @@ def from_engine(error: Exception) -> ApiError:
 
 
 def handlers(refused: Callable[[ApiError], None]) -> dict[Any, Any]:
-    """By kind of error, its handler: ours and the framework's come out in the one shape. `refused` sees
-    ours."""
+    """Exception handlers by type, which write ours and the framework's errors in one shape. `refused` is
+    called with each ApiError."""
 
     async def api_error(request: Request, error: ApiError) -> Response:
         refused(error)
@@ -272,11 +270,11 @@ _OF_TEXT = frozenset(
 )
 _OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank", "/api/embed"})
 _OF_OTHER_SERVERS = ("/api/", "/v1/complete", "/v2/", "/generate", "/completion", "/chat", "/embed", "/infer")
-"""The first parts of the paths of Ollama, Anthropic, llama-server, text-generation-inference and KServe."""
+"""Path prefixes of Ollama, Anthropic, llama-server, text-generation-inference and KServe."""
 
 
 def advice(path: str, paths: Collection[str]) -> str:
-    """The path to ask for in place of `path`. `paths`: those that this server has."""
+    """Advice on the path to use in place of an unknown `path`. `paths`: the paths of this server."""
     asked = path.rstrip("/")
     for near in (asked, f"/v1{asked}", asked.removeprefix("/v1")):
         if near in paths and near != path:

@@ -30,7 +30,7 @@ class RequestFacts(NamedTuple):
 
 
 class ModelFacts(NamedTuple):
-    """A model's weights, as listings have them. `family`: the architecture, as its file names it."""
+    """Facts about a model's weights for listings. `family`: the architecture as the model file names it."""
 
     family: str = ""
     n_parameters: int = 0
@@ -40,7 +40,7 @@ class ModelFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
+    """A model of the server. `names`: names that requests may use, its id first. `created_s`: Unix time.
     `context_length`: the most tokens that a prompt and its answer may have together. `encode_chat` turns a
     conversation into the prompt's token ids, or raises Abandoned once the wait for it ends; None where the
     model has no chat template."""
@@ -51,46 +51,46 @@ class ServedModel:
     vocab_size: int
     end_token_ids: frozenset[int]
     encode: Callable[[str, bool], list[int]]
-    """(text, whether to add the model's own opening tokens) -> token ids."""
+    """Tokenizes a text. Arguments: the text, and whether to add the model's BOS tokens."""
     piece: Callable[[int], bytes]
     """The bytes that a token adds to a text; they may end within a character."""
     encode_chat: Callable[[Conversation, CancelToken], list[int]] | None
     max_prompt_tokens: int | None = None
-    """Longer prompts are refused; None: only `context_length` limits them."""
+    """Longer prompts are refused; None: limited only by `context_length`."""
     estimate: Callable[[RequestFacts], Estimate] | None = None
-    """Predicts the length of an answer, on the thread that prepares a request; None without a predictor."""
+    """Predicts the length of an answer, on the thread that prepares the request; None without a predictor."""
     guides: GuideCompiler | None = None
     """Compiles grammars of answers; None where answers cannot be guided."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """For what a request does not state."""
+    """Sampling defaults for fields that a request leaves out."""
     dialect: Dialect = field(default_factory=lambda: dialect_of("", lambda _text: None, frozenset()))
-    """The form in which calls and thoughts are written."""
+    """The syntax in which the model writes tool calls and thoughts."""
 
     fingerprint: Callable[[], Fingerprint | None] = lambda: None
-    """The identity of the arithmetic behind it; None until instances elsewhere have told it."""
+    """The identity of the model's arithmetic; None until remote instances have reported theirs."""
     gives_receipts: bool = False
     """True if requests may ask for a receipt."""
     adapter: str = ""
-    """The name of the adapter that it is of its `parent`; empty: a model of its own."""
+    """Name of the LoRA adapter on the model `parent`; empty: a base model."""
     parent: str = ""
-    """The id of the model that the adapter belongs to."""
+    """Id of the base model of an adapter."""
     facts: ModelFacts = field(default_factory=ModelFacts)
 
     @property
     def system_fingerprint(self) -> str | None:
-        """The short form."""
+        """Short form of the fingerprint."""
         fingerprint = self.fingerprint()
         return None if fingerprint is None else fingerprint.short
 
     @property
     def arithmetic(self) -> str | None:
-        """The component of the fingerprint that names it, and the CPUs on which it is the same."""
+        """Name of the arithmetic, and the CPUs on which that arithmetic is the same."""
         fingerprint = self.fingerprint()
         return None if fingerprint is None else fingerprint.arithmetic
 
     @property
     def arithmetic_paths(self) -> str | None:
-        """The compute paths of its products, that of most of them first: `int8_block, fma`."""
+        """The compute paths of the model's products, the most frequent first: `int8_block, fma`."""
         fingerprint = self.fingerprint()
         return None if fingerprint is None else fingerprint.paths
 
@@ -100,12 +100,12 @@ class ServedModel:
 
     @property
     def engine_id(self) -> str:
-        """The id of the model whose engine answers."""
+        """Id of the model whose engine computes the answers: the base model's for an adapter."""
         return self.parent or self.model_id
 
 
 class ApiKey(str):
-    """An API key with a label for logs and counts, which says nothing of the key."""
+    """An API key with a label for logs and counters; the label does not reveal the key."""
 
     __slots__ = ("label",)
     label: str
@@ -118,39 +118,39 @@ class ApiKey(str):
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """The load that one server accepts at a time. `api_keys` empty: requests need no key. A key without a
-    label is called by its place, `key-1` the first."""
+    """Limits of the load that one server accepts. `api_keys` empty: requests need no key. A key without a
+    label gets its position as label, `key-1` the first."""
 
     api_keys: tuple[str, ...] = ()
     allowed_hosts: frozenset[str] = frozenset()
-    """The Hosts that a request may name, without a port; empty: anything."""
+    """Host names that a request may name, without a port; empty: any."""
     max_body_bytes: int = 4 * 1024 * 1024
     max_unfinished_bytes: int = 64 * 1024 * 1024
-    """Most bytes of all unfinished bodies together. Beyond it the body that began first is refused."""
+    """Most bytes of all unfinished request bodies; beyond it the body that began first is refused."""
     max_live_requests: int = 256
-    """Answers in progress or waiting, each of the `n` choices counted; a request beyond it gets 429."""
+    """Most answers in progress or waiting, each of the `n` choices counted; a further request gets 429."""
     max_sequences_per_key: int = 192
-    """Most of these from one client: an API key, or an address where no key is asked for."""
+    """Most answers in progress or waiting of one client: an API key, or else an address."""
     max_response_bytes: int = 64 * 1024 * 1024
-    """Memory of an answer that is sent whole, or of what a stream's reader has not read; of all: 8 times."""
+    """Most memory of a whole answer, or of a stream's unread part; all answers together get 8 times."""
     max_waiting_requests: int = 224
-    """The number of these that may wait for room in the engine."""
+    """Most requests that may wait for room in the engine."""
     max_connections: int = 8192
-    """Further connections are answered with an error and closed."""
+    """Most open connections; a further one is answered with an error and closed."""
     max_connections_per_address: int = 2048
-    """The same for one IPv4 address, or one network of 64 bits of IPv6."""
+    """Most connections of one IPv4 address, or of one IPv6 /64 network."""
     max_header_bytes: int = 32 * 1024
     header_s: float = 10.0
-    """A connection that has not sent the head of its request within this time is closed."""
+    """Time within which a connection must send the head of its request; else it is closed."""
     body_s: float = 60.0
-    """The same for the body, counted from the end of the head."""
+    """Time within which a request's body must come, counted from the end of the head."""
     keep_alive_s: float = 75.0
     """The time that a connection may be idle between two requests."""
     max_pieces_unread: int = 1024
-    """For each choice. If a reader is further behind, its answer is aborted and its connection closed."""
+    """Most unread pieces of a choice; beyond it the answer is aborted and its connection closed."""
     sign_of_life_s: float = 5.0
-    """A stream that has said nothing for this time says a comment, so that its reader does not give up."""
+    """A stream that was silent for this time sends a comment, so that its reader does not give up."""
     stalled_write_s: float = 30.0
-    """A connection whose reader takes nothing for this time is closed."""
+    """Time after which a connection whose reader takes nothing is closed."""
     drain_s: float = 30.0
-    """The time that answers in progress may take once the server has been told to stop."""
+    """The time that answers in progress have to end once the server was told to stop."""

@@ -1,1 +1,1 @@
-"""Answers on their way out: pieces of the engine, OpenAI's objects, server-sent events."""
+"""Outgoing answers: pieces that the engine delivers, OpenAI's objects, server-sent events."""

@@ -1,4 +1,4 @@
-"""The asyncio side of the engine: messages out, the pieces of each HTTP answer in. All on one event loop."""
+"""The engine's client on the event loop: sends requests, and routes answers' pieces to HTTP answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LoopWakeup:
         loop.add_reader(self._eventfd, self._woken)
 
     def wake(self) -> None:
-        """May be called from any thread before `close`; has no effect once the loop has ended."""
+        """Schedule `on_wake` from any thread, before `close`; no effect once the loop has ended."""
         _add_to_eventfd(self._eventfd, 1)
 
     def close(self) -> None:
@@ -56,15 +56,15 @@ class LoopWakeup:
 
 Out = Answer | Failure | Progress
 Pieces = list[tuple[int, Answer | Progress]]
-"""(Index of the request among those sent, piece)."""
+"""Each piece of an answer with the index of its request among those sent."""
 
 _RATE_OF_LAST = 64
 _LONGEST_RETRY_S = 300
 _MOST_RESPONSES = 8
-"""All answers together may hold at most as much memory as this number of the largest allowed answers."""
+"""The memory of all answers together is limited to this many times `max_response_bytes`."""
 _TOKEN_BYTES = 128
 _ALTERNATIVE_BYTES = 112
-"""A log-probability of a token that was not chosen: two numbers in a tuple."""
+"""Memory of one alternative token with its log-probability: a tuple of two numbers."""
 
 
 class AnswerReader(Protocol):
@@ -72,18 +72,18 @@ class AnswerReader(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """True if it has yet to take what was written to it."""
+        """True if the client has yet to take bytes that were written to the connection."""
         ...
 
     def cut(self) -> None:
-        """Drop it, and what it has not read."""
+        """Close the connection and drop the bytes that the client has not read."""
         ...
 
 
 class AnswerStream:
     """The pieces of one HTTP answer. `most_unread`: most pieces that may wait here for a reader that is
-    behind; with one more the stream closes itself and cuts it. Pieces that wait for this process's own turn
-    are no fault of the reader's. `reader`: None for an answer that is sent whole."""
+    behind; one more closes the stream and cuts the reader. Pieces that wait while the reader is not behind do
+    not count. `reader`: None for an answer that is sent whole."""
 
     def __init__(
         self,
@@ -99,30 +99,30 @@ class AnswerStream:
         self.model = requests[0].model
         """The id of the model whose engine answers."""
         self.tells_progress = tells_progress
-        """True if the progress of its prompts is among its pieces."""
+        """True if the progress of the prompts is among the pieces."""
         self.has_begun = False
-        """True if a piece of it has come, or it has ended."""
+        """True if a piece of the answer has come, or the answer has ended."""
         self.n_bytes = 0
-        """Memory, approximately: pieces that wait here, and all pieces of an answer that is sent whole."""
+        """Approximate memory of waiting pieces; for an answer that is sent whole, of all its pieces."""
         self._client = client
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._open = set(self._index)
         self._arrived: deque[Out] = deque()
         self._something = asyncio.Event()
-        """Cleared only while a task waits in `take`."""
+        """Event that `take` awaits for pieces; cleared only meanwhile."""
         self._most_unread = most_unread
         self._reader = reader
         self.at_once: Callable[[Pieces], bool] | None = None
-        """Offered what has come while a task waits in `take`, unless it ends; True: it has passed it on."""
+        """Called with new pieces, except the last, while `take` waits; True if it has written them."""
         self.closed = self._is_refused = False
 
     @property
     def n_places(self) -> int:
-        """Its choices, each of which holds a place from its beginning to its end."""
+        """Choices of the answer, each of which holds a place from its beginning to its end."""
         return len(self._index)
 
     def put(self, out: Out) -> None:
-        """After the last of a delivery, `wake`."""
+        """Add a piece without waking the reader: call `wake` after the last piece of a delivery."""
         if self.closed or self._is_refused:
             return
         if isinstance(out, Progress):
@@ -143,7 +143,7 @@ class AnswerStream:
             self._client.holds(self, size)
 
     def refuse(self, error: RequestError) -> None:
-        """End it: its reader is told, or cut off where an answer has begun to be sent."""
+        """End the answer with an error; cut the connection if part of the answer may have been sent."""
         if self._reader is None:
             self.give_way(error)
         else:
@@ -151,7 +151,7 @@ class AnswerStream:
             self._reader.cut()
 
     def give_way(self, error: ServingError) -> None:
-        """End it, its places free at once: its reader is told the error."""
+        """End the answer with an error and free its places at once."""
         self._is_refused = self.has_begun = True
         request_id = next(iter(self._index))
         self._client.release(self, self._open)
@@ -160,7 +160,7 @@ class AnswerStream:
         self._something.set()
 
     def wake(self) -> None:
-        """Pass on what has come, `at_once` or through `take`. A switch of tasks costs more than an event."""
+        """Pass new pieces on, by `at_once` if set (cheaper than a switch of tasks), else through `take`."""
         if self.at_once is None or self._something.is_set() or any(map(_is_end, self._arrived)):
             self._something.set()
         elif self.at_once([(self._index[out.request_id], out) for out in self._arrived]):  # type: ignore[misc]
@@ -170,8 +170,8 @@ class AnswerStream:
             self._something.set()
 
     async def take(self) -> Pieces:
-        """All pieces that have come, at least one; none after the last, and once the stream is closed. Raises
-        what the engine says where a request fails."""
+        """Wait for pieces and return all that have come; an empty list after the last piece and once the
+        stream is closed. Raises the engine's error where a request fails."""
         while not self._arrived:
             if not self._open or self.closed:
                 return []
@@ -195,12 +195,11 @@ class AnswerStream:
         return pieces
 
     def _release(self) -> None:
-        """Note that what was held has gone to the reader."""
         self._client.holds(self, -self.n_bytes)
         self.n_bytes = 0
 
     def close(self) -> None:
-        """Stop listening; what has not ended is aborted. Closing twice does nothing more."""
+        """Abort the requests that have not ended and drop their pieces; a second call has no effect."""
         if self.closed:
             return
         self.closed = True
@@ -217,7 +216,7 @@ def _is_end(out: Out) -> bool:
 
 
 def _bytes_of(piece: Answer) -> int:
-    """The memory of a piece, more or less."""
+    """Approximate memory of a piece in bytes."""
     tokens = piece.tokens
     n_alternatives = sum(len(token.top) for token in tokens) if tokens and tokens[0].top else 0
     prompt = piece.prompt or ()
@@ -227,16 +226,16 @@ def _bytes_of(piece: Answer) -> int:
 
 
 class Observer:
-    """Sees the traffic, for metrics and for the length log."""
+    """Base of observers of the requests and answers: metrics and the length log."""
 
     def sent(self, request: Submit) -> None:
-        """A request goes to the engine."""
+        """Note that a request goes to the engine."""
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        """All that came of one turn of it."""
+        """Note the pieces and the statistics of one step of the engine."""
 
     def forgotten(self, request_id: str) -> None:
-        """The client of a request has left before it ended."""
+        """Note that a request was aborted because its client left."""
 
 
 class EngineClient:
@@ -247,7 +246,7 @@ class EngineClient:
         self._limits = limits
         self._streams: dict[str, AnswerStream] = {}
         self._answers: dict[AnswerStream, None] = {}
-        """In order of arrival."""
+        """The unfinished answers in order of arrival, as keys."""
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
         self._started_s: dict[str, float] = {}
         self._n_of_owner: Counter[str] = Counter()
@@ -257,49 +256,49 @@ class EngineClient:
         self._wakeup: LoopWakeup | None = None
         self._observers: list[Observer] = []
         self._has_ended = False
-        """True once every answer was told that the server is stopping: nothing would end another one."""
+        """True once every answer was told that the server is stopping; no request is taken from then on."""
         self.load: EngineLoad | None = None
-        """The engine's, as it said last."""
+        """The load that the engine reported last."""
 
     @property
     def sign_of_life_s(self) -> float:
-        """The time for which a stream may say nothing."""
+        """Seconds for which a stream may be silent."""
         return self._limits.sign_of_life_s
 
     @property
     def n_live(self) -> int:
-        """Requests sent and not ended, but for those in shadow."""
+        """Requests sent and not ended, without those of batches (in shadow)."""
         return len(self._streams) - self._n_in_shadow
 
     @property
     def n_answers(self) -> int:
-        """HTTP answers that are not sent to their end, but for those in shadow: nobody reads them."""
+        """HTTP answers that are not fully sent, without those of batches (in shadow)."""
         return sum(not stream.in_shadow for stream in self._answers)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say on which loop the HTTP answers live. Deliveries before are lost: no request can have come."""
+        """Name the event loop on which the HTTP answers live. Deliveries before this call are lost."""
         self._wakeup = LoopWakeup(loop, self._route_delivered)
 
     def close(self) -> None:
-        """Once nothing is delivered any more."""
+        """Release the eventfd of the wakeup; nothing may be delivered after this call."""
         if self._wakeup is not None:
             self._wakeup.close()
             self._wakeup = None
 
     def observe(self, observer: Observer) -> None:
-        """`observer` sees all that is sent and delivered, on the event loop. From any thread."""
+        """Add an observer, called on the event loop. May be called from any thread."""
         self._observers = [*self._observers, observer]
 
     def remove_observer(self, observer: Observer) -> None:
-        """`observer` sees no more. From any thread, one at a time with `observe`."""
+        """Remove an observer. May be called from any thread, one at a time with `observe`."""
         self._observers = [other for other in self._observers if other is not observer]
 
     def open(
         self, requests: Sequence[Submit], reader: AnswerReader | None = None, *, tells_progress: bool = False
     ) -> AnswerStream:
-        """Send requests to the engine. QueueFull: not now; Stopping. reader: of an answer that is sent as it
-        comes; where it is too far behind, it is cut and all aborted. They take places of their client's
-        share. Requests in shadow take none: there are as many of them as whoever sends batches lets be."""
+        """Send the requests of one HTTP answer to the engine. Raises QueueFull or Stopping. `reader`: the
+        connection of a streamed answer, cut if it is too far behind. Each request takes a place of its
+        client's share, except requests of batches (in shadow), whose number the sender limits."""
         owner = requests[0].client
         if self._has_ended:
             raise Stopping("the server is stopping")
@@ -326,7 +325,7 @@ class EngineClient:
         return stream
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:
-        """`stream` holds `n_bytes` more, or fewer. Where it, or all, hold too much, the largest ends."""
+        """Count `n_bytes` more memory for `stream`; end the largest answer if a limit is exceeded."""
         self._held_bytes += n_bytes
         if n_bytes <= 0:
             return
@@ -344,14 +343,14 @@ class EngineClient:
         )
 
     def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
-        """The reader of these has gone; those unfinished are aborted."""
+        """Forget `stream`, which is closed, and abort its unfinished requests."""
         self._answers.pop(stream, None)
         for request_id in request_ids:
             self._end(request_id)
         self._abort(unfinished)
 
     def release(self, stream: AnswerStream, request_ids: set[str]) -> None:
-        """Abort these, and free their places for others at once."""
+        """Abort the requests of `stream` and free their places at once."""
         self._answers.pop(stream, None)
         for request_id in request_ids:
             self._free(request_id)
@@ -364,14 +363,14 @@ class EngineClient:
                 observer.forgotten(request_id)
 
     def deliver(self, delivery: Delivery) -> None:
-        """From the engine's thread."""
+        """Take a delivery from the engine's thread."""
         self.load = delivery.load
         if self._wakeup is not None:
             self._delivered.append(delivery)
             self._wakeup.wake()
 
     def end_everything(self) -> None:
-        """Tell every answer in progress that the server is stopping, unless the engine has told it more."""
+        """Tell every answer in progress that the server is stopping, after the pieces already delivered."""
         self._has_ended = True
         self._route_delivered()
         self._route(
@@ -380,8 +379,8 @@ class EngineClient:
         )
 
     def retry_after_s(self, n_too_many: int) -> int:
-        """Seconds until `n` places will be free, if answers go on ending at the rate at which the last did.
-        Before any has ended: the age of the oldest, for it has at least begun."""
+        """Seconds until `n_too_many` places will be free, at the rate at which the last answers ended. Before
+        any answer has ended: the age of the oldest."""
         now_s = time.monotonic()
         if len(self._ends_s) > 1:
             # To now, not to the last end: an engine that has stopped ending answers is slow.
@@ -391,7 +390,7 @@ class EngineClient:
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _find_places(self, n_new: int, owner: str) -> None:
-        """Make sure that `n_new` places are free, if need be those of a client that holds more. QueueFull."""
+        """Free `n_new` places, if need be by ending another client's waiting answers. Raises QueueFull."""
         most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
         if n_new > min(most, share):
             raise RequestError(
@@ -425,7 +424,7 @@ class EngineClient:
             stream.give_way(full)
 
     def end_shadows(self, model: str) -> None:
-        """End the answers of batches that a model computes: it has to go, and their lines are sent again."""
+        """End the batch answers of a model that is about to be unloaded; their lines are sent again later."""
         refusal = QueueFull(f"the model {model} makes room for another", 1)
         for stream in list(self._answers):
             if stream.in_shadow and stream.model == model:
@@ -460,7 +459,7 @@ class EngineClient:
             self._ends_s.append(time.monotonic())
 
     def _free(self, request_id: str) -> bool:
-        """Free the place of a request. False: it holds none, or none any more."""
+        """Free the place of a request; False where the request holds no place."""
         stream = self._streams.pop(request_id, None)
         if stream is not None and stream.in_shadow:
             self._n_in_shadow -= 1
@@ -477,9 +476,9 @@ def displaced(
     n_missing: int, owner: str, n_new: int, held: Mapping[str, int], waiting: Sequence[AnswerStream]
 ) -> list[AnswerStream]:
     """Answers that must end so that `owner` gets `n_new` places, `n_missing` of which are taken. Each is the
-    newest that waits of the client which then holds most places. Only a client that holds more than `owner`
-    will hold gives way. Empty where that frees too few: then none gives way. held: places of each client,
-    computed and waiting. waiting: in order of arrival."""
+    newest waiting answer of the client that holds most places at that point, and only a client that holds
+    more than `owner` will hold loses answers. Empty if that frees too few places. `held`: places of each
+    client, running and waiting. `waiting`: answers in order of arrival."""
     left = dict(held)
     queues: dict[str, list[AnswerStream]] = {}
     for answer in waiting:

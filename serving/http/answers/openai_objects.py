@@ -1,4 +1,4 @@
-"""From pieces of answers to OpenAI's objects: completions and chat, whole and streamed."""
+"""OpenAI's completion and chat objects, whole and streamed, made of the pieces of an answer."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from phasewise.serving.tools.parts import (
 
 
 class CustomCall(Call):
-    """A whole call of a custom tool. `arguments`: the text that it is given."""
+    """A whole call of a custom tool. `arguments`: the text that the tool is given."""
 
 
 class AsAsked:
-    """Another reader's parts, functions under the names of the request, custom tools with their text."""
+    """A reader that gives functions of another reader their names in the request; emits `CustomCall`."""
 
     def __init__(self, inner: Reader, names: Mapping[str, str], customs: frozenset[str]) -> None:
         self._inner = inner
         self._names = names
         self._customs = customs
         self._custom: str | None = None
-        """The custom tool whose call has begun."""
+        """Name of the custom tool whose call has begun."""
         self._arguments = ""
 
     def feed(self, text: str) -> list[Part]:
@@ -76,24 +76,24 @@ Json = dict[str, Any]
 EVENT_STREAM = "text/event-stream"
 JSON_LINES = "application/x-ndjson"
 COMMENT, PING, SPACE = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n', b" "
-"""Signs of life: in a stream of events, of Anthropic's events, and of lines."""
+"""Keep-alive bytes for streams of events, of Anthropic's events, and of JSON lines."""
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 NOTHING_YET = Answer("", "", (), 0, 0)
-"""The last piece of an answer that has none."""
+"""Stands for the last piece of an answer of which no piece has come."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """The arrived part of one choice."""
+    """The part of one choice that has arrived."""
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
     last: Answer = NOTHING_YET
-    """The counts and ends of the newest piece."""
+    """The counts and the finish reason of the newest piece."""
     first_ns: int = 0
-    """The time at which its first token was chosen."""
+    """Time at which the choice's first token was sampled, in nanoseconds."""
     prompt: tuple[PromptToken, ...] | None = None
 
     def add(self, piece: Answer) -> None:
@@ -105,40 +105,40 @@ class Choice:
 
 
 class EventWriter(ABC):
-    """Writes the events of one stream."""
+    """Base of the writers of one event stream."""
 
     sign_of_life = COMMENT
-    """Bytes that its readers skip."""
+    """Keep-alive bytes, which the readers of the stream skip."""
 
     def opening(self) -> bytes:
-        """Before the first piece."""
+        """Bytes to send before the first piece."""
         return b""
 
     @abstractmethod
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
-        """The answer's parts from pieces, each with the index of its request."""
+        """Bytes for some pieces, each with the index of its request."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """In place of the rest."""
+        """Bytes that end the stream with an error."""
 
     @abstractmethod
     def closing(self) -> bytes:
-        """After the last piece."""
+        """Bytes to send after the last piece."""
 
 
 class Form(NamedTuple):
-    """A way of writing a reply out: as one object, or as events."""
+    """A way of writing out a reply: as one object or as events."""
 
     whole: Callable[[Sequence[Choice]], bytes]
     events: Callable[[], EventWriter]
     media_type: str = EVENT_STREAM
-    """The type of a stream."""
+    """Media type of the event stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
+    """One HTTP answer to be made: `n_choices_per_prompt` requests for each prompt, and the answer's form."""
 
     requests: Sequence[Submit]
     n_choices_per_prompt: int
@@ -146,20 +146,20 @@ class Reply:
     streamed: bool
     include_usage: bool
     tells_progress: bool = False
-    """Events tell how much of each prompt is computed."""
+    """True if events report how much of each prompt is computed."""
     receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
-    """Makes and keeps the receipt of a choice that has ended; None where none is asked for."""
+    """Makes and stores the receipt of a choice that has ended; None where none is asked for."""
     clamped: int | None = None
-    """The tokens that there is room for, where an answer of more was asked for."""
+    """The limit on tokens if fewer fit into the context than were asked for; None: unchanged."""
 
     def with_receipt(self, index: int, said: Json, ended: Answer) -> Json:
-        """The choice as it is said, and its receipt where it has ended and shall have one."""
+        """The choice `said`, with a receipt if the choice has ended and receipts are asked for."""
         if self.receipt is None or ended.evidence is None or ended.finish_reason is None:
             return said
         return {**said, "receipt": self.receipt(self.requests[index], ended.evidence, ended.finish_reason)}
 
     def usage(self, said: Sequence[Answer]) -> Json:
-        """Tokens of all prompts, each once, and of all answers. said: the last piece of each choice."""
+        """OpenAI's `usage` object, each prompt counted once. `said`: the last piece of each choice."""
         firsts = self.requests[:: self.n_choices_per_prompt]
         n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
         n_generated = sum(piece.n_generated for piece in said)
@@ -182,14 +182,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """The reading of the answers of one request. `call_id`: a new id for a call."""
+    """Parser factory for the answers of one request. `call_id`: makes the id of a tool call."""
 
     open: Callable[[], Reader]
     call_id: Callable[[], str]
 
 
 class _ReadChoice:
-    """The part of one choice that has been read."""
+    """The parser state of one choice."""
 
     def __init__(self, reading: AnswerReading) -> None:
         self._reader = reading.open()
@@ -197,8 +197,8 @@ class _ReadChoice:
         self._n_calls = 0
 
     def delta(self, text: str, *, is_last: bool) -> Json:
-        """The new part: `content`, `reasoning_content` and `tool_calls`, each where there is any. A call
-        comes with its name and id at once, and its arguments with it or in pieces of the same index."""
+        """Parse more text into `content`, `reasoning_content` and `tool_calls`, each only if non-empty. A
+        call's name and id come at once, its arguments with them or in later pieces of the same index."""
         parts = self._reader.feed(text)
         if is_last:
             parts += self._reader.finish()
@@ -221,7 +221,7 @@ class _ReadChoice:
         return said
 
     def reason(self, reason: str | None) -> str | None:
-        """The reason that the choice ended: with calls, where it ended by itself and has some."""
+        """The finish reason: `tool_calls` in place of `stop` if there was a call."""
         return "tool_calls" if reason == "stop" and self._n_calls else reason
 
     def _function(self, name: str, arguments: str) -> Json:
@@ -232,7 +232,7 @@ class _ReadChoice:
         return {"index": self._n_calls - 1, "id": self._call_id(), "type": kind, kind: called}
 
     def _add_arguments(self, calls: list[Json], piece: str) -> None:
-        """To the call that has begun last, which another delta may have begun."""
+        """Append arguments to the newest call, which an earlier delta may have begun."""
         if not calls:
             calls.append({"index": self._n_calls - 1, "function": {"arguments": ""}})
         calls[-1]["function"]["arguments"] += piece
@@ -240,36 +240,33 @@ class _ReadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that an answer's text begins with. n_top: likeliest tokens of each place; None: no numbers."""
+    """A prompt that a text begins with. `n_top`: likeliest tokens for each position; None: no logprobs."""
 
     text: str
     n_top: int | None
 
     @property
     def has_logprobs(self) -> bool:
-        """True if it comes with log-probabilities, which are known once it is computed."""
         return self.n_top is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The numbers of its prompts that a response tells. n_top: likeliest tokens of each place in
-    `prompt_logprobs`; None: there is no such field. echoes: of each choice; none: nothing is echoed."""
+    """Log-probabilities of prompts in a response. `n_top`: number of likeliest tokens for each position in
+    `prompt_logprobs`; None: no such field. `echoes`: the echoed prompt of each choice, if any."""
 
     n_top: int | None = None
     echoes: tuple[Echo, ...] = ()
 
     def echo(self, index: int) -> Echo | None:
-        """That of a choice."""
         return self.echoes[index] if self.echoes else None
 
 
 NOT_SCORED = Scoring()
-"""Nothing."""
 
 
 def echoes_of(body: CompletionRequest, requests: Sequence[Submit], model: ServedModel) -> tuple[Echo, ...]:
-    """For each choice its prompt: a text as it was sent, tokens as the text that they spell."""
+    """The prompt of each choice, token ids spelled as text. Empty without `echo`."""
     if not body.echo:
         return ()
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -284,9 +281,8 @@ def echoes_of(body: CompletionRequest, requests: Sequence[Submit], model: Served
 
 
 def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
-    """The character of `text` at which each token begins. A token that the text does not spell, such as one
-    that every prompt begins with, takes no place. The tokens of a sentence may begin with a space that it has
-    not."""
+    """The character offset in `text` at which each token begins. A token that `text` does not spell, such as
+    the BOS token, has no width. The first token may begin with a space that `text` lacks."""
     spelled, byte_index, n_characters, offsets = text.encode(), 0, 0, []
     for piece in pieces:
         is_inside = byte_index < len(spelled) and spelled[byte_index] & 0xC0 == 0x80
@@ -300,7 +296,7 @@ def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
 
 
 class Rendering(ABC):
-    """The form of one kind of response: the fields of every object, and how tokens are written out."""
+    """Base of the response forms: the fields of every object, and how tokens are written out."""
 
     def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = NOT_SCORED) -> None:
         self._fixed = {
@@ -322,22 +318,22 @@ class Rendering(ABC):
 
     @abstractmethod
     def delta(self, index: int, piece: Answer) -> Json | None:
-        """None: there is nothing to say yet."""
+        """The choice for a new piece; None: nothing to send yet."""
 
     @abstractmethod
     def waiting(self, index: int) -> Json:
-        """The choice of an event that tells the progress of its prompt: no text yet."""
+        """The choice of an event that reports the progress of a prompt, without text."""
 
     @abstractmethod
     def whole(self, index: int, choice: Choice) -> Json:
         """The choice of a response that is sent whole."""
 
     def rest(self, choices: Sequence[Choice]) -> Json:
-        """The fields of a whole response that stand beside its choices."""
+        """The fields of a whole response beside `choices`."""
         return {}
 
     def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> list[Json | None]:
-        """As vLLM tells them: of each token its own and the likeliest ones, by id; of the first nothing."""
+        """Log-probabilities in vLLM's form: each token's own and the likeliest ones; None for the first."""
         return [None if token.logprob is None else self._at_place(token) for token in tokens]
 
     def _at_place(self, token: PromptToken) -> Json:
@@ -353,20 +349,20 @@ class Rendering(ABC):
         return self._model.piece(token_id).decode("utf-8", "replace")
 
     def _scored(self, tokens: Sequence[SampledToken], reason: str | None) -> list[SampledToken]:
-        """The tokens with a log-probability, without the end token: it is no part of the text."""
+        """The tokens that have a log-probability, without the end token."""
         ends = self._model.end_token_ids | self._model.dialect.ends
         ended = reason == "stop" and tokens and tokens[-1].token_id in ends
         return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
 
 
 class CompletionRendering(Rendering):
-    """`/v1/completions`."""
+    """Response form of `/v1/completions`."""
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "text_completion"}
 
     def opening(self, index: int) -> Json | None:
-        """The prompt, where it is echoed without numbers that are not known yet."""
+        """The echoed prompt, unless its log-probabilities are asked for: they must be computed first."""
         echo = self._scoring.echo(index)
         return None if echo is None or echo.has_logprobs else self._choice(index, echo.text, None, None)
 
@@ -397,7 +393,7 @@ class CompletionRendering(Rendering):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _generated(self, index: int, tokens: Sequence[SampledToken], reason: str | None) -> Json | None:
-        """Beside an echo every token counts: who scores knows by their number which are the prompt's."""
+        """Log-probabilities of the answer. With an echo the end token counts, as scoring clients expect."""
         echo = self._scoring.echo(index)
         scored = self._scored(tokens, None if echo is not None else reason)
         if not scored:
@@ -425,13 +421,13 @@ class CompletionRendering(Rendering):
 
 
 def _joined(parts: Sequence[Json | None]) -> Json | None:
-    """Log-probabilities of the prompt and of the answer as one; None: there are none."""
+    """Concatenate the log-probabilities of the prompt and of the answer; None if there are none."""
     given = [part for part in parts if part is not None]
     return {name: [item for part in given for item in part[name]] for name in given[0]} if given else None
 
 
 class ChatRendering(Rendering):
-    """`/v1/chat/completions`. `reading`: how answers are read that may have calls or thoughts in them."""
+    """Response form of `/v1/chat/completions`. `reading`: parser of calls and thoughts; None: plain text."""
 
     def __init__(
         self,
@@ -485,7 +481,6 @@ class ChatRendering(Rendering):
         return _chat_choice(index, "message", message, logprobs, reason)
 
     def rest(self, choices: Sequence[Choice]) -> Json:
-        """All choices have one prompt, and so its numbers."""
         if choices[0].prompt is None:
             return {}
         return {"prompt_logprobs": self._prompt_logprobs(choices[0].prompt)}
@@ -512,7 +507,7 @@ def _chat_choice(index: int, key: str, content: Json, logprobs: Json | None, rea
 
 @dataclass(frozen=True)
 class KnownBefore:
-    """The parts of an answer that are known before it is made."""
+    """The parts of an answer that are known before it is generated."""
 
     model_id: str
     n_prompt: int
@@ -522,7 +517,6 @@ class KnownBefore:
         return self.reading.open() if self.reading else PlainReader()
 
     def parts(self, choice: Choice) -> list[Part]:
-        """Those of a whole answer."""
         reader = self.open()
         return [*reader.feed(choice.text), *reader.finish()]
 
@@ -535,7 +529,7 @@ class PartEvents(EventWriter):
         self._choice = Choice()
 
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
-        """(0, piece); these forms have no word for the progress of a prompt."""
+        """Events for pieces of the single request (index 0); progress of the prompt is skipped."""
         out: list[str] = []
         for _, piece in pieces:
             if isinstance(piece, Progress):
@@ -550,5 +544,4 @@ class PartEvents(EventWriter):
         return "".join(out).encode()
 
     @abstractmethod
-    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterable[str]:
-        """The events of a piece that has these parts."""
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterable[str]: ...

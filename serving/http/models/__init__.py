@@ -1,1 +1,1 @@
-"""The models that requests may name: those that a server keeps, and those that come and go."""
+"""The models that requests may name: those kept from start to end, and those loaded on demand."""

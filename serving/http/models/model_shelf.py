@@ -1,8 +1,6 @@
-"""Models of a folder, loaded when a request names one and unloaded when nobody does: on the event loop.
-
-One model at a time is loaded or unloaded, on a thread of its own. A request holds its model from before its
-tokens are made until its answer is sent, and a model that is held is never unloaded.
-"""
+"""Models of a folder, loaded when a request names one and unloaded when unused. Runs on the event loop. One
+model at a time is loaded or unloaded, on a separate thread. A request holds its model from before its prompt
+is tokenized until its answer is sent, and a held model is never unloaded."""
 
 from __future__ import annotations
 
@@ -24,25 +22,25 @@ from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 
 @dataclass(slots=True)
 class Resident:
-    """A model in memory. `n_users`: requests that it is held for. `used_s`: when the last of them ended."""
+    """A model in memory. `n_users`: requests that hold it. `used_s`: time at which the last of them ended."""
 
     name: str
     n_bytes: int
     used_s: float
     keep_s: float
-    """The time that it stays unused; infinite: until others need its room."""
+    """Seconds that the model stays while unused; infinite: until other models need its room."""
     n_users: int = 0
     is_leaving: bool = False
-    """It takes no new requests, and goes when it has no users."""
+    """True if the model takes no new requests and is unloaded once it has no users."""
 
     @property
     def ends_s(self) -> float:
-        """The time at which it goes if nobody uses it before; infinite while somebody does."""
+        """Time at which the model is unloaded if still unused; infinite while it has users."""
         return math.inf if self.n_users else self.used_s + self.keep_s
 
 
 class ModelRoom:
-    """The models in memory. budget_bytes: the most of all together; None: as much as they take."""
+    """The models in memory. `budget_bytes`: most bytes of all models together; None: unlimited."""
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
@@ -53,15 +51,15 @@ class ModelRoom:
         return sum(resident.n_bytes for resident in self.residents.values())
 
     def holds_alone(self, n_bytes: int) -> bool:
-        """True if a model of this size fits where there is no other."""
+        """True if a model of this size fits into the empty room."""
         return self.budget_bytes is None or n_bytes <= self.budget_bytes
 
     def fits(self, n_bytes: int) -> bool:
-        """True if it fits beside those that are here."""
+        """True if a model of this size fits beside the residents."""
         return self.budget_bytes is None or self.n_bytes + n_bytes <= self.budget_bytes
 
     def makes_way(self, n_bytes: int) -> list[Resident]:
-        """Those that must leave for a model of this size, in their order."""
+        """Models that must leave for one of `n_bytes`: unused ones first, then the least recently used."""
         chosen: list[Resident] = []
         in_order = sorted(
             self.residents.values(), key=lambda resident: (resident.n_users > 0, resident.used_s)
@@ -75,37 +73,37 @@ class ModelRoom:
         return chosen
 
     def enter(self, name: str, n_bytes: int, now_s: float, keep_s: float) -> Resident:
-        """A model is in memory from now on. It fits."""
+        """Add a model to those in memory; it must fit."""
         assert self.fits(n_bytes), f"no room for {name}"
         resident = self.residents[name] = Resident(name, n_bytes, now_s, keep_s)
         return resident
 
     def leave(self, name: str) -> None:
-        """It is in memory no more."""
+        """Remove an unused model from those in memory."""
         assert not self.residents[name].n_users, f"{name} answers"
         del self.residents[name]
 
     def end(self, name: str, now_s: float, keep_s: float) -> Resident:
-        """One user less; the model stays for `keep_s` then."""
+        """Count one user less of a model, and keep the model for `keep_s` from now on."""
         resident = self.residents[name]
         resident.n_users -= 1
         resident.used_s, resident.keep_s = now_s, keep_s
         return resident
 
     def overdue(self, now_s: float) -> list[Resident]:
-        """Those that were not used for as long as they stay."""
+        """Models that have been unused for longer than their `keep_s`."""
         return [resident for resident in self.residents.values() if resident.ends_s <= now_s]
 
     @property
     def next_end_s(self) -> float:
-        """The time at which the next one is overdue; infinite: none will be."""
+        """Time at which the next model is overdue; infinite if none will be."""
         return min((resident.ends_s for resident in self.residents.values()), default=math.inf)
 
 
 FAILED_S = 5.0
-"""The time for which a model that could not be loaded is not tried again."""
+"""Seconds for which a model that failed to load is not tried again."""
 _FIRST_LOAD_S = 5.0
-"""Expected of a load before any was seen."""
+"""Expected loading time before the first load."""
 
 ModelState = Literal["loaded", "loading", "unloading", "unloaded", "failed"]
 Made = TypeVar("Made")
@@ -113,28 +111,26 @@ log = logging.getLogger("phasewise.models")
 
 
 class ModelFile(NamedTuple):
-    """A model on disk, as a listing tells it."""
-
     n_bytes: int
     modified_s: int
 
 
 class LoadedModel(Protocol):
-    """A model in memory. `close` gives its memory back; nobody uses it then."""
+    """A model in memory. `close` frees its memory; the model must be unused."""
 
     @property
     def served(self) -> ServedModel: ...
 
     @property
     def adapted(self) -> Sequence[ServedModel]:
-        """The model with each of its adapters."""
+        """The model once for each of its adapters."""
         ...
 
     def close(self) -> None: ...
 
 
 class MeasuredModel(Protocol):
-    """A model that is known and not in memory yet. `open` takes `n_bytes`, and may raise ServingError."""
+    """A known model that is not in memory. `open` takes `n_bytes` of memory; may raise ServingError."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -144,18 +140,18 @@ class MeasuredModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelsOnDisk:
-    """The folder. `files`: by the names that requests use, as they are now. `measure`: of a name in it; it
-    takes no memory to speak of, and may raise ServingError. Both are called on threads."""
+    """The models of a folder. `files`: its present files by the names that requests use. `measure`: sizes up
+    a model, with little memory; may raise ServingError. All are called on threads."""
 
     files: Callable[[], Mapping[str, ModelFile]]
     measure: Callable[[str], MeasuredModel]
     facts: Callable[[str], ModelFacts] = lambda _name: ModelFacts()
-    """Facts of one that is not in memory, as far as its file says them; on a thread too."""
+    """Facts about a model that is not in memory, as far as its file states them."""
 
 
 @dataclass(slots=True)
 class ShelfCounts:
-    """Counts since the start. They never fall."""
+    """Counters since the start."""
 
     loads: int = 0
     failures: int = 0
@@ -164,8 +160,8 @@ class ShelfCounts:
 
 
 class ModelShelf:
-    """The models of one folder. keep_s: the time that a model stays unused. end_shadows: ends the requests of
-    batches that hold a model, whose room is needed."""
+    """Loads and unloads the models of one folder. `keep_s`: seconds that an unused model stays.
+    `end_shadows`: ends the batch requests that hold a model whose room is needed."""
 
     def __init__(
         self,
@@ -184,13 +180,13 @@ class ModelShelf:
         self._loaded: dict[str, LoadedModel] = {}
         self._failed: dict[str, tuple[float, ApiError]] = {}
         self._waiting: dict[str, dict[asyncio.Future[None], bool]] = {}
-        """Requests that wait for a model, by its name; True for one of a batch."""
+        """Waiters for a model by its name; True for a request of a batch."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Loads under way or in line, by name."""
+        """Loads in progress or queued, by model name."""
         self._lost: set[str] = set()
-        """Loaded models whose engines have given up."""
+        """Names of loaded models whose engines have given up."""
         self._fresh: LoadedModel | None = None
-        """Opened, and not known to the event loop yet."""
+        """A model that the loading thread has opened and the event loop has not yet registered."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="phasewise-models")
         self._one_at_a_time = asyncio.Lock()
         self._freed = asyncio.Event()
@@ -200,15 +196,12 @@ class ModelShelf:
     # ---- what is there -----------------------------------------------------------------------------------
 
     async def files(self) -> Mapping[str, ModelFile]:
-        """The folder, as it is now."""
         return await asyncio.to_thread(self._source.files)
 
     async def facts(self, name: str) -> ModelFacts:
-        """Facts of a model of the folder that is not loaded."""
         return await asyncio.to_thread(self._source.facts, name)
 
     def state(self, name: str) -> ModelState:
-        """The state of a model of the folder."""
         resident = self.room.residents.get(name)
         if resident is not None:
             return "unloading" if resident.is_leaving and not resident.n_users else "loaded"
@@ -218,19 +211,19 @@ class ModelShelf:
         return "failed" if failed is not None and time.monotonic() < failed[0] else "unloaded"
 
     def served(self, name: str) -> ServedModel | None:
-        """A loaded model, to be looked at before anything else happens."""
+        """The model if it is loaded; valid only until the next await."""
         loaded = self._loaded.get(name)
         return None if loaded is None or self.state(name) != "loaded" else loaded.served
 
     def adapted(self, name: str) -> Sequence[ServedModel]:
-        """The adapters of a loaded model, or none where it is not loaded."""
+        """The adapters of a loaded model; empty if the model is not loaded."""
         return self._loaded[name].adapted if self.served(name) is not None else ()
 
     # ---- holding -----------------------------------------------------------------------------------------
 
     async def hold(self, name: str, *, in_shadow: bool = False) -> ServedModel:
-        """The model, loaded, until `release`. ApiError: there is none, or it cannot be loaded. in_shadow: it
-        is of a batch, for which no other model is unloaded: where there is no room it does not wait."""
+        """Return the model, loaded if need be, and hold it until `release`. Raises ApiError if it cannot be
+        loaded. `in_shadow`: for a request of a batch, which is refused if there is no room."""
         resident = self.room.residents.get(name)
         if resident is not None and not resident.is_leaving:
             resident.n_users += 1
@@ -254,7 +247,7 @@ class ModelShelf:
         return self._loaded[name].served
 
     def release(self, name: str, keep_s: float | None = None) -> None:
-        """The answer is sent. keep_s: as its request asks, in place of the server's."""
+        """End one `hold`. `keep_s`: seconds that the model then stays unused; None: the server's default."""
         kept_s = self.keep_s if keep_s is None else keep_s
         self.room.end(name, time.monotonic(), 0.0 if name in self._lost else kept_s)
         self._freed.set()
@@ -326,13 +319,13 @@ class ModelShelf:
         self._report(f"{name} is loaded, in {took_s:.1f} s: {_mib(n_bytes)}")
 
     def _is_wanted(self, name: str) -> bool:
-        """By a request that is of no batch."""
+        """True if a request waits for the model that belongs to no batch."""
         waiters = self._waiting.get(name, {})
         return any(not (waiter.done() or in_shadow) for waiter, in_shadow in waiters.items())
 
     def _hand_out(self, name: str) -> None:
-        """Everybody who waits holds it from now on, so that it is not unloaded before they come to it. Where
-        it is not loaded, those who wait are of batches, and others have its room."""
+        """Let all waiters hold the model, before it can be unloaded again. If the model was not loaded for
+        want of room, the waiters (all of batches) get an error."""
         for waiter in self._waiting.pop(name, {}):
             if waiter.done():
                 continue
@@ -359,7 +352,7 @@ class ModelShelf:
     # ---- unloading ---------------------------------------------------------------------------------------
 
     async def _when_unused(self, names: list[str]) -> None:
-        """Unload those of `names` that nobody uses; where all are used, wait until one may be free."""
+        """Unload the unused models of `names`; if all are used, wait until a request ends."""
         unused = [name for name in names if not self.room.residents[name].n_users]
         for name in unused:
             await self._unload(name)
@@ -368,7 +361,7 @@ class ModelShelf:
             await self._freed.wait()
 
     async def _unload(self, name: str) -> None:
-        """Its bytes count until they are given back. It is gone then, even where its end went wrong."""
+        """Unload a model; its bytes count until then. It is gone even if its `close` raised."""
         self.room.residents[name].is_leaving = True
         try:
             await self._on_worker(lambda: self._loaded.pop(name).close())
@@ -380,7 +373,7 @@ class ModelShelf:
         self._report(f"{name} is unloaded")
 
     def _look(self) -> None:
-        """Unload what is overdue, and look again when the next one is."""
+        """Unload overdue models, and set a timer for the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -403,7 +396,7 @@ class ModelShelf:
         self._look()
 
     def _lose(self, name: str) -> None:
-        """Its engine has given up: it takes no more requests, and the next one loads it anew."""
+        """Mark a model whose engine has given up; the next request loads it anew."""
         resident = self.room.residents.get(name)
         if resident is not None:
             self._lost.add(name)
@@ -414,7 +407,7 @@ class ModelShelf:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def close(self) -> None:
-        """Unload all, at the end: the event loop has ended. From any thread."""
+        """Unload all models after the event loop has ended. May be called from any thread."""
         self._worker.shutdown(cancel_futures=True)
         for loaded in (*self._loaded.values(), *([self._fresh] if self._fresh else [])):
             loaded.close()

@@ -1,4 +1,4 @@
-"""The models of one server, as its routes see them: kept from start to end, or loaded when they are named."""
+"""The models of one server, as its routes see them: always in memory, or loaded on demand."""
 
 from __future__ import annotations
 
@@ -21,28 +21,26 @@ from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import client_of
 
 _HELD = "phasewise.held_models"
-"""The place in an ASGI scope of its `HeldModels`."""
+"""Key of the request's `HeldModels` in an ASGI scope."""
 
 
 @dataclass(slots=True)
 class HeldModels:
-    """The models that one request holds until its answer is sent."""
-
     releases: list[Callable[[float | None], None]] = field(default_factory=list)
-    """Called at the end, with `keep_s`."""
+    """Functions that release the models at the end of the request, called with `keep_s`."""
     keep_s: float | None = None
-    """The time that its model shall stay unused; None: the server's."""
+    """Seconds that the released models stay unused; None: the server's default."""
 
 
 def keep_for(request: Request, keep_s: float | None) -> None:
-    """Its model shall stay unused for this time; None: for the server's. Models that are kept just stay."""
+    """Set how long the request's model stays loaded after use; None: the server's default."""
     held: HeldModels | None = request.scope.get(_HELD)
     if held is not None:
         held.keep_s = keep_s
 
 
 class HoldModels:
-    """Middleware: each request may hold models until its answer is sent."""
+    """ASGI middleware that releases the models held by a request once its answer is sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -61,8 +59,8 @@ class HoldModels:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model in a listing. `served`: None where it is not loaded. `ends_s`: Unix time when it goes unless it
-    is used; None: it stays, or is not here."""
+    """A model in a listing. `served`: None if the model is not loaded. `ends_s`: Unix time at which the model
+    is unloaded if unused until then; None: never, or not loaded."""
 
     model_id: str
     names: tuple[str, ...]
@@ -73,7 +71,7 @@ class ListedModel:
     ends_s: float | None = None
 
     def card(self) -> dict[str, Any]:
-        """As /v1/models lists it."""
+        """The entry of `/v1/models`."""
         card: dict[str, Any] = {
             "id": self.model_id,
             "object": "model",
@@ -95,8 +93,8 @@ class ListedModel:
 
 
 class ServedModels:
-    """The models that requests may name: those that stay, and those of a `shelf`, which come and go.
-    embedder: served beside, for other routes."""
+    """The models that requests may name: `models` stay in memory, those of `shelf` are loaded on demand.
+    `embedder`: an embedding model that other routes serve."""
 
     def __init__(
         self,
@@ -109,8 +107,8 @@ class ServedModels:
         self._embedder = embedder
 
     async def hold(self, request: Request, name: str | None) -> ServedModel:
-        """The one that a request names, until its answer is sent; without a name the first that stays, or the
-        only one that there is. ApiError where there is none."""
+        """Hold the model that a request names until its answer is sent. Without a name: the first that stays,
+        or the only one of the shelf. Raises ApiError if there is none."""
         model = next((model for model in self._models if name is None or name in model.names), None)
         if model is not None:
             note_model(request.scope, model.engine_id, model.adapter)
@@ -145,13 +143,12 @@ class ServedModels:
         return model
 
     async def generates(self, name: str) -> bool:
-        """True if a model of this name makes text here."""
+        """True if a model of this name generates text on this server."""
         if any(name in model.names for model in self._models):
             return True
         return self.shelf is not None and name in await self.shelf.files()
 
     async def listed(self) -> Sequence[ListedModel]:
-        """All of them."""
         staying = [
             ListedModel(model.model_id, model.names, model.created_s, model.facts.n_bytes, None, model)
             for model in self._models
@@ -159,7 +156,7 @@ class ServedModels:
         return staying if self.shelf is None else [*staying, *await _listed(self.shelf)]
 
     async def facts(self, model: ListedModel) -> ModelFacts:
-        """Facts of one that is listed, whether it is loaded or not."""
+        """Facts about a listed model, loaded or not."""
         if model.served is not None:
             return model.served.facts
         assert self.shelf is not None, "others stay"

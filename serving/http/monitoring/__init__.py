@@ -1,1 +1,1 @@
-"""The log of requests, Prometheus metrics, and the live view."""
+"""The access log and the Prometheus metrics."""

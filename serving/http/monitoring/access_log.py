@@ -1,8 +1,6 @@
-"""A line for each request: what was asked, what came of it and how long it took. Never what was said.
-
-The instants are those of `metrics`, but counted from a request's arrival: TTFT = first token - arrival;
-TPOT = (last token - first token) / (tokens of the longest choice - 1).
-"""
+"""The access log: one line for each request with its outcome and times, never with its content. Times are
+those of `metrics`, but counted from a request's arrival: TTFT = first token - arrival; TPOT = (last token -
+first token) / (tokens of the longest choice - 1)."""
 
 from __future__ import annotations
 
@@ -25,15 +23,15 @@ from phasewise.serving.processes.line_log import LineLog
 Level = Literal["debug", "info", "warning", "error", "off"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
 RECORD = "phasewise.record"
-"""The place in an ASGI scope that holds a request's record."""
+"""Key of the request's `Record` in an ASGI scope."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Asked for again and again: only in a log of level debug."""
+"""Paths that are polled: logged only at level debug."""
 _MOST_NAMED = 16
 
 
 @dataclass(frozen=True)
 class Logging:
-    """The destination of each request's line: `path`, or stderr."""
+    """Settings of the access log. `path`: file of the log; None: stderr."""
 
     path: Path | None = None
     level: Level = "off"
@@ -45,7 +43,7 @@ NOT_LOGGED = Logging()
 
 @dataclass(slots=True)
 class Record:
-    """One HTTP request. `ignored`: fields of its body that say nothing to this server."""
+    """The log entry of one HTTP request. `ignored`: fields of its body that this server does not read."""
 
     request_id: str
     method: str
@@ -62,15 +60,15 @@ class Record:
     ended_ns: int = 0
     ignored: tuple[str, ...] = ()
     address: str = ""
-    """The address it came from, as the connection has it; empty: a socket file, or a batch."""
+    """Address of the client's connection; empty for a Unix socket or a line of a batch."""
     key: str = ""
-    """The label of its API key; empty: it needed none, or has a wrong one."""
+    """Label of the request's API key; empty: none needed, or a wrong key."""
     model: str = ""
-    """The id of the model that it asked, once it is known; empty: none."""
+    """Id of the model that the request names, once known; empty: none."""
     adapter: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """As the log has them; what a request has not is left out."""
+        """The fields of the log line; those without a value are left out."""
         out: dict[str, Any] = {
             "at": self.began.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "id": self.request_id,
@@ -98,28 +96,28 @@ class Record:
 
 
 def record_of(scope: Scope) -> Record | None:
-    """The record of a request; None where the application is called without the layer that makes one."""
+    """The record of a request; None where `RecordRequests` is not among the layers."""
     record: Record | None = scope.get(RECORD)
     return record
 
 
 def note_model(scope: Scope, model: str, adapter: str = "") -> None:
-    """Have the log and the counts name the model of a request, one of those that are served."""
+    """Write the names of the request's model and adapter into its record. The model must be a served one."""
     record = record_of(scope)
     if record is not None:
         record.model, record.adapter = model, adapter
 
 
 def note_ignored(scope: Scope, names: Iterable[str]) -> None:
-    """Have the log and the answer's header name what its body has and this server does not read."""
+    """Add names of ignored fields to the record, for the log and the answer's header."""
     record = record_of(scope)
     if record is not None:
         record.ignored = tuple(sorted({*record.ignored, *names})[:_MOST_NAMED])
 
 
 class AccessLog(Observer):
-    """Collects what is known of each request, and writes its line. On the event loop. `write`: takes a line;
-    never waits."""
+    """Collects the record of each request and writes its line. Used on the event loop. `write`: takes a line
+    without blocking."""
 
     def __init__(self, write: Callable[[str], None], level: Level = "info", *, as_json: bool = False) -> None:
         self._write = write
@@ -128,13 +126,13 @@ class AccessLog(Observer):
         self._by_request: dict[str, Record] = {}
 
     def expects(self, record: Record, requests: Sequence[Submit], n_prompt: int) -> None:
-        """The answers to `requests` belong to this record."""
+        """Assign the answers to `requests` to a record."""
         record.n_prompt = n_prompt
         for request in requests:
             self._by_request[request.request_id] = record
 
     def ended(self, record: Record) -> None:
-        """Nothing more is sent."""
+        """Write the line of a record whose answer is sent."""
         record.ended_ns = time.perf_counter_ns()
         for request_id in [request_id for request_id, own in self._by_request.items() if own is record]:
             del self._by_request[request_id]
@@ -183,7 +181,7 @@ class AccessLog(Observer):
 
 @contextmanager
 def open_log(settings: Logging, report: Callable[[str], None]) -> Iterator[tuple[LineLog, AccessLog | None]]:
-    """The writer of lines, and the log; no log where nothing is logged."""
+    """Open the log's file, and the access log itself unless its level is off."""
     with LineLog("access log", settings.path, report) as lines:
 
         def write(line: str) -> None:
@@ -194,13 +192,13 @@ def open_log(settings: Logging, report: Callable[[str], None]) -> Iterator[tuple
 
 
 def _as_text(fields: dict[str, Any]) -> str:
-    """`AT METHOD PATH STATUS id=... name=value ...`"""
+    """The line `AT METHOD PATH STATUS id=... name=value ...`."""
     head = f"{fields.pop('at')} {fields.pop('method')} {fields.pop('path')} {fields.pop('status') or 499}"
     return " ".join([head, *(f"{name}={_in_text(value)}" for name, value in fields.items())])
 
 
 def _in_text(value: object) -> str:
-    """Names of models are those of files: a space or a line break in one ends no field."""
+    """A value as text, quoted if it has spaces, quotes or line breaks, as names of model files may."""
     text = str(value)
     return text if text.isprintable() and not re.search('[" ]', text) else json.dumps(text)
 

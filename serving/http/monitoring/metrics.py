@@ -1,10 +1,7 @@
-"""Prometheus metrics of one server, in a registry of its own.
-
-The instants are those of a request's life: sent, first token, last token. TTFT = first token - sent;
-TPOT = (last token - first token) / (tokens - 1); ITL = a token - the one before. Tokens of one step, as
-drafts give them, come together: ITL is then from step to step.
-What the engine counts itself is read when /metrics is asked for. All of it happens on the event loop.
-"""
+"""Prometheus metrics of one server, in a separate registry, collected on the event loop. Times are those of a
+request's life: TTFT = first token - sent; TPOT = (last token - first token) / (tokens - 1); ITL = a token -
+the one before. Draft tokens accepted in one step come together: ITL is then from step to step. Values that
+the engine counts are read when /metrics is requested."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True)
 class Gauges:
-    """Gauges that are read rather than observed, each when metrics are asked for."""
+    """Functions that read gauges, called when metrics are requested."""
 
     load: Callable[[], EngineLoad | None] = lambda: None
     n_connections: Callable[[], int] = lambda: 0
@@ -50,22 +47,22 @@ class Gauges:
     recoveries: Callable[[], Recoveries] = Recoveries
     n_without_database: Callable[[], int] = lambda: 0
     threads: Callable[[], Mapping[str, int]] = dict
-    """Threads of each phase, as they run now; nothing where instances compute."""
+    """Reads the number of threads of each phase; empty where instances compute."""
     n_lengths_lost: Callable[[], int] = lambda: 0
     n_access_lines_lost: Callable[[], int] = lambda: 0
     models: Callable[[], ModelCounts | None] = lambda: None
-    """Models that come and go; None where all stay."""
+    """Reads the counts of models loaded on demand; None where all models stay."""
     instances: Callable[[], Sequence[InstanceState]] = tuple
-    """Instances of pools; none where one engine does everything."""
+    """Reads the states of the instances of pools; empty where one engine computes everything."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By model: how many products the tuning database knows, by state, as they were at the start."""
+    """Products in the tuning database at the start: model to state to count."""
     adapters: Callable[[], Sequence[Sequence[str]]] = tuple
-    """For each adapter in memory the names that requests may give it."""
+    """Reads, for each adapter in memory, the names that requests may give it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCounts:
-    """Models of a folder: those in memory now, and counts since the start."""
+    """Models of a folder: how many are in memory now, and counters since the start."""
 
     loaded: int
     n_bytes: int
@@ -86,15 +83,15 @@ class _Life:
 
 
 class Metrics(Observer):
-    """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest. models: ids
-    of those that are served; None: they come and go. But for a single one, what is counted of requests,
-    tokens, steps and KV slots has the label `model`."""
+    """Collects metrics of the requests and answers. `http`: counts the answers. `gauges`: reads all other
+    values. `models`: ids of the served models; None: loaded on demand. With more than one model, metrics of
+    requests, tokens, steps and KV slots have the label `model`."""
 
     def __init__(self, gauges: Gauges, models: Sequence[str] | None = ()) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, unused line for each count
         self._is_by_model = models is None or len(models) > 1
         self._model: Labels = ("model",) if self._is_by_model else ()
-        """The names of the labels that tell models apart."""
+        """Label names that tell models apart: `model`, or none with one model."""
         self._of_models = [self._labels(model) for model in models or ()] if self._is_by_model else [()]
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges, self._model))
@@ -128,24 +125,23 @@ class Metrics(Observer):
             self._step(stats)
 
     def forgotten(self, request_id: str) -> None:
-        """Its client left before it ended."""
         life = self._lives.pop(request_id, None)
         if life is not None:
             self._ended.labels(*life.labels, "aborted").inc()
 
     def refused(self, error: ApiError) -> None:
-        """An error of ours is being answered."""
+        """Count an error answer by its code."""
         self._refused.labels(error.code or f"status_{error.status}").inc()
 
     def answered_by_connection(self, status: int) -> None:
-        """An answer below the application, to what is no request yet: no path is known."""
+        """Count an answer that the connection sent before the application saw a request."""
         self.http.labels("none", status).inc()
 
     def slow_reader_cut(self) -> None:
         self._slow.inc()
 
     def exposition(self) -> bytes:
-        """All of it, in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _labels(self, model: str) -> Labels:
@@ -161,7 +157,7 @@ class Metrics(Observer):
         return metric
 
     def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> Histogram:
-        """By model and phase."""
+        """Make a histogram with labels for the model and the phase."""
         names = (*self._model, "phase")
         metric = Histogram(f"phasewise_{name}", meaning, names, buckets=bounds, registry=self.registry)
         for labels in self._of_models:
@@ -170,7 +166,7 @@ class Metrics(Observer):
         return metric
 
     def _piece(self, out: Answer | Failure, life: _Life) -> int:
-        """Tokens that came with it: none where the request failed."""
+        """Record a piece of a request; return the number of new tokens, 0 for a failure."""
         if isinstance(out, Failure):
             self._end(out.request_id, "error")
             return 0
@@ -196,7 +192,7 @@ class Metrics(Observer):
         self._ended.labels(*self._lives.pop(request_id).labels, reason).inc()
 
     def _step(self, stats: StepStats) -> None:
-        """Once a step, so on the way of every token: nothing that can wait for a scrape."""
+        """Record one engine step; values that can wait for a scrape are not computed here."""
         labels = (*self._labels(stats.model), stats.phase)
         self._sequences.labels(*labels).observe(stats.n_sequences)
         self._tokens.labels(*labels).observe(stats.n_tokens)
@@ -208,8 +204,7 @@ def _child(metric: Metric, labels: Labels) -> Metric:
 
 
 class _Read(Collector):
-    """Gauges of values known elsewhere, read when asked for. model: the label of what is known of each model,
-    if any."""
+    """Reads the gauges when metrics are requested. `model`: label names that tell models apart."""
 
     def __init__(self, gauges: Gauges, model: Labels) -> None:
         self._gauges = gauges
@@ -268,13 +263,13 @@ class _Read(Collector):
 Family = CounterMetricFamily | GaugeMetricFamily
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 Row = tuple[type[Family], str, str, str]
-"""Its type, its name, its meaning, and the field that it is read from."""
+"""A metric's type, name and help text, and the name of the attribute that its value is read from."""
 
 
 def _metric(
     kind: type[Family], name: str, meaning: str, values: Mapping[Labels, float] | float, names: Labels = ()
 ) -> Family:
-    """A metric with a value for each of the labels, or with one value."""
+    """A metric with a value for each label set, or with one value without labels."""
     family = kind(f"phasewise_{name}", meaning, labels=names)
     for labels, value in values.items() if isinstance(values, Mapping) else (((), values),):
         family.add_metric(labels, value)
@@ -284,7 +279,7 @@ def _metric(
 def _of_rows(
     rows: Sequence[Row], states: Mapping[Labels, object], names: Labels = (), prefix: str = ""
 ) -> Iterator[Family]:
-    """The metrics of some rows, each with the values of all states. names: of the labels of a state."""
+    """The metrics of `rows`, each with one value per state. `names`: label names of the states."""
     for kind, name, meaning, read_from in rows if states else ():
         values = {labels: getattr(state, read_from) for labels, state in states.items()}
         yield _metric(kind, f"{prefix}{name}", meaning, values, names)
@@ -343,7 +338,7 @@ _OF_MODELS: tuple[Row, ...] = (
 
 
 def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Family]:
-    """By the labels `names`."""
+    """The metrics of the engine loads, with the labels `names`."""
     pools = {labels: load.pool for labels, load in loads.items() if load.pool is not None}
     drafts = {labels: load.drafts for labels, load in loads.items() if load.drafts is not None}
     stores = {labels: load.stored for labels, load in loads.items() if load.stored is not None}
@@ -379,8 +374,8 @@ def _of_hand_overs(counts: HandOverCounts) -> Iterator[Family]:
 
 
 def _lora_requests_info(adapters: Sequence[Sequence[str]]) -> Family:
-    """Adapters, each by the names that requests may give it. All are in memory from the start, and a step may
-    use every one: none is loaded for a request, so none waits."""
+    """vLLM's `lora_requests_info` for adapters, each given by the names that requests may use. All adapters
+    stay in memory and a step may use any of them, so all are reported as running and none as waiting."""
     names = ",".join(name for adapter in adapters for name in adapter)
     meaning = "when it was read, in Unix time; which adapters are in memory"
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
@@ -427,7 +422,7 @@ _NO_LOAD = EngineLoad(0, 0, 0, 0)
 
 
 def _of_instances(states: Mapping[Labels, InstanceState]) -> Iterator[Family]:
-    """By instance and role. One that does not run has no `info`."""
+    """The metrics of instances, by instance and role. An instance that does not run has no `info`."""
     names, prefix = ("instance", "role"), "instance_"
     loads = {labels: state.load or _NO_LOAD for labels, state in states.items()}
     ready = {labels: float(state.load is not None) for labels, state in states.items()}

@@ -1,1 +1,1 @@
-"""Requests on their way in: bodies, schemas, and the messages that the engine is sent."""
+"""Incoming requests: bodies, schemas, and the `Submit` messages made of them for the engine."""

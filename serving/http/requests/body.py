@@ -1,4 +1,4 @@
-"""Reading a JSON body within a limit, whatever the sender does."""
+"""Reads JSON bodies within limits on their size, memory and processor time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from phasewise.serving.http.transport.connection import connection_of
 
 Made = TypeVar("Made")
 REST = 3.0
-"""Rest over work. The event loop has Python's lock to itself for at least three quarters of the time, so that
-a short request beside large ones seldom waits for the lock."""
+"""Ratio of rest to work. The event loop has the GIL to itself for at least three quarters of the time, so
+that a short request beside large ones seldom waits for the GIL."""
 
 
 class RestedThread:
-    """Runs one work at a time, in the order of arrival, used on one event loop. Work that comes while the
-    thread rests waits; the first after a rest does not. The rest is REST times the processor time that the
-    work took, whether or not its client still waits for it."""
+    """Runs one job at a time in order of arrival; used on one event loop. After a job the thread rests for
+    REST times the job's processor time, even if its client has left; jobs that come meanwhile wait."""
 
     def __init__(self, executor: Executor | None = None) -> None:
-        """executor: where it runs; None: on a thread of the event loop's."""
+        """`executor`: runs the jobs; None: the event loop's default executor."""
         self._free = asyncio.Semaphore(1)
         self._executor = executor
 
     async def run(self, work: Callable[[], Made], before: Callable[[], None] | None = None) -> Made:
-        """Return the result of `work`. `before` runs on the loop at its turn; if it raises, the turn passes
-        on."""
+        """Return the result of `work`. `before` is called on the loop just before the job starts; if it
+        raises, the job is dropped without a rest."""
         spent_s = 0.0
 
         def timed() -> Made:
@@ -72,24 +71,24 @@ _MAP_FROM_BYTES = 64 * 1024
 
 @dataclass(slots=True)
 class UnfinishedBodies:
-    """Bodies of requests that have not come whole, at most `max_bytes` of one server together. A sender
-    decides when its body ends: were each limited alone, a few hundred senders that never end theirs would
-    hold gigabytes. Where one more piece does not fit, the body that began first makes room: a client that
-    sends without pause is done long before its body is the oldest."""
+    """Request bodies that have not come whole, limited to `max_bytes` for all of one server together. With a
+    limit for each body alone, a few hundred senders that never finish would hold gigabytes. If a new piece
+    does not fit, the body that began first is dropped: a client that sends without pause is done long before
+    its body is the oldest."""
 
     max_bytes: int
     n_bytes: int = 0
     _bodies: dict[UnfinishedBody, None] = field(default_factory=dict)
-    """In the order in which they began."""
+    """The bodies in the order in which they began, as keys."""
 
     def begin(self, most_bytes: int, wake: Callable[[], None]) -> UnfinishedBody:
-        """A body of at most `most_bytes`. `wake` is called when it has had to make room."""
+        """Start a body of at most `most_bytes`. `wake` is called if the body is dropped to make room."""
         body = UnfinishedBody(self, most_bytes, wake)
         self._bodies[body] = None
         return body
 
     def _make_room(self, n_bytes: int, newcomer: UnfinishedBody) -> bool:
-        """True if `newcomer` may have `n_bytes` more; False: it was the oldest, and has ended."""
+        """Free `n_bytes` for `newcomer`; False if `newcomer` itself was the oldest body and was dropped."""
         while self.n_bytes + n_bytes > self.max_bytes:
             oldest = next((body for body in self._bodies if body.n_bytes), newcomer)
             oldest.end()
@@ -104,7 +103,7 @@ class UnfinishedBodies:
 
 
 class UnfinishedBody:
-    """One of `all_`. `end` gives its memory back, and must be called."""
+    """A body of `UnfinishedBodies` while it is received. `end` frees its memory and must be called."""
 
     __slots__ = ("_all", "_heap", "_mapped", "_most_bytes", "ended", "n_bytes", "wake")
 
@@ -112,14 +111,14 @@ class UnfinishedBody:
         self.wake = wake
         self.n_bytes = 0
         self.ended = False
-        """Its bytes are gone; others needed the room, where its owner did not say so."""
+        """True once the bytes are freed, by the reader or to make room for other bodies."""
         self._all = all_
         self._most_bytes = most_bytes
         self._heap = bytearray()
         self._mapped: mmap.mmap | None = None
 
     def add(self, part: bytes) -> None:
-        """One more piece; nothing happens once the body has `ended`."""
+        """Append a piece; no effect once the body has `ended`."""
         if self.ended:
             return
         assert self.n_bytes + len(part) <= self._most_bytes
@@ -138,11 +137,11 @@ class UnfinishedBody:
         self._all.n_bytes += len(part)
 
     def whole(self) -> bytes:
-        """All that was added."""
+        """All bytes so far."""
         return bytes(self._heap) if self._mapped is None else self._mapped[: self.n_bytes]
 
     def end(self) -> None:
-        """Give the memory back; a second time is no more than once."""
+        """Free the memory; a second call has no effect."""
         if self.ended:
             return
         self._all._forget(self)
@@ -157,19 +156,19 @@ class UnfinishedBody:
 Body = TypeVar("Body", bound=BaseModel)
 
 _N_BYTES = "phasewise.body_bytes"
-"""The place in an ASGI scope that says how long the body was."""
+"""Key of the body's length in an ASGI scope."""
 
 _DISCARD_UP_TO_BYTES = (
     64 * 1024 * 1024
 )  # read on past the limit so far, so that the sender gets to see the answer
 
 _WORTH_A_THREAD_BYTES = 256 * 1024
-"""Checking a larger body takes milliseconds; on a thread Python's lock goes round between its steps."""
+"""Larger bodies are validated on a thread, because that takes milliseconds."""
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`, unfinished ones of at most `max_unfinished_bytes` together; one on
-    each event loop."""
+    """Reads bodies of at most `max_bytes` each; unfinished ones hold at most `max_unfinished_bytes` together.
+    Used on one event loop."""
 
     def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -177,8 +176,8 @@ class BodyReader:
         self._large = RestedThread()  # of many threads that want Python's lock the loop is but one
 
     async def read(self, request: Request, model: type[Body]) -> Body:
-        """The body as `model`, or an ApiError: 415 or 400 where not what `model` says, 413 where too large,
-        503 where it took long and others needed its memory."""
+        """Read and validate a body. Raises ApiError: 415 or 400 where it does not fit `model`, 413 where it
+        is too large, 503 where it came slowly and other requests needed its memory."""
         refuse_other_types(request)
         connection = connection_of(request.scope)
         body = self.unfinished.begin(self._max_bytes, connection.wake_reader if connection else lambda: None)
@@ -196,7 +195,7 @@ class BodyReader:
             body.end()
 
     async def convert(self, request: Request, convert: Callable[[], Made]) -> Made:
-        """The result of `convert` on the body of `request`, on a thread where the body is large."""
+        """Run `convert` for a request whose body was read, on a thread if that body is large."""
         if n_bytes_of(request) <= _WORTH_A_THREAD_BYTES:
             return convert()
         return await self._large.run(convert)
@@ -232,7 +231,7 @@ class BodyReader:
 
 
 def n_bytes_of(request: Request) -> int:
-    """The bytes of the body that was read of `request`."""
+    """Length of the body that was read of `request`."""
     return int(request.scope.get(_N_BYTES, 0))
 
 
@@ -263,8 +262,8 @@ _OF_BROWSERS = {"origin", "sec-fetch-site"}
 
 
 def refuse_other_types(request: Request) -> None:
-    """ApiError for what a browser sends that is not JSON: a page of another origin may post a form or plain
-    text without asking, and no JSON (CSRF). Browsers name their origin; who does not means JSON."""
+    """Raise ApiError 415 for a browser's request (with Origin or Sec-Fetch-Site) that is not JSON: a page of
+    another origin may post a form or plain text without a preflight, but not JSON (CSRF)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not _OF_BROWSERS & set(request.headers):
         return

@@ -1,4 +1,4 @@
-"""Tools and thoughts of a chat request, and how its answer will be read."""
+"""Tools and thoughts of a chat request: checks, grammar, template input, and the parser of the answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OWN_VARIABLES = frozenset(
 
 
 def check_tools(body: ChatRequest) -> None:
-    """ApiError where tools and the choice among them do not go together."""
+    """Raise ApiError where the tools and `tool_choice` do not fit together."""
     names = Counter(function.name for function in body.functions)
     twice = next((name for name, number in names.items() if number > 1), None)
     if twice is not None:
@@ -45,14 +45,14 @@ def check_tools(body: ChatRequest) -> None:
 
 @dataclass(frozen=True)
 class Called:
-    """The functions that an answer may call, and whether it need not."""
+    """The functions that an answer may call. `is_auto`: it may also call none."""
 
     functions: tuple[Function, ...]
     most_calls: int
     is_auto: bool
 
     def lark(self, dialect: Dialect, document_rule: str) -> str:
-        """A grammar of answers with calls; of others too where `document_rule` describes them."""
+        """Lark grammar of answers with calls, or without if `document_rule` describes such answers."""
         document = document_rule if self.is_auto else ""
         return dialect.grammar(Wanted(self.functions, self.most_calls, document))
 
@@ -62,7 +62,7 @@ class Called:
 
 
 def called_by(body: ChatRequest) -> Called | None:
-    """None where the answer calls nothing."""
+    """The functions that an answer may call; None without tools."""
     tools = _shown_tools(body)
     if not tools:
         return None
@@ -79,12 +79,12 @@ def called_by(body: ChatRequest) -> Called | None:
 
 
 def is_read(body: ChatRequest, model: ServedModel) -> bool:
-    """True if an answer may be anything but text."""
+    """True if the answer has to be parsed: it may contain calls or thoughts."""
     return bool(_shown_tools(body)) or not model.dialect.is_plain
 
 
 def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> AnswerReading | None:
-    """The reading of the answers to one of its requests; None where they are text."""
+    """The parser of the answers to one request; None if they are plain text."""
     if not is_read(body, model):
         return None
     dialect = model.dialect
@@ -101,7 +101,7 @@ def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> Answer
 
 
 def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
-    """The conversation that the model's template writes out."""
+    """The conversation as the chat template takes it."""
     messages = [_for_template(message, dialect) for message in body.messages]
     tools = [_tool_for_template(tool) for tool in _shown_tools(body)]
     if not dialect.knows_tools and (tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)):
@@ -110,17 +110,17 @@ def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
 
 
 def n_tool_characters(body: ChatRequest) -> int:
-    """The number of characters that the tools add to a prompt, more or less."""
+    """Approximate number of characters that the tools add to a prompt."""
     return sum(len(json.dumps(function.parameters)) for function in body.functions)
 
 
 def _shown_tools(body: ChatRequest) -> Sequence[FunctionTool]:
-    """Tools that the model is told of: none where it may call none."""
+    """Tools that the prompt lists: none if the request forbids calls."""
     return () if body.tool_choice == "none" else body.functions
 
 
 def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
-    """As templates want it: the content as one text, the arguments of calls as an object."""
+    """A message as chat templates expect it: the content as one text, the arguments of calls as an object."""
     role = "system" if message.role == "developer" and not dialect.turn.is_channelled else message.role
     out: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text}
     if message.reasoning_content:
@@ -141,7 +141,7 @@ def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """The object that templates take. Arguments that are none, as of a call that was cut: as `_raw` in it."""
+    """The arguments of a call as an object; if they are none (a truncated call), under the key `_raw`."""
     value = parsed(given) if isinstance(given, str) else given
     if isinstance(value, dict):
         return value
@@ -155,7 +155,7 @@ def _tool_for_template(function: FunctionTool) -> dict[str, Any]:
 
 
 def _variables(body: ChatRequest) -> dict[str, Any]:
-    """For the template: what the request sets, and the effort under the names that templates use."""
+    """Template variables: the request's own, and the reasoning effort under the names that templates use."""
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort

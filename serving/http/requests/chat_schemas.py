@@ -1,7 +1,6 @@
-"""Conversations, tools and requests of `/v1/chat/completions`, the form that all other APIs are made into.
-
-What cannot be run or read is left out here, whichever API it came by, and named in the answer's header.
-"""
+"""Schemas of conversations, tools and requests of `/v1/chat/completions`, the form that requests of all other
+APIs are converted to. Tools that cannot be run and content that cannot be read are dropped here, and named in
+the answer's header."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ MOST_CALLS = 128
 
 
 class ContentPart(Strict):
-    """A text, or what is no text: of that the texts that it holds are read."""
+    """A part of a message: text, or something else, of which only the texts it contains are read."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -51,18 +50,18 @@ class ContentPart(Strict):
         return self.type in ("text", "input_text", "output_text", "refusal")
 
     def plain(self) -> Json:
-        """It as a part of a chat."""
+        """The part in the form that a chat message has it."""
         return {"type": "text", "text": self.text} if self.is_text else self.model_dump()
 
     @property
     def stand_in(self) -> str:
-        """The text that stands in its place."""
+        """Text in place of a part that is not text: the texts that the part contains, or a note."""
         held = "\n".join(_texts_in(self.model_extra or {}))
         return f"[{self.type}]\n{held}\n" if held else f"[{self.type}: left out, this model reads text alone]"
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Those of a document or a search result of Anthropic's."""
+    """The texts of a content part, such as an Anthropic document or search result."""
     if isinstance(value, str):
         yield value
     if isinstance(value, list):
@@ -79,12 +78,12 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def parts_kind(value: object) -> str:
-    """`kind_of` content, of which no part is a list of parts."""
+    """`kind_of` for message content, where an empty list counts as a list of parts."""
     return "list of dict" if value == [] else kind_of(value)
 
 
 def joined(parts: Iterable[Json], separator: str = "") -> str | list[Json]:
-    """Parts as one content: a text where all of them are texts."""
+    """Concatenate parts into one text if all are texts; else a list with `separator` between the parts."""
     given = list(parts)
     if all(part["type"] == "text" for part in given):
         return separator.join(part["text"] for part in given)
@@ -93,7 +92,7 @@ def joined(parts: Iterable[Json], separator: str = "") -> str | list[Json]:
 
 
 def content_of(content: str | Iterable[ContentPart], separator: str = "") -> str | list[Json]:
-    """The content of a message of a chat."""
+    """The content for a chat message: one text if all parts are texts, else a list of parts."""
     return content if isinstance(content, str) else joined((part.plain() for part in content), separator)
 
 
@@ -106,7 +105,7 @@ Content = Annotated[
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 INPUT = "input"
-"""The one argument of the function that a custom tool is."""
+"""Name of the only argument of the function that stands for a custom tool."""
 
 
 class CalledFunction(Strict):
@@ -115,7 +114,7 @@ class CalledFunction(Strict):
 
 
 def _function_of_custom(given: Any) -> Any:
-    """A custom tool, or a call of one, as a function whose one argument is a text."""
+    """Convert a custom tool, or a call of one, to a function with one text argument."""
     custom = given.get("custom") if isinstance(given, dict) and given.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return given
@@ -156,7 +155,7 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 class ChatMessage(Strict):
-    """Messages of users and of the system need a content; one of the assistant may say nothing."""
+    """A message of a conversation. Only the roles `assistant` and `tool` may lack a content."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -182,7 +181,7 @@ class ChatMessage(Strict):
 
     @property
     def others(self) -> list[ContentPart]:
-        """The parts that are no text."""
+        """The content parts that are not text."""
         return [part for part in self.content if not part.is_text] if isinstance(self.content, list) else []
 
 
@@ -196,7 +195,7 @@ class FunctionTool(Strict):
 
 
 class Tool(Strict):
-    """A `function`, or a `custom` tool: a function of one text. Those that a server runs are left out."""
+    """A `function`, or a `custom` tool: a function of one text. Types that a server runs are left out."""
 
     type: Annotated[str, Field(min_length=1, max_length=64)]
     function: FunctionTool | None = None
@@ -216,12 +215,12 @@ _MOST_PLAIN = 120  # characters, with room for a number
 
 
 def plain_name(name: str) -> str:
-    """The name of a function as templates and grammars have it."""
+    """The name with characters that templates and grammars do not take replaced by `_`, and shortened."""
     return name if _PLAIN_FUNCTION.fullmatch(name) else _NOT_PLAIN.sub("_", name)[:_MOST_PLAIN]
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name as templates and grammars have it; no two alike."""
+    """`plain_name` of each name, made unique by numbers."""
     given = list(dict.fromkeys(names))
     out = {name: name for name in given if plain_name(name) == name}
     taken = set(out)
@@ -249,12 +248,12 @@ class NamedChoice(Strict):
 
 _SEEN_OR_HEARD = re.compile("image|audio|video")
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*(?:\n+|\Z)", re.MULTILINE)
-"""A line that Claude Code puts before its instructions. It changes with every request, and so would all the
-keys and values after it."""
+"""A header line that Claude Code puts before its instructions. The line changes with every request, so the KV
+cache of what follows could never be reused."""
 
 
 def _newest_of_user(messages: list[ChatMessage]) -> range:
-    """The places of the messages that the user has sent last."""
+    """Indices of the user's newest messages: the last consecutive run of them."""
     end = len(messages)
     while end and messages[end - 1].role != "user":
         end -= 1
@@ -265,7 +264,7 @@ def _newest_of_user(messages: list[ChatMessage]) -> range:
 
 
 def _plain_choice(given: Any) -> Any:
-    """A choice as other servers write it, in OpenAI's words."""
+    """Convert a `tool_choice` in other servers' syntax to OpenAI's."""
     choice = given
     if isinstance(given, dict) and isinstance(given.get("type"), str):
         kind, name = given["type"], given.get("name")
@@ -284,14 +283,14 @@ Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh"],
     BeforeValidator(lambda given: "xhigh" if given == "max" else given),
 ]
-"""The effort of thoughts; `max` is the most that templates know."""
+"""Reasoning effort; `max` means `xhigh`, the highest level that templates know."""
 
 
 _CHOICES = frozenset({"function", "custom", "auto", "any", "none", "required"})
 
 
 def _name_of_tool(tool: Any) -> Any:
-    """The name of a tool, or of a function that a request names."""
+    """Name of a tool or of a function that `allowed_tools` lists; the type for a tool without a name."""
     given = tool if isinstance(tool, dict) else {}
     inner = given.get("function", given.get("custom"))
     return inner.get("name") if isinstance(inner, dict) else given.get("name", given.get("type"))
@@ -316,38 +315,38 @@ class ChatRequest(GenerationRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of an answer; None: as many as the context holds."""
+        """Limit on the answer's tokens; None: the rest of the context."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools that an answer may call, under names that templates and grammars hold."""
+        """The functions that an answer may call, under plain names."""
         return [tool.function for tool in self.tools or () if tool.function is not None]
 
     @property
     def customs(self) -> frozenset[str]:
-        """The names of those of them that take a text."""
+        """Names of the functions that stand for custom tools."""
         return frozenset(
             tool.function.name for tool in self.tools or () if tool.type == "custom" and tool.function
         )
 
     @property
     def asked_names(self) -> dict[str, str]:
-        """By names of functions that were changed, those of the request."""
+        """Renamed functions: plain name to the name in the request."""
         return {plain: name for name, plain in self._plain.items() if plain != name}
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Have the answer name these as what was not read."""
+        """Add names of dropped parts of the request, for the answer's header."""
         self._left_out.update(names)
 
     def ignored(self) -> tuple[str, ...]:
-        """With tools and parts of contents that are left out: `tools.TYPE`, `content.TYPE`."""
+        """Unknown fields, and dropped tools and content parts as `tools.TYPE` and `content.TYPE`."""
         return few_names((*super().ignored(), *self._left_out))
 
     @model_validator(mode="before")
     @classmethod
     def _allowed(cls, given: Any) -> Any:
-        """Keeps of the tools those that `allowed_tools` names; a tool that a server runs cannot be chosen."""
+        """Keep only the tools that `allowed_tools` lists; a choice of a server's tool becomes `auto`."""
         choice = given.get("tool_choice") if isinstance(given, dict) else None
         kind = choice.get("type") if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or kind in _CHOICES:
@@ -367,8 +366,8 @@ class ChatRequest(GenerationRequest):
         return self.settle()
 
     def settle(self) -> Self:
-        """Leave out what cannot be run or read, and name functions plainly. ApiError for an image that the
-        user has just sent."""
+        """Drop tools that cannot be run and content that cannot be read, and give functions plain names.
+        Raises ApiError for an image, audio or video in the user's newest messages."""
         self._settle_tools()
         newest = _newest_of_user(self.messages)
         for index, message in enumerate(self.messages):
@@ -411,12 +410,11 @@ class ChatRequest(GenerationRequest):
             message.content = message.text
 
     def unsupported(self) -> str | None:
-        """The name of a field that asks for what is not offered."""
         return "echo" if (self.model_extra or {}).get("echo") else super().unsupported()
 
 
 class TokenizeRequest(OpenRequest):
-    """vLLM's: a text, or messages with tools."""
+    """vLLM's request to tokenize a text, or messages with tools."""
 
     model: str | None = None
     prompt: str | None = None

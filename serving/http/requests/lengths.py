@@ -1,4 +1,4 @@
-"""Estimates an answer's length from the request, and reports its true length to the learner."""
+"""Predicts the lengths of answers from requests, and reports their true lengths for learning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ID_BYTES = 8
 
 
 class RealisedLength(NamedTuple):
-    """An answer that has ended by itself. `arrived_at_s`, `at_s`: Unix times of its request and its end."""
+    """An answer that ended by itself. `arrived_at_s`, `at_s`: Unix times of its request and its end."""
 
     facts: RequestFacts
     output_tokens: int
@@ -30,20 +30,20 @@ class RealisedLength(NamedTuple):
     arrived_at_s: float
     at_s: float
     drafts: DraftCounts | None = None
-    """None where drafts are off."""
+    """None if drafts are off."""
     adapter: str = ""
-    """The adapter that answered; empty: the model alone."""
+    """Name of the LoRA adapter that answered; empty: the base model."""
 
 
 class LengthObserver(Observer):
-    """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
-    known. model: its id, as `Submit.model` has it."""
+    """Calls `learn` for each answer of `model` that ends; failed and aborted answers are skipped. `model`:
+    its id as in `Submit.model`."""
 
     def __init__(self, learn: Callable[[RealisedLength], None], model: str) -> None:
         self._learn = learn
         self._model = model
         self._sent: dict[str, tuple[Submit, float]] = {}
-        """Each with the time of its arrival."""
+        """Unfinished requests with their arrival times (Unix), by request id."""
 
     def sent(self, request: Submit) -> None:
         if request.model == self._model:
@@ -64,13 +64,13 @@ class LengthObserver(Observer):
 
 
 def facts_of(request: Submit) -> RequestFacts:
-    """The facts by which the length of its answer is predicted."""
+    """The facts that predict the answer's length."""
     temperature, system = request.sampling.temperature, request.system_prompt_id
     return RequestFacts(request.prompt_token_ids, temperature, request.max_tokens, request.n_messages, system)
 
 
 def estimated(requests: Sequence[Submit], model: ServedModel) -> Sequence[Submit]:
-    """The requests with how long their answers will be, where the model can tell. A prompt is asked once."""
+    """The requests with predicted answer lengths, one prediction for each prompt, if there is a predictor."""
     if model.estimate is None:
         return requests
     estimates: dict[int, Estimate] = {}
@@ -81,24 +81,24 @@ def estimated(requests: Sequence[Submit], model: ServedModel) -> Sequence[Submit
 
 
 def system_prompt_id(messages: Sequence[ChatMessage]) -> str | None:
-    """A digest of the system prompt of a conversation; None without one."""
+    """Digest of a conversation's system prompt; None without one."""
     texts = [message.text for message in messages if message.role in SYSTEM_ROLES]
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)
     return digest.hexdigest() if texts else None
 
 
 SCHEMA_VERSION = 3
-"""2: `lookup`, and where drafts are on `drafted_tokens` and `accepted_tokens`; 3: `lookup` is gone."""
+"""Version of the log's lines. 2: adds `lookup`, `drafted_tokens`, `accepted_tokens`; 3: drops `lookup`."""
 
 
 class LengthLog(LineLog):
-    """Appends to `path`, of mode 0600. ServingError where it cannot be opened."""
+    """Appends lines to the file `path`, of mode 0600. Raises ServingError if the file cannot be opened."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         super().__init__("length log", path, report, is_private=True)
 
     def put(self, model_name: str, length: RealisedLength) -> None:
-        """From any thread; never waits."""
+        """Queue a line without blocking; may be called from any thread."""
         self.write(partial(_written, model_name, length))
 
 

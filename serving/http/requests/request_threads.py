@@ -1,8 +1,6 @@
-"""From a checked body to messages for the engine, on threads that clients share by turns.
-
-Lanes, so that what takes long holds up nothing but its like: texts, conversations (which a template of the
-model's writes out), long prompts of both kinds, and grammars that have to be compiled.
-"""
+"""Turns validated bodies into messages for the engine, on threads that clients share fairly. Slow work holds
+up only work of its kind, in four lanes: texts, conversations (rendered by a chat template), long prompts, and
+grammars to be compiled."""
 
 from __future__ import annotations
 
@@ -49,8 +47,8 @@ _MOST_GRAMMARS = 16
 
 
 class FairLane:
-    """`n_threads` jobs run at a time, and at most `most_waiting` wait. Used on one event loop. Where too many
-    wait, the last job of the client with most jobs is refused, so no client can keep another one out."""
+    """Runs up to `n_threads` jobs at a time on one event loop; clients take turns. If `most_waiting` wait,
+    the last job of the client with most jobs is refused, so that no client keeps others out."""
 
     def __init__(self, name: str, n_threads: int, most_waiting: int) -> None:
         self._name = name
@@ -65,9 +63,9 @@ class FairLane:
         return len(self._waiting)
 
     async def run(self, client: str, work: Callable[[], Made]) -> Made:
-        """Return the result of `work`, run on a thread once it is this client's turn. QueueFull: too many
-        wait. A cancelled wait leaves the queue; work that has begun goes on, and holds its thread until it
-        ends."""
+        """Return the result of `work`, run on a thread once it is the client's turn. Raises QueueFull if too
+        many jobs wait. A cancelled wait leaves the queue; a job that has begun runs on and occupies its
+        thread until it ends."""
         loop = asyncio.get_running_loop()
         if self._n_running < self._n_threads:
             self._n_running += 1
@@ -78,7 +76,7 @@ class FairLane:
         return await asyncio.shield(done)
 
     def close(self) -> None:
-        """Work that waits for a thread is dropped."""
+        """Stop the threads; queued jobs are dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, client: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -97,7 +95,6 @@ class FairLane:
             raise
 
     def _refuse_one_for(self, client: str) -> None:
-        """Make room for one more job of `client`; QueueFull where its own queue is the longest."""
         longest = self._waiting.longest
         if longest is None or self._waiting.count(longest) <= self._waiting.count(client) + 1:
             raise self._full()
@@ -114,7 +111,7 @@ class FairLane:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """The thread that has become free goes to the client that has waited longest for a turn."""
+        """Give the free thread to the client that has waited longest for a turn."""
         while self._waiting:
             turn = self._waiting.take()
             if not turn.done():
@@ -124,7 +121,7 @@ class FairLane:
 
 
 class Preparation:
-    """Prepares the requests of one server; on one event loop."""
+    """Prepares the requests of one server on threads; used on one event loop."""
 
     def __init__(self) -> None:
         self._texts = FairLane("prompt", _N_ORDINARY, _MOST_ORDINARY)
@@ -139,7 +136,7 @@ class Preparation:
         make: Callable[[Body, ServedModel, RequestOrigin], Sequence[Submit]],
         model: ServedModel,
     ) -> Sequence[Submit]:
-        """Messages to `model` that `make` makes of `body`. ApiError, or ClientLeft."""
+        """Make the requests for `model`, with the grammar of their answers. Raises ApiError or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()
         sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, cancel)
 
@@ -166,8 +163,8 @@ class Preparation:
     async def tokenize(
         self, request: Request, make: Callable[[CancelToken], Made], *, is_text: bool = False
     ) -> Made:
-        """The result of `make`, which writes out a conversation or a text as tokens, in the lanes of prompts.
-        ApiError, or ClientLeft."""
+        """Run `make`, which tokenizes a text or a conversation, in the lane of such prompts. Raises ApiError,
+        or ClientLeft."""
         lane = self._texts if is_text else self._conversations
         lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
         cancel = CancelToken()
@@ -180,7 +177,7 @@ class Preparation:
             raise from_engine(error) from error
 
     def _lane_of(self, request: Request, body: GenerationRequest) -> FairLane:
-        """A chat is as long as its body: templates get fields that this server does not know."""
+        """The lane by prompt length; a chat's is its body's length, for templates may take unknown fields."""
         if isinstance(body, ChatRequest) and n_bytes_of(request) > _LONG_CHARACTERS:
             return self._long
         if n_characters(body) > _LONG_CHARACTERS:
@@ -204,8 +201,8 @@ class Preparation:
 
 
 async def while_there(request: Request, work: Awaitable[Made], cancel: CancelToken | None = None) -> Made:
-    """Return the result of `work`; where the client closes its connection before, ClientLeft. `cancel` ends
-    then, and where the wait is cancelled."""
+    """Return the result of `work`, or cancel it and raise ClientLeft if the client closes its connection
+    first. `cancel` is ended then, and also if the wait is cancelled."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:

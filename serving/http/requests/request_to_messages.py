@@ -1,4 +1,4 @@
-"""From a checked body to messages for the engine. Everything a sender can get wrong is refused here."""
+"""Converts validated bodies to `Submit` messages for the engine; refuses requests invalid for the model."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """The sender of a request: which prompts it may reuse, whose turn it waits for, whether it is a batch."""
+    """The sender of a request. `cache_space`: requests of one space share KV. `in_shadow`: True for a
+    batch."""
 
     cache_space: str = ""
     client: str = ""
     in_shadow: bool = False
     cancel: CancelToken = field(default_factory=CancelToken)
-    """Ends when the client leaves."""
+    """Cancel token that is ended when the client leaves."""
 
 
 _MOST_CHOICES = 1024
@@ -66,7 +67,7 @@ _MOST_CHOICES = 1024
 def completion_requests(
     body: CompletionRequest, model: ServedModel, sender: RequestOrigin | None = None
 ) -> list[Submit]:
-    """One message for each choice: prompts in order, the `n` choices of a prompt together."""
+    """One `Submit` for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
     _refuse_empty(body)
     texts = _prompts(body.prompt)
@@ -93,7 +94,7 @@ def completion_requests(
 def chat_requests(
     body: ChatRequest, model: ServedModel, sender: RequestOrigin | None = None
 ) -> Sequence[Submit]:
-    """One message for each of the `n` choices."""
+    """One `Submit` for each of the `n` choices."""
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -116,8 +117,8 @@ def chat_requests(
 
 
 def _turns(body: ChatRequest, prompt: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
-    """Positions in a prompt where the turn to come begins, the assistant's one before it, and its first one
-    after the user's last: at these the next prompt differs, where a template drops old thoughts."""
+    """Token positions where assistant turns begin: the next one, the one before, and the first one after the
+    user's last message. Where a template drops old thoughts, the next prompt may differ from there on."""
     opening = tuple(model.encode(model.dialect.turn.opening, False)) if model.dialect.turn.opening else ()
     begins = (place for place, token in enumerate(prompt) if token in opening[:1])
     starts = [begin for begin in begins if prompt[begin : begin + len(opening)] == opening]
@@ -135,8 +136,8 @@ def _choices(
     sender: RequestOrigin,
     **more: Any,
 ) -> Sequence[Submit]:
-    """The first choice alone computes the numbers of their prompt, where its answer is not streamed. An
-    answer of more tokens than the context has room for gets those that there are. more: fields of each."""
+    """Make the `n` requests of one prompt. Only the first computes prompt log-probabilities, unless streamed.
+    A `max_tokens` that exceeds the context becomes unlimited. `more`: further fields of `Submit`."""
     _refuse_too_long(prompt, model)
     max_tokens, salt = body.most_tokens, body.cache_salt
     if max_tokens is not None and max_tokens > model.context_length - len(prompt):
@@ -165,7 +166,7 @@ def _choices(
 
 
 def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Each choice of a seeded request has its own seed, or all of them would be the same."""
+    """The sampling of a choice: each choice of a seeded request has a different seed."""
     return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
 
 
@@ -186,7 +187,7 @@ def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
 
 
 def _refuse_empty(body: CompletionRequest) -> None:
-    """ApiError for an answer of no tokens where there is nothing else to say, or something to prove."""
+    """Raise ApiError for `max_tokens` 0 without `echo` or `prompt_logprobs`, or with a receipt."""
     if body.max_tokens != 0:
         return
     if not body.echo and body.prompt_logprobs is None:
@@ -196,7 +197,7 @@ def _refuse_empty(body: CompletionRequest) -> None:
 
 
 def _scored(body: CompletionRequest) -> int | None:
-    """The number of likeliest tokens that are told of each place of the prompt; None: it is not scored."""
+    """Number of likeliest tokens to report for each prompt position; None: no prompt log-probabilities."""
     echoed = body.logprobs if body.echo else None
     wanted = [number for number in (echoed, body.prompt_logprobs) if number is not None]
     return max(wanted, default=None)
@@ -234,13 +235,13 @@ def _token_ids(prompt: str | list[int], model: ServedModel) -> tuple[int, ...]:
 
 
 def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens") -> None:
-    """ApiError where one of them is no token of the model."""
+    """Raise ApiError if an id is outside the model's vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
         raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", param)
 
 
 def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> bytes:
-    """JSON with the tokens of a text or a conversation, which is written until `cancel` ends."""
+    """The answer of `/tokenize` as JSON. Raises Abandoned if `cancel` ends while the template is rendered."""
     ids = _tokens_of(body, model, cancel)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
     if body.return_token_strs:
@@ -249,13 +250,13 @@ def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) ->
 
 
 def control_texts(model: ServedModel) -> dict[str, Any]:
-    """The texts of the tokens that begin and end a text; None where a prompt's text cannot spell one."""
+    """Texts of the BOS and EOS tokens; None for a token that a prompt's text cannot spell."""
     opening = set(model.encode("", True)[:1])
     return {"bos_token": _spelled(opening, model), "eos_token": _spelled(model.end_token_ids, model)}
 
 
 def _spelled(token_ids: Collection[int], model: ServedModel) -> str | None:
-    """The text of the first of these tokens that is read as that token."""
+    """Text of the lowest of these tokens whose text is tokenized as that token alone."""
     for token_id in sorted(token_ids):
         text = model.piece(token_id).decode("utf-8", "replace")
         if model.encode(text, False) == [token_id]:
@@ -273,7 +274,7 @@ def _tokens_of(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -
 
 
 def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelToken) -> tuple[int, ...]:
-    """Its token ids; the template writes the opening tokens itself, until `cancel` ends."""
+    """Token ids of the conversation as the chat template renders it. Raises ApiError, or Abandoned."""
     check_tools(body)
     if model.encode_chat is None:
         raise bad_request(
@@ -288,9 +289,9 @@ def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelTok
 
 
 class RequiredGrammar(NamedTuple):
-    """The grammar that an answer is held to. `field` asks for it. `triggers`: held from the first of these
-    texts on. is_needed: an answer that cannot be held to it is refused. calls: those in it, and the grammar
-    of others."""
+    """The grammar of an answer. `field`: the field that asks for it. `triggers`: texts from which on the
+    grammar applies; empty: from the start. `is_needed`: refuse the request if the grammar cannot be compiled.
+    `calls`: the functions in the grammar, and a function that makes a grammar of other functions."""
 
     grammar: Grammar
     field: str
@@ -300,7 +301,7 @@ class RequiredGrammar(NamedTuple):
 
 
 def held_to(body: GenerationRequest, model: ServedModel) -> RequiredGrammar | None:
-    """The required form of the answer; None where it may be anything. ApiError where that cannot be."""
+    """The grammar that the request asks for; None if the answer is free. Raises ApiError."""
     calls = called_by(body) if isinstance(body, ChatRequest) else None
     field = "response_format" if body.structured_outputs is None else "structured_outputs"
     field = "tools" if calls is not None else field
@@ -330,7 +331,7 @@ def held_to(body: GenerationRequest, model: ServedModel) -> RequiredGrammar | No
 
 
 def _document_rule(body: GenerationRequest) -> str:
-    """For answers without calls, where `response_format` describes them."""
+    """Lark rule for answers without calls, as `response_format` describes them; empty if it does not."""
     match body.response_format:
         case JsonObjectFormat():
             return json_rule({"type": "object"}, lenient=False)
@@ -343,8 +344,8 @@ def _document_rule(body: GenerationRequest) -> str:
 def compiled(
     wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken
 ) -> tuple[RequiredGrammar, MatcherGuide | None]:
-    """The guide of a grammar, and what it holds. Blocks while it is compiled, until `cancel` ends. None: it
-    cannot be, and need not."""
+    """Compile a grammar, or a looser one if its schemas cannot be held. Blocks; raises Abandoned once
+    `cancel` ends, or ApiError. The guide is None if the grammar cannot be compiled and is not needed."""
     try:
         return wanted, guides.compile(wanted.grammar, cancel)
     except RequestError as error:
@@ -360,7 +361,7 @@ def compiled(
 def tell_unheld(
     body: GenerationRequest, wanted: RequiredGrammar | None, guide: MatcherGuide | None, model: ServedModel
 ) -> None:
-    """Have the answer name what the schemas of its functions say and it is not held to."""
+    """Add to the answer's header the schema keywords of the functions that the guide does not enforce."""
     if not isinstance(body, ChatRequest) or body.tool_choice == "none":
         return
     held = {} if wanted is None or wanted.calls is None else {f.name: f for f in wanted.calls[0].functions}
@@ -378,7 +379,7 @@ def tell_unheld(
 
 
 def _loosened(wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken) -> RequiredGrammar | None:
-    """The same where functions whose schemas cannot be held may have any arguments; None: there are none."""
+    """The grammar, but with any arguments where a function's schema cannot be compiled; None if unchanged."""
     if wanted.calls is None:
         return None
     calls, grammar_of = wanted.calls
@@ -399,7 +400,7 @@ def _loosened(wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToke
 def delay_guide(
     guide: Guide, wanted: RequiredGrammar, body: GenerationRequest, prompt: Sequence[int], model: ServedModel
 ) -> Guide:
-    """The guide as it is for a whole answer, which may think first, and say other things before it calls."""
+    """The guide of a whole answer: applies after thoughts, if any, and from a trigger on, if any."""
     assert model.guides is not None
     dialect, recipe = model.dialect, guide.recipe
     if wanted.triggers:
@@ -417,14 +418,14 @@ def delay_guide(
 
 
 def _is_without_thoughts(body: ChatRequest, prompt: Sequence[int], model: ServedModel) -> bool:
-    """True if a request or its prompt says that the answer has no thoughts."""
+    """True if the request or its prompt turns thoughts off."""
     switches = {"thinking": True, "enable_thinking": True} | (body.chat_template_kwargs or {})
     is_off = body.reasoning_effort == "none" or False in (switches["thinking"], switches["enable_thinking"])
     return is_off or model.dialect.closes_thought(prompt, model.piece)
 
 
 def n_characters(body: GenerationRequest) -> int:
-    """The length of a prompt, more or less: tokens count as one character each."""
+    """Approximate length of a prompt in characters; a token id counts as one."""
     if isinstance(body, ChatRequest):
         return sum(len(message.text) for message in body.messages) + n_tool_characters(body)
     assert isinstance(body, CompletionRequest)
@@ -458,7 +459,7 @@ def _structured(wanted: StructuredOutputs) -> Grammar:
 def _sampling(
     body: GenerationRequest, defaults: SamplingDefaults, top_logprobs: int | None
 ) -> SamplingParams:
-    """The sampling of a request: what it states wins, field by field. An answer with a receipt has a seed."""
+    """Sampling parameters: the request's fields, else `defaults`. With a receipt there is always a seed."""
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
         temperature=_stated(body.temperature, defaults.temperature),

@@ -1,8 +1,5 @@
-"""The requests that `/v1/responses` accepts, and the chat request that each means.
-
-Conversations of stored responses go on with `previous_response_id` (`answers.last_answers`). Background work
-and templates stored elsewhere are refused by name.
-"""
+"""Schemas of `/v1/responses`, and their conversion to chat requests. Stored responses are continued with
+`previous_response_id`. Background work and stored prompt templates are refused by name."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class ReasoningItem(Strict):
 
 
 class OtherItem(Strict):
-    """A search, a call of a server's tool, a summary that another server has encrypted: left out."""
+    """An item that is left out, such as a search, a call of a server's tool, or an encrypted summary."""
 
     type: Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -100,7 +97,7 @@ def _input_kind(value: object) -> str:
 
 
 class ResponseTool(Strict):
-    """A function, a custom tool, or a namespace of such; what a server would run is left out."""
+    """A function, a custom tool, or a namespace of functions. Tools that a server would run are left out."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -113,13 +110,13 @@ class ResponseTool(Strict):
     tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
 
     def flat(self) -> list[Json]:
-        """The tools of a chat that it is."""
+        """The tool as chat tools: one, or each tool of a namespace."""
         if self.type == "namespace" and self.name is not None:
             return [each for tool in self.tools or () for each in tool.named(flat_name(self.name, tool.name))]
         return self.named(self.name)
 
     def named(self, name: str | None) -> list[Json]:
-        """The tool of a chat that it is, under a name."""
+        """The tool as a chat tool with this name."""
         fields: Json = {"name": name, "description": self.description}
         if self.type == "custom":
             return [{"type": "custom", "custom": {**fields, "format": self.format}}]
@@ -134,7 +131,7 @@ class ResponseTool(Strict):
 
 
 def flat_name(namespace: str | None, name: str | None) -> str | None:
-    """The name of a function in the one list of a chat's tools."""
+    """Name of a namespace's function in a chat's flat list of tools."""
     return name if namespace is None or name is None else f"{namespace}__{name}"
 
 
@@ -185,8 +182,8 @@ class ResponsesRequest(AnswerRequest):
 
 
 def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
-    """The chat request that a request means; `before`: messages of the responses that it continues. ApiError
-    where there is none."""
+    """Convert to a chat request. `before`: messages of the responses that the request continues. Raises
+    ApiError if the request has no chat equivalent."""
     body.refuse_unsupported()
     messages = [*before, *messages_of(body.input)]
     tools = [each for tool in body.tools or () for each in tool.flat()]
@@ -213,7 +210,7 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
 
 
 def namespaces_of(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
-    """The namespace and the own name of each function in one, by its name in a chat."""
+    """Namespace and own name of each function in a namespace, by its name in the chat."""
     return {
         str(flat_name(space.name, tool.name)): (space.name, tool.name)
         for space in body.tools or ()
@@ -223,7 +220,7 @@ def namespaces_of(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
 
 
 def messages_of(items: str | Sequence[Any]) -> list[Json]:
-    """Messages of a chat; what one answer consists of (thoughts, text, calls) is one message."""
+    """Convert items to chat messages; adjacent thoughts, text and calls of an answer become one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     return list(_merged(items))
@@ -254,7 +251,7 @@ def _merged(items: Sequence[Any]) -> Iterator[Json]:
 
 
 def _whole(answer: Json) -> Json:
-    """Thoughts without an answer are an empty one."""
+    """The assistant message, with an empty content if it has only thoughts."""
     return answer if "content" in answer or "tool_calls" in answer else {**answer, "content": ""}
 
 

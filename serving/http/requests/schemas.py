@@ -1,11 +1,7 @@
-"""Requests of the OpenAI API, and what phasewise adds. Types are strict.
-
-Unknown fields of a request are ignored, and named in the header X-Ignored-Fields of its answer.
-
-Whatever may be long stops at its first mistake, and a value that may be of several types is judged as the
-one that it looks like: a body of some megabytes would else be compared item by item with each, and every
-mistake of it written down, while all answers wait.
-"""
+"""Schemas of the OpenAI API's requests, and of phasewise's extensions. Types are strict. Unknown fields are
+ignored, and named in the answer's header X-Ignored-Fields. Long lists stop at their first error, and a union
+is decided by the value's type (`kind_of`): otherwise a body of some megabytes would be tried against each
+member and every error be recorded, while all answers wait."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ MOST_LOGPROBS = 20
 
 
 def kind_of(value: object) -> str:
-    """The kind of a value: its own type, and for a list that of its first item."""
+    """The type name of a value; for a list, `list of` the type of its first item. Discriminates unions."""
     if isinstance(value, list):
         first = value[0] if value else ""
         return "list of list" if isinstance(first, list) else f"list of {kind_of(first)}"
@@ -108,7 +104,7 @@ class StreamOptions(Strict):
 
 
 class NamedSchema(Strict):
-    """`strict` makes no difference: an answer always keeps the schema."""
+    """A schema with a name. `strict` makes no difference: an answer always keeps the schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -133,7 +129,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(Strict):
-    """vLLM's field: what the answer must look like, by exactly one of these."""
+    """vLLM's constraints on the answer, of which exactly one must be given."""
 
     json_: dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = None
@@ -144,7 +140,7 @@ class StructuredOutputs(Strict):
 
     @property
     def n_given(self) -> int:
-        """The number of ways of saying it that were used."""
+        """Number of constraints given; must be 1."""
         given = (self.json_ is not None, bool(self.json_object), self.regex is not None, bool(self.choice))
         return sum(given)
 
@@ -156,36 +152,36 @@ _MOST_NAMED = 16
 
 
 class OpenRequest(Strict):
-    """A body that may have fields which are not known here: they are ignored, and named in the answer."""
+    """A body whose unknown fields are ignored, and named in the answer."""
 
     model_config = ConfigDict(extra="allow")
 
     not_offered: ClassVar[tuple[str, ...]] = ()
-    """Fields of the API that would change the answer. Others that are not known here are ignored."""
+    """Unsupported fields of the API that would change the answer."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields of the API that change no answer here."""
+    """Unread fields of the API that change no answer here."""
 
     def ignored(self) -> tuple[str, ...]:
-        """Fields that this server does not know, as a header can name them: a few, each a plain name."""
+        """Names of the unknown fields that a header can carry."""
         silent = self.without_effect.union(self.not_offered)
         return few_names(name for name in self.model_extra or () if name not in silent)
 
 
 def few_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of `names` that a header can carry, each once."""
+    """The names that a header can carry: plain characters, unique, at most 16."""
     return tuple(sorted({name for name in names if _PLAIN_NAME.fullmatch(name)})[:_MOST_NAMED])
 
 
 class AnswerRequest(OpenRequest):
-    """A request for an answer."""
+    """A request that a model answers."""
 
     def unsupported(self) -> str | None:
-        """The name of a field that asks for what is not offered."""
+        """Name of a given field that this server does not support; None if there is none."""
         given = self.model_extra or {}
         return next((name for name in self.not_offered if given.get(name)), None)
 
     def refuse_unsupported(self) -> None:
-        """ApiError for what would change the answer and cannot be done."""
+        """Raise ApiError for a field that would change the answer and is not supported."""
         field = self.unsupported()
         if field is not None:
             raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
@@ -240,12 +236,12 @@ class GenerationRequest(AnswerRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of an answer; None: as many as the context holds."""
+        """Limit on the answer's tokens; None: the rest of the context."""
         return self.max_tokens
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """The request of those fields that have a value. ApiError where they make none."""
+        """Validate the fields that are not None. Raises ApiError."""
         try:
             return cls.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
@@ -265,11 +261,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def most_tokens(self) -> int:
-        """OpenAI's 16 unless it says something."""
+        """Limit on the answer's tokens, 16 by default as in OpenAI's API."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def unsupported(self) -> str | None:
-        """The name of a field that asks for what is not offered."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             return "best_of"
         if (self.model_extra or {}).get("tools"):

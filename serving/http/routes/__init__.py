@@ -1,1 +1,1 @@
-"""The routes and what stands around them: middleware, the page, the OpenAPI document."""
+"""The routes, their middleware, the web page and the OpenAPI document."""

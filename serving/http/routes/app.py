@@ -1,4 +1,4 @@
-"""The routes. JSON in, messages to the engine, pieces of answers out; the scheduler is never touched."""
+"""Builds the ASGI application: routes of text generation, embeddings, health and models, and middleware."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ from phasewise.serving.http.transport.server import Lifecycle
 Body = TypeVar("Body", bound=Strict)
 
 _IN_CHAT = {"prompt": "messages"}
-"""The names in these requests of the fields of the others that they are made into."""
+"""Field renames for error messages: name in the error, to name in the chat request."""
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After")
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The surroundings of an application's routes. `cors_origins`: pages of these may call it; `*`: any."""
+    """Settings of the application. `cors_origins`: pages of these origins may call it; `*`: any."""
 
     cors_origins: tuple[str, ...] = ()
     log: AccessLog | None = None
@@ -71,7 +71,7 @@ class ServerContext:
 
 @dataclass(frozen=True)
 class ServedEmbeddings:
-    """An embedding model, and what embeds with it."""
+    """An embedding model, and the client that embeds with it."""
 
     model: EmbeddingModel
     client: EmbeddingClient
@@ -79,7 +79,7 @@ class ServedEmbeddings:
 
 @dataclass(frozen=True)
 class TextGeneration:
-    """The models that generate text, what answers for them, and the batches of their requests."""
+    """The models that generate text, the engine client that answers for them, and their batches."""
 
     models: ServedModels
     client: EngineClient
@@ -94,8 +94,8 @@ def create_app(
     generation: TextGeneration | None = None,
     embeddings: ServedEmbeddings | None = None,
 ) -> Starlette:
-    """The application of a server which generates text, embeds, or does both. Clients must be attached to the
-    loop that runs it. `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
+    """Build the application of a server that generates text, embeds, or does both. Clients must be attached
+    to the event loop that runs it. `app.state.bodies`: reads bodies. `app.state.keys`: its API keys."""
     routes, keys = Routes(), ApiKeys(limits.api_keys)
     bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
     _add_health(routes, life, metrics)
@@ -129,7 +129,7 @@ def _add_generation(
     metrics: Metrics,
     surroundings: ServerContext,
 ) -> None:
-    """Every route that generates text."""
+    """Add every route that generates text."""
     client, log = generation.client, surroundings.log
     client.observe(metrics)
     if log is not None:
@@ -150,7 +150,7 @@ def _add_generation(
 def _layers(
     limits: HttpLimits, metrics: Metrics, surroundings: ServerContext, keys: ApiKeys, routes: Routes
 ) -> list[Middleware]:
-    """The layers that every request passes, the outermost first."""
+    """The middleware of every request, outermost first."""
     name_of = partial(_name_of, routes.paths)
     layers = [Middleware(RecordRequests, log=surroundings.log, metrics=metrics, name_of=name_of)]
     if limits.allowed_hosts:
@@ -172,7 +172,7 @@ def _layers(
 
 
 def _name_of(paths: frozenset[str], path: str) -> str:
-    """The name of a path in counts and in the log: a stranger's is not repeated."""
+    """A path's name in counters and the log: ids are replaced, and unknown paths are `other`."""
     for place in ("/v1/responses/", "/v1/files/", "/v1/batches/"):
         if path.startswith(place):
             return f"{place}ID"
@@ -189,7 +189,7 @@ def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
     @routes.add("/ready", "GET")
     async def ready(_request: Request) -> JSONResponse:
         """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks.
-        `threads`: of each phase, where the engine follows the cores that it may use."""
+        `threads`: number for each phase, where the engine follows the cores that it may use."""
         told: dict[str, Any] = {"status": life.state}
         if threads := metrics.threads():
             told["threads"] = dict(threads)

@@ -1,11 +1,7 @@
-"""Batches in progress: their lines are sent to the server's own routes, in shadow of all other requests.
-
-A line that has an answer is never sent again; what a restart cuts off is. A server that is busy or starting
-is asked again until the batch's time is over. Where the disk is full the batch waits for room.
-
-Lines are read some at a time, on one thread for all batches, which rests as that of large bodies does. So a
-batch ends between two pieces of its file, and nothing else waits for a large one.
-"""
+"""Runs batches: their lines are sent to the server's own routes, in shadow of all other requests. A line that
+has an answer is never sent again; a line that a restart cuts off is. While the server is busy or starting, a
+line is retried until the batch expires; while the disk is full, the batch waits. Lines are read in pieces on
+one rested thread for all batches, so a batch can end between two pieces of a large file."""
 
 from __future__ import annotations
 
@@ -30,33 +26,31 @@ from phasewise.serving.http.routes.middleware import shadow_scope
 from phasewise.serving.http.transport.server import Lifecycle
 
 MOST_LINES = 50_000
-"""OpenAI's own limit."""
+"""Most requests in a batch, as in OpenAI's API."""
 _MOST_LINES_IN_FILE = 2 * MOST_LINES
-"""Empty ones too."""
+"""Most lines of a batch file, empty lines included."""
 _READ_AT_ONCE = 64
 _BUSY = (429, 503)
 _MOST_PAUSE_S = 30.0
 _NOT_LOADED = b'"model_not_loaded"'
-"""In the answer to a line whose model is damaged."""
+"""Bytes in the answer to a line whose model cannot be loaded; such a line is not retried."""
 _FULL_PAUSE_S = 5.0
 
 Made = TypeVar("Made")
 
 
 class _Said(NamedTuple):
-    """An answer of the server's own routes."""
-
     status: int
     headers: dict[bytes, bytes]
     body: bytes
 
 
 class _Unreadable(Exception):
-    """A file that is no batch's. Its text says why."""
+    """The file of a batch is invalid; the message says why."""
 
 
 class _LinesOfFile:
-    """The lines of a batch's file, some at a time: in memory are 64, or little more than `most_bytes`."""
+    """Reads a batch's file in pieces of at most 64 lines, or little more than `most_bytes`."""
 
     def __init__(self, path: Path, most_bytes: int, url: str) -> None:
         self._path = path
@@ -67,7 +61,7 @@ class _LinesOfFile:
         self._n_lines = self._n_requests = 0
 
     def some(self) -> list[BatchLine]:
-        """Those that follow; none at the end. _Unreadable where there are too many."""
+        """The next lines; empty at the end. Raises _Unreadable if the file has too many lines."""
         if self._file is None:
             self._file = open_file(self._path)
             self._lines = read_lines(self._file, self._most_bytes, (self._url,))
@@ -90,9 +84,9 @@ class _LinesOfFile:
 
 
 class BatchRunner:
-    """All batches of a server. Used on its event loop; the store is opened when it is first wanted.
-    most_bytes: of the store; 0: this server takes no batches. n_at_once: lines in progress, of all batches.
-    most_line_bytes: as of a request's body."""
+    """Runs all batches of a server, on its event loop; the store is opened at first use. `most_bytes`: size
+    limit of the store; 0: no batches are taken. `n_at_once`: lines in progress of all batches.
+    `most_line_bytes`: size limit of a line, that of a request's body."""
 
     def __init__(
         self,
@@ -119,7 +113,7 @@ class BatchRunner:
         self._cancelled: dict[str, asyncio.Event] = {}
 
     def store(self) -> BatchStore:
-        """From any thread. BatchStoreError: this server has none."""
+        """The store, opened at first use; from any thread. Raises BatchStoreError if it cannot be used."""
         with self._opening:
             if self._store is None:
                 if self._most_bytes == 0:
@@ -132,19 +126,19 @@ class BatchRunner:
             return self._store
 
     def close(self) -> None:
-        """Once no loop runs any more."""
+        """Close the store once the event loop has ended."""
         self._reader.shutdown(cancel_futures=True)
         if self._store is not None:
             self._store.close()
 
     def begin(self, app: ASGIApp) -> None:
-        """On the loop that serves `app`: go on with what an earlier server left."""
+        """Resume the batches that an earlier server left; called on the event loop that serves `app`."""
         self._app = app
         if self._most_bytes and (self._folder / "batches.sqlite").exists():
             self.wake()
 
     def wake(self) -> None:
-        """A batch was added, or is to be cancelled."""
+        """Look for batches that were added or are to be cancelled."""
         look = asyncio.ensure_future(self._look())
         self._looks.add(look)
         look.add_done_callback(self._looks.discard)
@@ -173,7 +167,7 @@ class BatchRunner:
     # ---- a batch -----------------------------------------------------------------------------------------
 
     async def _run(self, store: BatchStore, batch: StoredBatch) -> None:
-        """From where it is to its end, or to that of the server. It may have ended since the look."""
+        """Run a batch from its present state to its end or the server's. The batch may have ended already."""
         batch = await asyncio.to_thread(store.batch, batch.owner, batch.id)
         stop = threading.Event()
         try:
@@ -190,8 +184,8 @@ class BatchRunner:
             stop.set()
 
     async def _until_its_end(self, store: BatchStore, batch: StoredBatch) -> str | None:
-        """Answer its lines until all have an answer, it is cancelled, or its time is over. Returns the status
-        of its end; None: the server ends."""
+        """Answer the batch's lines until all are answered, or it is cancelled or expired. Returns the final
+        status; None if the server is stopping."""
         answering = asyncio.ensure_future(self._answer_all(store, batch))
         cancelling = asyncio.ensure_future(self._cancelled[batch.id].wait())
         left_s = batch.fields["expires_at"] - time.time()
@@ -214,7 +208,7 @@ class BatchRunner:
         return how
 
     async def _answer_all(self, store: BatchStore, batch: StoredBatch) -> None:
-        """Count its lines, unless that is done, and send those that have no answer."""
+        """Count the batch's lines, unless that is done, and send the unanswered ones."""
         if batch.fields["status"] == "validating":
             n_lines = 0
             async with aclosing(self._pieces(store, batch)) as pieces:
@@ -229,7 +223,7 @@ class BatchRunner:
         await self._feed(store, batch, await asyncio.to_thread(store.answered, batch.id))
 
     async def _pieces(self, store: BatchStore, batch: StoredBatch) -> AsyncGenerator[list[BatchLine], None]:
-        """Its lines but for empty ones, some at a time. _Unreadable: there are too many."""
+        """The non-empty lines of the batch in pieces. Raises _Unreadable if there are too many."""
         lines = _LinesOfFile(store.path_of(batch.input_id), self._most_line_bytes, batch.fields["endpoint"])
         try:
             while some := await self._kept(lines.some, self._reading.run):
@@ -238,7 +232,7 @@ class BatchRunner:
             self._reader.submit(lines.close)  # behind what is being read
 
     async def _feed(self, store: BatchStore, batch: StoredBatch, done: set[int]) -> None:
-        """Send every line that has no answer, as places become free; ends once all have one."""
+        """Send the lines that are not in `done` as places become free, and wait for all answers."""
         answering: set[asyncio.Task[None]] = set()
         try:
             async with aclosing(self._pieces(store, batch)) as pieces:
@@ -259,7 +253,7 @@ class BatchRunner:
             await asyncio.gather(*answering, return_exceptions=True)
 
     async def _answer(self, store: BatchStore, batch: StoredBatch, line: BatchLine) -> None:
-        """Send a line and keep its answer; unless the server ends before."""
+        """Send a line and store its answer."""
         said = None if line.fault is not None else await self._send(batch.owner, line)
 
         def keep() -> None:
@@ -285,7 +279,7 @@ class BatchRunner:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     async def _call(self, owner: str, line: BatchLine) -> _Said:
-        """As a request of the owner's that came through no socket."""
+        """Send a line to the application as a request of `owner`, without a socket."""
         assert self._app is not None
         unread = [line.body]
         started: list[Message] = []
@@ -307,7 +301,7 @@ class BatchRunner:
         return _Said(started[0]["status"], dict(started[0]["headers"]), b"".join(parts))
 
     async def _give_up_rest(self, store: BatchStore, batch: StoredBatch, how: str) -> None:
-        """Every line without an answer gets the reason."""
+        """Store an error for every line without an answer."""
         done = await asyncio.to_thread(store.answered, batch.id)
         n_lines = 0
 
@@ -330,7 +324,7 @@ class BatchRunner:
         work: Callable[[], Made],
         run: Callable[[Callable[[], Made]], Awaitable[Made]] = asyncio.to_thread,
     ) -> Made:
-        """The result of `work` of the store on a thread, once there is room for it."""
+        """Return the result of `work`, which uses the store on a thread; while the disk is full, retry."""
         has_told = False
         while True:
             try:
@@ -348,7 +342,7 @@ _SAYS = {"expired": "expired", "cancelled": "been cancelled"}
 
 
 def _has_ended(task: asyncio.Task[None]) -> bool:
-    """True if it is done; raises what it failed with."""
+    """True if the task is done; raises its exception."""
     if task.done():
         task.result()
     return task.done()

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI's API has them. Whoever sends a key sees what that key sent."""
+"""`/v1/files` and `/v1/batches`, as in OpenAI's API. A client sees only what was sent with its API key."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ _MOST_BOUNDARY_BYTES = 200
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of every form that it refuses
 
 _ENCODED_NAME = re.compile(rb"filename\*\s*=\s*utf-8'[^']{0,20}'([\w.!#$&+^`|~%-]{1,1024})(?=;|\s|$)", re.I)
-"""As some clients write a name that is not ASCII: `filename*=utf-8''caf%C3%A9.jsonl`."""
+"""A file name that is not ASCII, as in `filename*=utf-8''caf%C3%A9.jsonl`."""
 
 
 @dataclass
 class UploadForm:
-    """The fields of a form that was read. `filename`: of the part `file`; None: there was none yet."""
+    """The parsed fields of a form. `filename`: name of the part `file`; None: no such part so far."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
 
 
 class FormReader:
-    """A form by its bytes: `feed` gives those of the file to `write`."""
+    """Parses a multipart form in pieces; the bytes of its file go to `write`."""
 
     def __init__(self, boundary: bytes, write: Callable[[bytes], None]) -> None:
         self.form = UploadForm()
@@ -66,7 +66,7 @@ class FormReader:
         self._write = write
         self._n_parts = 0
         self._name = ""
-        """The name of the part that is being read."""
+        """Name of the part that is being parsed."""
         self._disposition = self._header = self._header_value = self._value = b""
         self._parser = MultipartParser(
             boundary,
@@ -85,7 +85,7 @@ class FormReader:
         )
 
     def feed(self, piece: bytes) -> None:
-        """ApiError for what is no such form."""
+        """Parse a piece. Raises ApiError if the form is invalid."""
         try:
             self._parser.write(piece)
         except FormParserError as error:
@@ -139,7 +139,7 @@ def _no_form(why: str) -> ApiError:
 
 
 def boundary_of(request: Request) -> bytes:
-    """The boundary of a request's form. ApiError for what has none, or comes from a page elsewhere."""
+    """The boundary of a form. Raises ApiError if there is none, or the form comes from another origin."""
     _refuse_pages(request)
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
@@ -154,7 +154,7 @@ def boundary_of(request: Request) -> bytes:
 
 
 async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
-    """The form of a request; a thread gives its file to `write`. ApiError: it is no form, or too large."""
+    """Read a form; `write` takes its file's bytes on a thread. Raises ApiError if invalid or too large."""
     reader, thread = FormReader(boundary_of(request), write), RestedThread()
     n_bytes, more = 0, True
     while more:
@@ -174,7 +174,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
 
 
 def _refuse_pages(request: Request) -> None:
-    """A page of another origin may post a form without asking whether it may (CSRF)."""
+    """Raise ApiError for a page of another origin: it may post a form without a preflight (CSRF)."""
     site = request.headers.get("sec-fetch-site", "same-origin" if "origin" not in request.headers else "")
     if site not in ("same-origin", "none"):
         raise ApiError(403, "pages of other origins may not send files here", closes=True)
@@ -185,7 +185,7 @@ _Value = Annotated[str, Field(max_length=512)]
 
 
 class BatchRequest(OpenRequest):
-    """A batch to begin. `metadata`: up to 16 texts, given back, within OpenAI's bounds."""
+    """A batch to begin. `metadata`: up to 16 texts within OpenAI's limits, returned unchanged."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
     endpoint: str
@@ -194,7 +194,7 @@ class BatchRequest(OpenRequest):
 
 
 MOST_FILE_BYTES = 200 << 20
-"""OpenAI's own limit."""
+"""Size limit of a file, as in OpenAI's API."""
 _FORM: Json = {
     "type": "object",
     "properties": {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}},
@@ -210,7 +210,7 @@ Made = TypeVar("Made")
 
 
 async def _on_disk(work: Callable[[], Made]) -> Made:
-    """The result of `work` of the store, on a thread. ApiError where it cannot."""
+    """Run `work`, which uses the store, on a thread. Raises ApiError in place of BatchStoreError."""
     try:
         return await asyncio.to_thread(work)
     except BatchStoreError as error:
@@ -234,7 +234,7 @@ def _refusal(error: BatchStoreError) -> ApiError:
 
 
 class _KeptFile(FileResponse):
-    """A file that may be deleted meanwhile: 404 before its first byte, and all of it after that."""
+    """A file that may be deleted meanwhile: 404 before its first byte, and the whole file after that."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -249,7 +249,7 @@ class _KeptFile(FileResponse):
 
 
 def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None:
-    """The routes."""
+    """Add the routes of files and batches."""
     _add_files(routes, runner)
 
     async def store() -> BatchStore:
@@ -366,7 +366,7 @@ def _add_files(routes: Routes, runner: BatchRunner) -> None:
 
 
 def _owner(request: Request) -> str:
-    """The key of a request, by its digest; "" where none is asked for: then all see the same."""
+    """Digest of the API key that owns files and batches; empty if none is required: all see the same."""
     return client_of(request.scope).cache_space
 
 
@@ -419,7 +419,7 @@ def _file(file: StoredFile) -> Json:
 
 
 def _page_of(request: Request, default: int, most: int) -> Page:
-    """The page of a list that is asked for: `limit` entries behind the one called `after`."""
+    """The requested page of a list: `limit` entries after the id `after`. Raises ApiError."""
     asked = request.query_params
     given = asked.get("limit", str(default))
     limit = int(given) if re.fullmatch(r"[0-9]{1,5}", given) else 0

@@ -1,6 +1,5 @@
-"""`/v1/embeddings`, `/v1/rerank` and Ollama's `/api/embed`: bodies in, tokens to the queues of all devices,
-vectors out.
-"""
+"""`/v1/embeddings`, `/v1/rerank` and Ollama's `/api/embed`: read and tokenize the inputs, send the tokens to
+the embedding queues, and write out the vectors."""
 
 from __future__ import annotations
 
@@ -42,9 +41,9 @@ _MOST_ORDINARY = 256
 _MOST_LONG = 16
 EncodingFormat = Literal["float", "base64", "int8", "binary", "ubinary"]
 _NUMBER_BYTES: dict[EncodingFormat, float] = {"float": 24, "base64": 6, "int8": 5, "binary": 1, "ubinary": 1}
-"""The most that a number of a vector takes in JSON."""
+"""Most bytes of one number of a vector in JSON, by encoding."""
 _CAME_S = "phasewise.came_s"
-"""The place in an ASGI scope that says when the whole of a request had come."""
+"""Key in an ASGI scope of the time at which the whole request had come."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
@@ -60,7 +59,7 @@ Input = Annotated[
 
 
 class EmbeddingRequest(OpenRequest):
-    """OpenAI's; `truncate`, `input_type`, `task` and the formats of few bits are extensions."""
+    """OpenAI's request; `truncate`, `input_type`, `task` and the quantized formats are extensions."""
 
     model: str
     input: Input
@@ -84,7 +83,7 @@ class EmbeddingRequest(OpenRequest):
 
 
 class OllamaEmbedRequest(OpenRequest):
-    """Ollama's; fields that it does not have are ignored."""
+    """Ollama's request for embeddings."""
 
     without_effect = frozenset({"options"})
 
@@ -100,7 +99,7 @@ class Document(Strict):
 
 
 class RerankRequest(OpenRequest):
-    """Cohere's and Jina's."""
+    """The request to rerank documents, as in Cohere's and Jina's APIs."""
 
     model: str | None = Field(None, description="needs not be named: one reranker is served")
     query: str
@@ -118,14 +117,13 @@ class RerankRequest(OpenRequest):
 
     @property
     def given(self) -> list[str]:
-        """The texts to be scored."""
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 @dataclass(frozen=True)
 class EmbeddingModel:
-    """`names`: what requests may call it, its id first. `width`: numbers of a vector; `scores`: a
-    cross-encoder."""
+    """An embedding model. `names`: names that requests may use, its id first. `width`: dimensions of a
+    vector. `scores`: True for a cross-encoder."""
 
     names: tuple[str, ...]
     created_s: int
@@ -148,7 +146,7 @@ class EmbeddingModel:
 
 
 class EmbeddingRoutes:
-    """The parts that the routes need; on one event loop."""
+    """The handlers of the embedding routes; used on one event loop."""
 
     def __init__(
         self,
@@ -159,7 +157,7 @@ class EmbeddingRoutes:
         max_response_bytes: int,
         generates: Callable[[str], Awaitable[bool]],
     ) -> None:
-        """generates: True for the name of a model that is served beside, for text."""
+        """`generates`: True for the name of a text-generating model of the same server."""
         self.model = model
         self._generates = generates
         self._max_response_bytes = max_response_bytes
@@ -200,7 +198,7 @@ class EmbeddingRoutes:
         return _json({"model": asked.model, "embeddings": rows, **facts})
 
     async def _embedded(self, request: Request, body: EmbeddingRequest) -> tuple[list[Floats], int]:
-        """Vectors, and the tokens of all inputs."""
+        """Vectors of the inputs, and the number of tokens in all inputs."""
         await self._check_model(request, body.model)
         if self.model.scores:
             raise bad_request(f"{self.model.model_id} is a reranker: use /v1/rerank", "model")
@@ -255,7 +253,7 @@ class EmbeddingRoutes:
         )
 
     def _refuse_too_large(self, body: EmbeddingRequest) -> None:
-        """Before anything of it is computed: the answer is made as a whole."""
+        """Raise ApiError for a too large answer, which is sent whole, before any vector is computed."""
         per_number = _NUMBER_BYTES[body.encoding_format or "float"]
         n_bytes = _n_inputs(body.input) * (body.dimensions or self.model.width) * per_number
         if n_bytes > self._max_response_bytes:
@@ -275,7 +273,7 @@ class EmbeddingRoutes:
         return body
 
     def _checked_kind(self, body: EmbeddingRequest, *, is_text: bool) -> InputKind:
-        """The kind of the inputs. Token ids are taken as they are, but for their task."""
+        """The kind of the inputs by `input_type` and `task`; token ids take a task only. Raises ApiError."""
         if body.input_type is not None and not is_text:
             raise bad_request("token ids are taken as they are: input_type goes with texts", "input_type")
         if body.input_type is not None and body.task is not None:
@@ -294,7 +292,7 @@ class EmbeddingRoutes:
         note_model(request.scope, self.model.model_id)
 
     def _token_ids(self, index: int, ids: Sequence[int], *, truncate: bool) -> Tokens:
-        """Taken as they are: a client that sends tokens has put the model's own around them."""
+        """Check and truncate a client's token ids, which already include the special tokens."""
         most = self.model.text.max_tokens
         if min(ids) < 0 or max(ids) >= self.model.text.vocab_size:
             raise bad_request(f"token ids must be 0 to {self.model.text.vocab_size - 1}", "input")
@@ -342,7 +340,7 @@ class EmbeddingRoutes:
 
 
 def add_routes(routes: Routes, own: EmbeddingRoutes) -> None:
-    """Put them at their paths."""
+    """Add the embedding and rerank routes."""
     routes.add("/v1/embeddings", "POST", EmbeddingRequest)(own.embeddings)
     routes.add("/api/embed", "POST", OllamaEmbedRequest)(own.ollama_embed)
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
@@ -364,8 +362,8 @@ def _vouch(request: Request) -> None:
 
 
 def _vouch_if_busy(request: Request, error: ServingError) -> None:
-    """A request that would be answered at another time is worth as much of the loop as one that is: else
-    connections of clients that came while the server was full would hardly be read, and answered late."""
+    """Raise the connection's share of loop time after QueueFull, as after an answer: otherwise clients that
+    came while the server was full would hardly be read."""
     if isinstance(error, QueueFull):
         _vouch(request)
 
@@ -375,7 +373,7 @@ def _n_inputs(given: str | Sequence[Any]) -> int:
 
 
 def _characters(given: str | Sequence[Any]) -> int:
-    """The length of an input, more or less: a token counts as one character."""
+    """Approximate length of an input in characters; a token id counts as one."""
     if isinstance(given, str):
         return len(given)
     return len(given) if isinstance(given[0], int) else sum(map(len, given))
@@ -384,7 +382,7 @@ def _characters(given: str | Sequence[Any]) -> int:
 def _written(
     vectors: Sequence[Floats], write: Callable[[Floats], Any], model_id: str, n_tokens: int
 ) -> bytes:
-    """The answer with these vectors. One is written at a time: while it is, Python's other threads wait."""
+    """The JSON answer. Vectors are written one at a time, because other Python threads wait meanwhile."""
     parts = (
         to_json({"object": "embedding", "index": index, "embedding": write(vector)})
         for index, vector in enumerate(vectors)

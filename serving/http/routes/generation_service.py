@@ -1,4 +1,4 @@
-"""The parts that the routes which generate text share: reading a request, its model, its answer."""
+"""The common parts of the routes that generate text: read a request, hold its model, send its answer."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from phasewise.serving.http.transport.server import Lifecycle
 
 
 class SignsOfLife:
-    """`sign` in a stream that says nothing else, before twice `every_s` are over. On the event loop."""
+    """Writes `sign` into a stream that is silent, within twice `every_s`. Used on the event loop."""
 
     def __init__(self, connection: Connection, sign: bytes, every_s: float, *, has_spoken: bool) -> None:
         self.has_spoken = has_spoken
-        """True if the stream has said something since this looked last."""
+        """True if the stream has sent something since the last check."""
         self._connection = connection
         self._sign = sign
         self._every_s = every_s
@@ -51,7 +51,7 @@ class SignsOfLife:
         self._look()
 
     def end(self) -> None:
-        """No more of them: the stream has ended."""
+        """Stop the timer: the stream has ended."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -65,7 +65,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Events(EventWriter):
-    """Those of one stream, made of its pieces as they come."""
+    """Writes the server-sent events of one OpenAI stream."""
 
     def __init__(self, reply: Reply) -> None:
         assert isinstance(reply.rendering, Rendering)
@@ -75,12 +75,10 @@ class Events(EventWriter):
         """Counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
 
     def opening(self) -> bytes:
-        """Before the first piece."""
         openings = [self._rendering.opening(index) for index in range(len(self._said))]
         return "".join([self._event(opening) for opening in openings if opening is not None]).encode()
 
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
-        """(Index of the request, piece)."""
         return "".join(
             [
                 self._delta(index, piece) if isinstance(piece, Answer) else self._progress(index, piece)
@@ -89,18 +87,17 @@ class Events(EventWriter):
         ).encode()
 
     def failed(self, error: ApiError) -> bytes:
-        """In place of the rest."""
         return f"data: {encode(error.body())}\n\n".encode()
 
     def closing(self) -> bytes:
-        """After the last piece: the usage for a request that asks for it, and the end."""
+        """The `usage` event if requested, and `[DONE]`."""
         if not self._reply.include_usage:
             return DONE
         usage = encode(self._reply.usage(self._said))
         return f'data: {self._head},"choices":[],"usage":{usage}}}\n\n'.encode() + DONE
 
     def _progress(self, index: int, progress: Progress) -> str:
-        """As llama-server tells it; of a prompt's first choice, for the others take it over."""
+        """A prompt's progress in llama-server's form; empty except for the prompt's first choice."""
         if index % self._reply.n_choices_per_prompt:
             return ""
         said = {
@@ -126,23 +123,23 @@ class Events(EventWriter):
 
 
 _TOKENS_WORTH_A_THREAD = 256
-"""Writing out the log-probabilities of more takes longer than other answers may wait."""
+"""Log-probabilities of more tokens are written on a thread, so that other answers do not wait."""
 
 
 async def respond(client: EngineClient, reply: Reply, request: Request) -> Response:
-    """Send the messages and answer with what comes back. A client that leaves frees its KV slots."""
+    """Send a reply's requests and return the response. If the client leaves, the requests are aborted."""
     if reply.streamed:
         return await _streamed(client, reply, request)
     return await _whole(client, reply, request)
 
 
 class _UnseenReader:
-    """The application is called by another server, which does not say how far its client has read."""
+    """Stands for a connection of another ASGI server, which does not say how far the client has read."""
 
     is_behind = True
 
     def cut(self) -> None:
-        """Its stream ends, and that is all."""
+        """No effect: there is no connection to cut, and the stream closes itself."""
 
 
 async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -192,8 +189,7 @@ async def _body(client: EngineClient, reply: Reply, request: Request) -> bytes:
 
 
 def _renamed(reply: Reply) -> Reply:
-    """The same requests by other names: pieces of the first run that are still on their way, of choices that
-    were not lost, are of no answer then."""
+    """The reply with new request ids, for a second run: late pieces of the first run are dropped."""
     return replace(
         reply, requests=[replace(asked, request_id=f"{asked.request_id}-again") for asked in reply.requests]
     )
@@ -219,7 +215,7 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
 
 
 def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
-    """Choice by choice: a thread that writes a long text gives way to none while it does."""
+    """The body of a whole reply, encoded by choice: encoding one long text blocks all other threads."""
     rendering = reply.rendering
     if isinstance(rendering, Form):
         return rendering.whole(choices)
@@ -234,7 +230,7 @@ def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
 
 
 class _EventStream(Response):
-    """A stream of events. However the sending ends, the engine's side of it ends too."""
+    """A streamed response. However sending ends, the stream is closed and its requests are aborted."""
 
     def __init__(
         self,
@@ -245,7 +241,7 @@ class _EventStream(Response):
         every_s: float,
         media_type: str,
     ) -> None:
-        """every_s: gives a sign of life where it has said nothing for so long."""
+        """`every_s`: seconds of silence after which a keep-alive is written."""
         self.status_code = 200
         self.background = None
         self.media_type = media_type
@@ -289,7 +285,7 @@ class _EventStream(Response):
 def _write_at_once(
     events: EventWriter, connection: Connection, signs: SignsOfLife | None, pieces: Pieces
 ) -> bool:
-    """Past every layer between here and the connection; False: the long way, please."""
+    """Write pieces directly to the connection, past the ASGI layers; False if it cannot take them now."""
     if not connection.takes_chunk:
         return False
     if said := events.of(pieces):
@@ -305,8 +301,8 @@ async def _said(
     stream: AnswerStream,
     at_once: Callable[[Pieces], bool] | None,
 ) -> AsyncIterator[bytes]:
-    """Events of all pieces that have come in one write: a reader that is behind costs no more than one.
-    at_once: writes what comes after the first pieces, where it can."""
+    """Bytes of the stream, with all pieces that have come in one write, so that a slow reader costs no more
+    than one. `at_once`: writes later pieces directly where it can."""
     begin = events.opening()
     try:
         pieces = await first
@@ -326,7 +322,7 @@ async def _said(
 
 
 def _closing_when_gone(stream: AnswerStream, request: Request) -> asyncio.Task[None]:
-    """Closes `stream`, and so frees its slots, as soon as the client closes the connection."""
+    """Start a task that closes `stream`, and so frees its KV slots, once the client closes the connection."""
 
     async def wait() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -341,8 +337,6 @@ Body = TypeVar("Body", bound=Strict)
 
 @dataclass(frozen=True, slots=True)
 class GenerationService:
-    """The services that the routes which generate text need."""
-
     models: ServedModels
     client: EngineClient
     bodies: BodyReader
@@ -355,7 +349,7 @@ class GenerationService:
         return await self.bodies.read(request, kind)
 
     def with_receipts(self, reply: Reply, model: ServedModel) -> Reply:
-        """The same reply, with receipts where its requests ask for them. ApiError: not yet."""
+        """The reply, with receipts if requested. Raises ApiError while the fingerprint is unknown."""
         if not reply.requests[0].receipt:
             return reply
         fingerprint = model.fingerprint()
@@ -387,7 +381,7 @@ class GenerationService:
 def reply_of(
     body: GenerationRequest, requests: Sequence[Submit], rendering: Rendering | Form, model: ServedModel
 ) -> Reply:
-    """The reply to a request that has been prepared."""
+    """Build the reply for prepared requests."""
     clamped = [len(asked.prompt_token_ids) for asked in requests if asked.max_tokens is None]
     has_stated = body.most_tokens not in (None, MOST_INT)
     return Reply(
@@ -402,5 +396,5 @@ def reply_of(
 
 
 def response_id_of(requests: Sequence[Submit]) -> str:
-    """`cmpl-HEX` of the engine's `cmpl-HEX-0-0`."""
+    """`cmpl-HEX` of the request id `cmpl-HEX-0-0`."""
     return "-".join(requests[0].request_id.split("-")[:2])

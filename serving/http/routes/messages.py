@@ -1,7 +1,5 @@
-"""Anthropic's Messages API: chat requests in another form, and their answers.
-
-Answers that the client has begun are refused.
-"""
+"""Anthropic's Messages API: requests are converted to chat requests, and answers to Anthropic's form. A
+request that ends with an assistant message, to be continued, is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, T
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 _BETWEEN = "\n\n"
-"""The text between two blocks of a message."""
+"""Separator between the text blocks of one message."""
 
 
 class ThinkingBlock(Strict):
@@ -102,7 +100,7 @@ class Message(Strict):
 
 
 class MessagesTool(Strict):
-    """A tool that the client runs. Those that Anthropic describes or runs have other types."""
+    """A tool that the client runs. Tools that Anthropic defines or runs have other types."""
 
     type: Annotated[str, Field(max_length=64)] | None = None
     name: FunctionName | None = None
@@ -118,7 +116,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """The model thinks, or does not, where its template knows both; the budget is ignored."""
+    """Turns thinking on or off, where the model's template supports both; a budget is ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -134,7 +132,7 @@ class OutputConfig(Strict):
 
 
 class CountTokensRequest(AnswerRequest):
-    """The prompt of a request. The tokens that it would have are counted."""
+    """The request to count a prompt's tokens, and the common fields of `MessagesRequest`."""
 
     not_offered = ("output_format", "receipt", "fallbacks")
     without_effect = frozenset(
@@ -166,7 +164,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def chat_of(body: CountTokensRequest) -> ChatRequest:
-    """The chat request that a request means. ApiError where there is none."""
+    """Convert to a chat request. Raises ApiError if the request has no chat equivalent."""
     body.refuse_unsupported()
     fields = _prompt_of(body)
     if isinstance(body, MessagesRequest):
@@ -183,7 +181,7 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
 
 
 def _prompt_of(body: CountTokensRequest) -> Json:
-    """The fields of a chat request that its prompt depends on."""
+    """The fields of the chat request that the prompt depends on."""
     if body.messages[-1].role == "assistant":
         raise bad_request(
             "messages: the last one is the assistant's, and this server does not go on with an answer that "
@@ -222,7 +220,7 @@ def _blocks(message: Message) -> Sequence[Any]:
 
 
 def _of_assistant(message: Message) -> list[Json]:
-    """One message: its thoughts, its text and its calls."""
+    """An assistant message as one chat message with its thoughts, text and calls."""
     out: Json = {"role": "assistant"}
     said: list[Json] = []
     thoughts, calls = [], []
@@ -247,7 +245,7 @@ def _of_assistant(message: Message) -> list[Json]:
 
 
 def _of_others(message: Message) -> Iterator[Json]:
-    """The results of tools, each a message, and what stands between them."""
+    """User or system messages: one for each tool result, and one for each run of other blocks."""
     said: list[Json] = []
     for block in _blocks(message):
         match block:
@@ -291,8 +289,8 @@ def _choice(choice: ToolChoice | None) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class Messaging(KnownBefore):
-    """The parts of one message that are known before it is made. is_capped: True if the answer was given
-    `max_tokens`, False if the rest of the model's context."""
+    """The parts of a message that are known before it is generated. `is_capped`: True if `max_tokens` limits
+    the answer, False if the rest of the context does."""
 
     message_id: str
     is_capped: bool
@@ -312,7 +310,7 @@ class Messaging(KnownBefore):
         }
 
     def usage(self, n_cached: int, n_generated: int) -> Json:
-        """Anthropic's `input_tokens` are those of the prompt that were not in the cache."""
+        """Anthropic's `usage`, whose `input_tokens` are the prompt's tokens that were not cached."""
         return {
             "input_tokens": self.n_prompt - n_cached,
             "cache_creation_input_tokens": 0,
@@ -321,7 +319,7 @@ class Messaging(KnownBefore):
         }
 
     def ending(self, choice: Choice, *, has_called: bool) -> Json:
-        """The reason that the answer ended."""
+        """The `stop_reason` and `stop_sequence` of an answer that has ended."""
         if choice.last.finish_reason == "length":
             reason = "max_tokens" if self.is_capped else "model_context_window_exceeded"
         elif choice.last.stop_text is not None:
@@ -335,7 +333,7 @@ _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}
 
 
 def whole(messaging: Messaging, choices: Sequence[Choice]) -> bytes:
-    """The message as one object."""
+    """The message as one JSON object."""
     (choice,) = choices
     content: list[Json] = []
     for part in messaging.parts(choice):
@@ -351,7 +349,7 @@ def whole(messaging: Messaging, choices: Sequence[Choice]) -> bytes:
 
 
 def _add(content: list[Json], part: Part, call_id: Callable[[], str]) -> None:
-    """Adjacent text is one block."""
+    """Add a part to the content blocks; adjacent text goes into one block."""
     match part:
         case Call(name=name, arguments=arguments):
             content.append({**_opened(part, name, call_id), "input": arguments})
@@ -367,12 +365,12 @@ def _add(content: list[Json], part: Part, call_id: Callable[[], str]) -> None:
 
 
 def _key_of(part: Reasoning | Text) -> str:
-    """The type of a block of such text, and of the field that holds it."""
+    """The type of the block for a text part, which is also the name of the block's text field."""
     return "thinking" if isinstance(part, Reasoning) else "text"
 
 
 def _opened(part: Part, name: str, call_id: Callable[[], str]) -> Json:
-    """An empty block."""
+    """An empty content block for a part."""
     if isinstance(part, Reasoning):
         return {"type": "thinking", "thinking": "", "signature": ""}
     if isinstance(part, Text):
@@ -381,7 +379,7 @@ def _opened(part: Part, name: str, call_id: Callable[[], str]) -> Json:
 
 
 class MessageEvents(PartEvents):
-    """The events of one message. The first waits for a token: only then is it known what was cached."""
+    """Writes the events of a message. The first waits for a token, for it reports the cached tokens."""
 
     sign_of_life = PING
 
@@ -391,14 +389,12 @@ class MessageEvents(PartEvents):
         self._has_begun = self._has_called = False
         self._index = -1
         self._open: str | None = None
-        """The type of the block that is open."""
+        """Type of the open content block; None: no block is open."""
 
     def failed(self, error: ApiError) -> bytes:
-        """In place of the rest."""
         return f"event: error\ndata: {encode(error.anthropic_body())}\n\n".encode()
 
     def closing(self) -> bytes:
-        """After the last piece."""
         out = self._close()
         usage = self._messaging.usage(self._choice.last.n_cached, self._choice.last.n_generated)
         ending = self._messaging.ending(self._choice, has_called=self._has_called)
@@ -450,11 +446,11 @@ def _event(name: str, /, **fields: object) -> str:
 
 
 _NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config"}
-"""The names in these requests of fields of the chat requests that they are made into."""
+"""Field renames for error messages: name in the chat request, to name in the Messages request."""
 
 
 def add_messages(routes: Routes, service: GenerationService) -> None:
-    """The two routes."""
+    """Add the routes of the Messages API."""
 
     @routes.add("/v1/messages", "POST", MessagesRequest)
     async def messages(request: Request) -> Response:

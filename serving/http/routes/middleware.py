@@ -1,4 +1,4 @@
-"""Middleware before every route: the host, the key, and the count of answers. Plain ASGI callables."""
+"""ASGI middleware around every route: Host check, API keys, and the record and count of answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.transport.connection import refused_status
 
 _CLIENT = "phasewise.client"
-"""The place in an ASGI scope that names the client."""
+"""Key of the client's API key digest in an ASGI scope."""
 _SHADOW = "phasewise.shadow"
-"""The place that says: a line of a batch, from this process. No connection puts anything there."""
+"""Key in an ASGI scope of the owner of a batch, for a line that this process sends. No connection sets it."""
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -32,18 +32,17 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
-    """The client of a request, as far as shares and queues go: an API key, else an address. `cache_space`:
-    the same for all requests that may take over each other's keys and values: those with one API key, or all
-    where no key is asked for."""
+    """The client of a request for shares and queues: an API key, else an address. `cache_space`: requests of
+    one space may reuse each other's KV cache: those with one API key, or all if none is required."""
 
     name: str
     cache_space: str
     in_shadow: bool = False
-    """A batch of the client's, which takes turns and shares of its own."""
+    """True for a line of a batch, which has turns and shares of its own."""
 
 
 def shadow_scope(path: str, owner: str) -> Scope:
-    """The scope of a line of a batch. owner: the `cache_space` of who sent the batch."""
+    """The ASGI scope of a line of a batch. `owner`: the `cache_space` of the batch's sender."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -62,7 +61,6 @@ def shadow_scope(path: str, owner: str) -> Scope:
 
 
 def client_of(scope: Scope) -> ClientIdentity:
-    """The sender of this request."""
     owner: str | None = scope.get(_SHADOW)
     if owner is not None:
         return ClientIdentity(f"batch {owner}", owner, in_shadow=True)
@@ -74,32 +72,31 @@ def client_of(scope: Scope) -> ClientIdentity:
 
 
 class ApiKeys:
-    """The keys of one server, as digests. They may be replaced while it runs, from any thread."""
+    """The API keys of one server, stored as digests. They may be replaced from any thread."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.replace(keys)
 
     def replace(self, keys: Sequence[str]) -> None:
-        """Only these are right from now on; requests in progress go on."""
+        """Accept only these keys from now on; requests in progress continue."""
         labels = [getattr(key, "label", "") or f"key-{place}" for place, key in enumerate(keys, start=1)]
         self._labels = {_digest(key.encode()): label for key, label in zip(keys, labels, strict=True)}
 
     def label_of(self, digest: str) -> str:
-        """The name of a key in logs and counts, which says nothing of the key; empty where it is none of
-        ours, or no more."""
+        """The label of a key in logs and counters; empty if the key is unknown or was removed."""
         return self._labels.get(bytes.fromhex(digest), "")
 
     def digest_of(self, token: str) -> str | None:
-        """The digest of a key; None where it is none of ours. Compares digests, all of them, so that time
-        tells nothing of a key, nor its length."""
+        """The digest of an API key; None if the key is unknown. Compares the digest with every known one in
+        constant time, so that timing reveals nothing of a key."""
         given = _digest(token.encode("latin-1", "replace"))
         matches = [secrets.compare_digest(given, key) for key in self._labels]
         return given.hex() if any(matches) else None
 
 
 class RequireKey:
-    """401 unless the request carries one of `keys`, as a bearer token or in `x-api-key`. Health, readiness
-    and `also_open` stay open."""
+    """Answers 401 unless the request carries one of `keys`, as a bearer token or in `x-api-key`. Health,
+    readiness and `also_open` need no key."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, also_open: frozenset[str] = frozenset()
@@ -140,7 +137,7 @@ class RequireKey:
             record.key = self._keys.label_of(digest)
 
     def _key_of(self, headers: Headers) -> str | None:
-        """The digest of the request's key, in either API's header; None where it is none of ours."""
+        """The digest of the request's API key; None if it has none or an unknown one."""
         if "x-api-key" in headers and "authorization" not in headers:
             return self._keys.digest_of(headers["x-api-key"].strip())
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -154,13 +151,11 @@ _BELOW_V1 = frozenset(
 
 
 class RecordRequests:
-    """The outermost layer: each request has a record and an id, its own where it brings one.
-
-    Paths of OpenAI's and Anthropic's APIs mean the same without `/v1`, which some clients leave out. Answers
-    are counted by path and status, and told to `log`, where there is one, once they are sent. name_of: the
-    name of a path in both. The framework answers an exception that no handler knows with 500, outside of
-    this: it is counted here.
-    """
+    """The outermost middleware: gives each request a record and an id (its X-Request-Id, if valid), counts
+    answers by path and status, and passes the record to `log` once the answer is sent. Paths of OpenAI's and
+    Anthropic's APIs also work without `/v1`, which some clients leave out. `name_of`: the path's name in
+    counters and log. An unhandled exception counts as 500, which the framework sends outside of this
+    layer."""
 
     def __init__(
         self, app: ASGIApp, log: AccessLog | None, metrics: Metrics, name_of: Callable[[str], str]
@@ -208,9 +203,9 @@ class RecordRequests:
 
 
 class CheckHost:
-    """421 unless the request's Host is one of `hosts`, names or addresses without a port. A page in a browser
-    may send requests to any address that the name of its own origin resolves to, so also to a server that
-    listens on this machine alone (DNS rebinding). Such requests name the page's host."""
+    """Answers 421 unless the request's Host is one of `hosts`, names or addresses without a port. A web page
+    may send requests to any address that its origin's name resolves to, so also to a server that listens on
+    loopback only (DNS rebinding). Such requests name the page's host."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], metrics: Metrics) -> None:
         self._app = app
@@ -233,7 +228,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _host_in(header: str) -> str:
-    """`localhost` of `LocalHost:8000`, `::1` of `[::1]:8000`."""
+    """The host of a Host header: `localhost` of `LocalHost:8000`, `::1` of `[::1]:8000`."""
     host = header.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -241,7 +236,7 @@ def _host_in(header: str) -> str:
 
 
 ReadKeys = Callable[[], tuple[str, ...] | None]
-"""All keys, as they are now; None where they cannot be had, which has been told."""
+"""Reads all API keys anew; None if that failed, which has been reported."""
 
 
 def on_hangup(
@@ -250,9 +245,9 @@ def on_hangup(
     read: ReadKeys | None,
     read_tls: Callable[[], None] | None = None,
 ) -> Callable[[], None] | None:
-    """The function that SIGHUP calls; None where it has nothing to do. reopened: files, which a call opens
-    anew. read_tls: reads the certificate and its key again. Files are read on a thread: they may be far
-    away."""
+    """The handler of SIGHUP; None if there is nothing to do. `reopened`: functions that reopen log files.
+    `read`: reads the API keys again. `read_tls`: reads the TLS certificate and key again. Files are read on a
+    thread, because they may be on a slow file system."""
     opens = tuple(reopened)
     if not opens and read is None and read_tls is None:
         return None
@@ -272,7 +267,7 @@ def on_hangup(
 def _replace(
     keys: ApiKeys, read: ReadKeys | None, read_tls: Callable[[], None] | None, in_turn: threading.Lock
 ) -> None:
-    """One at a time: of two hangups, what the first has read never replaces what the second has."""
+    """Read certificate and keys again. `in_turn`: keeps an older read from replacing a newer one."""
     with in_turn:
         if read_tls is not None:
             read_tls()

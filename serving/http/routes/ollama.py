@@ -1,8 +1,5 @@
-"""Ollama's API, as far as its clients need it to list models and to generate text.
-
-Suffixes and templates of a request's own are refused by name; `num_ctx` says nothing here, nor `keep_alive`
-of models that stay.
-"""
+"""Ollama's API, as far as its clients need it to list models and to generate text. A suffix or template in a
+request is refused by name. `num_ctx` is ignored, and `keep_alive` for models that are never unloaded."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, T
 
 
 class OllamaOptions(OpenRequest):
-    """Those that change an answer here; others are ignored."""
+    """The options that change an answer; others are ignored."""
 
     without_effect = frozenset(
         {"num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "numa"}
@@ -81,7 +78,7 @@ class OllamaOptions(OpenRequest):
     min_p: MinP | None = None
     seed: int | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MOST_INT)] | None = None
-    """0 and below: no limit but the context."""
+    """Limit on the answer's tokens; 0 and below: limited only by the context."""
     stop: StopTexts | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
@@ -89,7 +86,7 @@ class OllamaOptions(OpenRequest):
 
 
 _SAME_NAMES = set(OllamaOptions.model_fields) - {"num_predict", "repeat_penalty"}
-"""Options that a chat request has under the same names."""
+"""Options that have the same name in a chat request."""
 
 
 class OllamaFunction(Strict):
@@ -112,7 +109,7 @@ class OllamaMessage(Strict):
 
 
 def _seconds(text: str | float) -> float:
-    """ValueError where it is no time."""
+    """Seconds of a duration such as `1h30m`; infinite if negative. Raises ValueError."""
     if isinstance(text, str) and not (_DURATION.fullmatch(text) or _NUMBER.fullmatch(text)):
         raise ValueError("it is a number of seconds, or a time such as 30s, 5m or 1h30m")
     if isinstance(text, str) and not _NUMBER.fullmatch(text):
@@ -151,16 +148,16 @@ class _Asked(AnswerRequest):
 
     @property
     def keep_alive_s(self) -> float | None:
-        """Seconds; infinite for a negative time, None where nothing is said."""
+        """Seconds that the model stays unused; infinite if negative; None if the request leaves it out."""
         return None if self.keep_alive is None else _seconds(self.keep_alive)
 
     def ignored(self) -> tuple[str, ...]:
-        """With options: `options.NAME`."""
+        """Names of ignored fields for the answer's header, those of options as `options.NAME`."""
         options = self.options.ignored() if self.options else ()
         return few_names((*super().ignored(), *(f"options.{name}" for name in options)))
 
     def common(self) -> Json:
-        """The fields that chats and completions share."""
+        """The fields that chat and completion requests share."""
         options = self.options or OllamaOptions()
         return {
             "model": self.model,
@@ -193,14 +190,14 @@ class OllamaShowRequest(OpenRequest):
 
 
 def chat_of(body: OllamaChatRequest) -> ChatRequest:
-    """The chat request that a request means. ApiError where there is none."""
+    """Convert to a chat request. Raises ApiError if the request has no chat equivalent."""
     body.refuse_unsupported()
     out = {**body.common(), **_thinking(body.think), "messages": list(_messages(body.messages or ()))}
     return ChatRequest.of({**out, "tools": body.tools or None})
 
 
 def prompt_of(body: OllamaGenerateRequest, *, has_template: bool) -> ChatRequest | CompletionRequest:
-    """The request that a prompt means: a chat where the model has a template. ApiError if there is none."""
+    """A chat request, or a completion request if raw or without a template. Raises ApiError."""
     body.refuse_unsupported()
     if body.raw or not has_template:
         return CompletionRequest.of({**body.common(), "prompt": f"{body.system or ''}{body.prompt}"})
@@ -211,7 +208,7 @@ def prompt_of(body: OllamaGenerateRequest, *, has_template: bool) -> ChatRequest
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
-    """Calls have no ids in this API: results belong to them in their order."""
+    """Messages of a chat request. Ollama's calls have no ids, so results are matched by their order."""
     open_calls: deque[str] = deque()
     for number, message in enumerate(messages):
         images = [{"type": "image"} for _ in message.images or ()]
@@ -254,9 +251,9 @@ _OPENS = _APPLICATORS | {"additionalProperties", "unevaluatedProperties", "patte
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names alone, where it says nothing of others. Small
-    models go on with properties of their own until the answer is cut. What several schemas describe together
-    stays open: each would forbid what another asks for."""
+    """A schema whose objects forbid properties that it does not name, unless it says otherwise: small models
+    add properties until the answer is truncated. Objects that several schemas describe together stay open,
+    because each schema would forbid the properties of the others."""
     if not isinstance(schema, dict):
         return schema
     out = dict(schema)
@@ -275,14 +272,14 @@ def closed(schema: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaAnswering(KnownBefore):
-    """The parts of one answer that are known before it is made. `is_chat`: its text is a message's."""
+    """The parts of an answer that are known before it is generated. `is_chat`: True for `/api/chat`."""
 
     began_ns: int
-    """On `time.perf_counter_ns`."""
+    """Time at which the request came, by `time.perf_counter_ns`."""
     is_chat: bool
 
     def line(self, said: Json, *, done: bool = False) -> Json:
-        """A line with `content`, `thinking` and `tool_calls`, each where there is any."""
+        """A line of the answer with the fields `content`, `thinking` and `tool_calls` that are in `said`."""
         head: Json = {"model": self.model_id, "created_at": _now()}
         if self.is_chat:
             return {**head, "message": {"role": "assistant", "content": "", **said}, "done": done}
@@ -290,7 +287,7 @@ class OllamaAnswering(KnownBefore):
         return {**head, "response": text, **said, "done": done}
 
     def last(self, said: Json, choice: Choice) -> Json:
-        """The line that ends the answer, with its counts, and its times in nanoseconds."""
+        """The last line of the answer, with token counts and times in nanoseconds."""
         return {
             **self.line(said, done=True),
             "done_reason": choice.last.finish_reason,
@@ -304,7 +301,7 @@ class OllamaAnswering(KnownBefore):
 
 
 class _Said:
-    """Parts of an answer as this API has them: calls are given out whole."""
+    """Converts parts of an answer to Ollama's fields; a call is emitted once it is complete."""
 
     def __init__(self) -> None:
         self._name: str | None = None
@@ -331,7 +328,7 @@ class _Said:
             yield from self._ended()
 
     def _ended(self) -> Iterator[Json]:
-        """The call that was open."""
+        """The open call, if there is one."""
         if self._name is not None:
             yield _call(self._name, self._arguments)
         self._name, self._arguments = None, ""
@@ -342,7 +339,7 @@ def _call(name: str, arguments: str) -> Json:
 
 
 class OllamaLines(PartEvents):
-    """The lines of one answer. An empty line is an error to Ollama's client, a space before JSON is not."""
+    """Writes the JSON lines of an answer. The keep-alive is a space: Ollama's client fails on empty lines."""
 
     sign_of_life = SPACE
 
@@ -352,11 +349,9 @@ class OllamaLines(PartEvents):
         self._said = _Said()
 
     def failed(self, error: ApiError) -> bytes:
-        """In place of the rest."""
         return f"{encode(error.ollama_body())}\n".encode()
 
     def closing(self) -> bytes:
-        """After the last piece."""
         return f"{encode(self._answering.last({}, self._choice))}\n".encode()
 
     def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
@@ -365,7 +360,7 @@ class OllamaLines(PartEvents):
 
 
 def whole(answering: OllamaAnswering, choices: Sequence[Choice]) -> bytes:
-    """The answer as one object."""
+    """The answer as one JSON object."""
     (choice,) = choices
     said: Json = {}
     for fields in _Said().of(answering.parts(choice), is_last=True):
@@ -379,14 +374,14 @@ def _now() -> str:
 
 
 OLLAMA_API = "0.14.0"
-"""The first version of Ollama with all of what is here beside its API: /v1/responses and /v1/messages."""
+"""The version of Ollama's API reported here: the first one with /v1/responses and /v1/messages."""
 _IN_CHAT = {"prompt": "messages", "response_format": "format", "max_tokens": "options"}
 _IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_tokens": "options"}
-"""The names in these requests of fields of the requests that they are made into."""
+"""Field renames for error messages: name in the converted request, to name in Ollama's request."""
 
 
 def add_ollama(routes: Routes, service: GenerationService) -> None:
-    """The routes."""
+    """Add the routes of Ollama's API."""
 
     @routes.add("/api/version", "GET")
     async def show_version(_request: Request) -> Json:
@@ -456,7 +451,7 @@ async def _answer(
     model: ServedModel,
     began_ns: int,
 ) -> Response:
-    """`meant`: the request that `body` means."""
+    """Answer a request of Ollama's API. `meant`: the request that `body` was converted to."""
     meant = meant.model_copy(update={"model": model.model_id})
     if isinstance(meant, ChatRequest):
         requests = await service.preparation.prepare(request, meant, chat_requests, model)
@@ -476,12 +471,12 @@ async def _answer(
 
 
 async def _hold(service: GenerationService, request: Request, name: str) -> ServedModel:
-    """Names may have a tag: `latest` is the one that every model has here."""
+    """Hold a model by its name, which may have the tag `latest`."""
     return await service.models.hold(request, name.removesuffix(":latest"))
 
 
 def _loaded(model: ServedModel, body: OllamaChatRequest | OllamaGenerateRequest, said: Json) -> Response:
-    """The answer to an empty prompt, by which clients have a model loaded, or unloaded."""
+    """The answer to an empty prompt, by which clients load or unload a model."""
     head = {"model": model.model_id, "created_at": datetime.now(UTC).isoformat()}
     reason = "unload" if body.keep_alive_s == 0 else "load"
     return JSONResponse({**head, **said, "done": True, "done_reason": reason})
@@ -500,7 +495,7 @@ async def _listed(service: GenerationService, model: ListedModel) -> Json:
 
 
 def _details(facts: ModelFacts) -> Json:
-    """The fields that clients expect of a model's file."""
+    """The `details` of a model that Ollama's clients expect."""
     n = facts.n_parameters
     size = f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"
     return {

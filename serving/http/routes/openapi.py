@@ -1,7 +1,5 @@
-"""Routes as they are declared, and the OpenAPI document that is made of them.
-
-Bodies are read by hand, for the limits and for our errors. The document has the schemas that check them.
-"""
+"""Declared routes, and the OpenAPI document made from them. The document takes its schemas from the models
+that validate request bodies."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ REFUSALS = {
 
 
 class DocumentedRoute(Route):
-    """A route that the document tells. body: what it takes, a schema where that is no JSON. query: parameters
-    that it reads."""
+    """A route of the OpenAPI document. `body`: the model of its JSON body, or a JSON schema of its form.
+    `query`: names of its query parameters."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class DocumentedRoute(Route):
         self.summary = " ".join((endpoint.__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
     def operation(self) -> Json:
-        """Its part of the document."""
+        """The route's operation object in the OpenAPI document."""
         told: Json = {
             "operationId": f"{self.name}{self.path_format}".translate(_PLAIN),
             "summary": self.summary,
@@ -92,13 +90,13 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 class Routes(list[BaseRoute]):
-    """The routes of one application, each added where its function is."""
+    """The routes of one application, declared by the decorator `add`."""
 
     def add(
         self, path: str, method: str, body: type[BaseModel] | Json | None = None, query: tuple[str, ...] = ()
     ) -> Callable[[Endpoint], Endpoint]:
-        """Decorates what answers requests to `path`: a function of the request and the path's parameters,
-        which returns a response or JSON. The first line of its docstring is its summary."""
+        """Decorator for the handler of `path`: a function of the request and the path's parameters that
+        returns a response or JSON. The first sentence of its docstring is the summary in the document."""
 
         def declare(endpoint: Endpoint) -> Endpoint:
             self.append(DocumentedRoute(path, endpoint, method, body, query))
@@ -108,7 +106,7 @@ class Routes(list[BaseRoute]):
 
     @property
     def paths(self) -> frozenset[str]:
-        """Those without parameters."""
+        """The paths without parameters."""
         return frozenset(route.path for route in self if isinstance(route, Route) and "{" not in route.path)
 
 
@@ -145,7 +143,7 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""Content-Security-Policy: nothing from other hosts, and no script or style within the page itself."""
+"""Content-Security-Policy of the web page: nothing from other hosts, and no inline script or style."""
 _HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -157,11 +155,11 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _NAMES = ("page.css", "page.js", "chat.js", "markdown.js", "server.js")
 
 OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in _NAMES)})
-"""Files that a browser may have without a key: they say nothing of the model, nor of those who use it."""
+"""Paths that a browser may fetch without an API key: they say nothing of the model, nor of its users."""
 
 
 def add_page(routes: Routes) -> None:
-    """Serve the page."""
+    """Add the routes of the web page."""
     files = {name: _file(name) for name in ("index.html", *_NAMES)}
 
     @routes.add("/", "GET")

@@ -1,4 +1,4 @@
-"""`/v1/responses`: the answers as one object or as events, and the last ones, which others go on from."""
+"""`/v1/responses`: answers as one object or as events, and a store of the newest for continuation."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _INPUT = "response.custom_tool_call_input"
 
 @dataclass(frozen=True, kw_only=True)
 class Responding(KnownBefore):
-    """The parts of one response. `count`: tokens of a text. `keep`: is told the answer as a message, and the
-    whole response as it is written."""
+    """The parts of a response that are known before it is generated. `count`: counts the tokens of a text.
+    `keep`: stores the answer, given as a chat message and as the encoded response."""
 
     response_id: str
     body: ResponsesRequest
@@ -56,7 +56,7 @@ class Responding(KnownBefore):
     count: Callable[[str], int]
     keep: Callable[[Json, str], None]
     namespaces: Mapping[str, tuple[str, str]]
-    """The namespace and own name of each function that has one."""
+    """Namespace and own name of each function in a namespace, by its name in the chat."""
 
     def call_id(self) -> str:
         return self.reading.call_id() if self.reading else f"call_{uuid.uuid4().hex[:24]}"
@@ -64,7 +64,7 @@ class Responding(KnownBefore):
 
 @dataclass
 class _Item:
-    """One item of the output. `kind`: what its text is. `called`: the fields that name what it calls."""
+    """One output item. `kind`: the type of its parts. For a call: `call_id`, `name` and `namespace`."""
 
     kind: type[Part]
     item_id: str
@@ -108,7 +108,7 @@ class _Item:
         }
 
     def as_called(self) -> Json:
-        """The call in a message of a chat."""
+        """The call as in a chat message."""
         name = flat_name(self.namespace, self.name)
         text = json.dumps({INPUT: self.text}) if self.kind is CustomCall else self.text
         return {"id": self.call_id, "type": "function", "function": {"name": name, "arguments": text}}
@@ -116,13 +116,13 @@ class _Item:
 
 @dataclass
 class _Output:
-    """The output so far, of parts in their order; adjacent text is one item."""
+    """The output items so far, in the order of their parts; adjacent text goes into one item."""
 
     facts: Responding
     items: list[_Item] = field(default_factory=list)
 
     def add(self, part: Part) -> tuple[_Item, bool]:
-        """The item that the part belongs to, and whether it is new."""
+        """Add a part; return its item, and whether that is new."""
         if isinstance(part, Call):
             item = self._begin(type(part), part.name)
             item.text = part.arguments
@@ -147,7 +147,7 @@ class _Output:
         return item
 
     def as_message(self) -> Json:
-        """For the conversation that the next response continues."""
+        """The answer as a chat message, for the conversation that the next response continues."""
         out: Json = {"role": "assistant", "content": self._joined(Text)}
         if thought := self._joined(Reasoning):
             out["reasoning_content"] = thought
@@ -162,7 +162,7 @@ class _Output:
 
 
 def whole(responding: Responding, choices: Sequence[Choice]) -> bytes:
-    """The response as one object."""
+    """The response as one JSON object, which is also stored."""
     (choice,) = choices
     output = _Output(responding)
     for part in responding.parts(choice):
@@ -173,7 +173,7 @@ def whole(responding: Responding, choices: Sequence[Choice]) -> bytes:
 
 
 class ResponseEvents(PartEvents):
-    """The events of one response."""
+    """Writes the events of one response."""
 
     def __init__(self, responding: Responding) -> None:
         super().__init__(responding)
@@ -184,19 +184,16 @@ class ResponseEvents(PartEvents):
         self._open: _Item | None = None
 
     def opening(self) -> bytes:
-        """Before the first piece."""
         begun = self._response.begun()
         names = ("response.created", "response.in_progress")
         return "".join(self._event(name, response=begun) for name in names).encode()
 
     def failed(self, error: ApiError) -> bytes:
-        """In place of the rest."""
         said = {"code": "server_error", "message": error.message}
         response = {**self._response.begun(), "status": "failed", "error": said}
         return self._event("response.failed", response=response).encode()
 
     def closing(self) -> bytes:
-        """After the last piece."""
         out = self._close()
         response = self._response.ended(self._output, self._choice)
         self._responding.keep(self._output.as_message(), encode(response))
@@ -231,7 +228,7 @@ class ResponseEvents(PartEvents):
         return out
 
     def _close(self) -> list[str]:
-        """The end of the item that is open."""
+        """The events that end the open item."""
         item, out = self._open, []
         if item is None:
             return []
@@ -268,7 +265,7 @@ class ResponseEvents(PartEvents):
 
 
 class _Response:
-    """The response object."""
+    """Builds the response object."""
 
     def __init__(self, responding: Responding) -> None:
         body = responding.body
@@ -301,11 +298,11 @@ class _Response:
         }
 
     def begun(self) -> Json:
-        """Before anything was said."""
+        """The response object before any output."""
         return {**self._fixed, "status": "in_progress", "output": [], "usage": None}
 
     def ended(self, output: _Output, choice: Choice) -> Json:
-        """The whole of it."""
+        """The response object after the last piece."""
         cut = choice.last.finish_reason == "length"
         items = [item.to_json("completed") for item in output.items]
         if cut and items:
@@ -342,28 +339,28 @@ def _text_part(text: str) -> Json:
 MOST_KEPT = 1000
 MOST_KEPT_CHARACTERS = 32 << 20
 STORED_S = 3600.0
-"""The limits: their number, their size together, and their age."""
+"""The limits of the store: number of responses, characters of all, and age."""
 _ENTRY_CHARACTERS = 200
-"""The bytes that an answer, or a message, takes beside its texts, more or less."""
+"""Approximate overhead in characters of a stored response, and of a message."""
 _MOST_ID = 80  # characters of what is repeated
 
 
 class StoredResponse(NamedTuple):
-    """One response, as it was sent, and the conversation up to and with it."""
+    """A response as it was sent, and the conversation up to and including it."""
 
     messages: list[Json]
     written: str
 
 
 class ResponseStore:
-    """The last responses and their conversations, by client and by the responses' ids."""
+    """The newest responses and their conversations, by client and response id."""
 
     def __init__(self) -> None:
         self._kept: dict[str, OrderedDict[str, tuple[float, int, StoredResponse]]] = {}
-        """By client, each client's in order of age: when it was put, its characters, and it."""
+        """By client, its responses in order of age: time of storing, size in characters, and the response."""
 
     def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
-        """Keep a response. The oldest of the client that holds most give way where there is no room."""
+        """Store a response. If there is no room, drop the oldest of the client that holds most."""
         self._forget_old()
         kept = self._kept.setdefault(client, OrderedDict())
         n_characters = _ENTRY_CHARACTERS + len(written) + sum(map(_size, messages))
@@ -374,7 +371,7 @@ class ResponseStore:
             self._drop_oldest(max(self._kept, key=self._characters_of))
 
     def drop(self, client: str, response_id: str) -> None:
-        """Forget one that is kept."""
+        """Remove a stored response."""
         kept = self._kept[client]
         del kept[response_id]
         if not kept:
@@ -393,7 +390,7 @@ class ResponseStore:
         return sum(n_characters for _, n_characters, _ in self._kept[client].values())
 
     def stored(self, client: str, response_id: str) -> StoredResponse:
-        """ApiError where it is not, or no longer, kept."""
+        """The stored response; raises ApiError 404 if there is none."""
         stored = self._find(client, response_id)
         if stored is None:
             message = f"there is no response {response_id[:_MOST_ID]!r} here, or no longer"
@@ -401,7 +398,7 @@ class ResponseStore:
         return stored
 
     def conversation(self, client: str, response_id: str) -> list[Json]:
-        """The conversation up to and with this response. ApiError where it is not, or no longer, known."""
+        """The conversation up to and including a response; raises ApiError 400 if that is not stored."""
         stored = self._find(client, response_id)
         if stored is None:
             raise ApiError(
@@ -433,11 +430,11 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }
-"""The names in these requests of fields of the chat requests that they are made into."""
+"""Field renames for error messages: name in the chat request, to name in the Responses request."""
 
 
 def add_responses(routes: Routes, service: GenerationService) -> None:
-    """The routes."""
+    """Add the routes of the Responses API."""
     store = ResponseStore()
 
     @routes.add("/v1/responses", "POST", ResponsesRequest)

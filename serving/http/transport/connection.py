@@ -1,9 +1,6 @@
-"""One HTTP/1 connection and its limits: what comes too slowly, is too much or costs too much is cut.
-
-A connection reads for a bounded time in each turn of the event loop (`TurnQueue`), and for a bounded share
-of the loop's time altogether (`LoopShare`). `framing` finds where requests end, h11 reads them and writes
-answers, `exchange` is one request as the application sees it.
-"""
+"""One HTTP/1 connection and its limits. A connection reads for a bounded time in each turn of the event loop
+(`TurnQueue`) and for a bounded share of the loop's time (`LoopShare`). `framing` finds where requests end,
+h11 parses them and writes answers, and `exchange` is one request as the application sees it."""
 
 from __future__ import annotations
 
@@ -30,29 +27,29 @@ from phasewise.serving.http.transport.exchange import Exchange, timed_steps
 from phasewise.serving.http.transport.framing import Framing
 
 EXTENSION = "phasewise.connection"
-"""In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
+"""Key in a request's `scope["extensions"]` of its connection, for `connection_of`."""
 
 _REFUSED = "phasewise.refused"
-"""The place in an ASGI scope that says so where the rest of a request was no HTTP."""
+"""Key in an ASGI scope of the error status that the connection sent because the body was invalid."""
 _SEND_BUFFER_BYTES = 256 * 1024
-"""The kernel's, for each connection; its own default lets a slow reader have megabytes."""
+"""Size of the kernel's send buffer of each connection; by default a slow reader may have megabytes in it."""
 _RECEIVE_BUFFER_BYTES = 256 * 1024
-"""The kernel's too; its own default holds megabytes of what a connection that has to wait has sent."""
+"""Size of the kernel's receive buffer; by default it holds megabytes while a connection is not read."""
 _TURN_S = 0.0005
-"""The time for which a connection reads before the loop goes on to the next."""
+"""Longest time for which a connection reads before the loop goes on to the next."""
 _SMALL_BYTES = 16 * 1024
-"""The bytes that are read at once; what has come beyond them waits for its turn among all connections."""
+"""Most unread bytes parsed at once; with more the connection waits for its turn."""
 _MAX_PAUSE_S = 5.0
-"""The longest that a connection which has used up its share of the loop is not read."""
+"""Longest pause in reading a connection that has used up its share of the loop."""
 _HEAD_END = b"\r\n\r\n"
 _DISCARD_BYTES = 64 * 1024
-"""The most of an unwanted body that is read, to keep the connection; with more to come it is closed."""
+"""Most bytes of an unwanted body that are read to keep the connection; after more it is closed."""
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 1024 * 1024
-"""A client that still sends gets to read its refusal within these, and is not reset."""
+"""Most bytes dropped from a client that still sends, so that it can read a refusal before a reset."""
 _TCP_INFO_BYTES = 64
 _LAST_DATA_RECEIVED = 52
-"""The place of the age of what came last in Linux's tcp_info: milliseconds, a whole number of four bytes."""
+"""Offset of `tcpi_last_data_recv` in Linux's tcp_info: milliseconds, an integer of four bytes."""
 _ASGI_SPEC_VERSION = "2.3"
 _HALF_CLOSED = ApiError(
     400,
@@ -65,8 +62,8 @@ _LATE = ApiError(408, "the head of the request took too long", code="request_tim
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One of `others`. Beside `ConnectionClocks`, at most one clock runs: that for the next turn of a sender
-    that has to wait."""
+    """The asyncio protocol of one HTTP/1 connection. `others`: all connections of the server. Beside
+    `ConnectionClocks` at most one timer runs, `_paused` or `_linger`."""
 
     transport: asyncio.Transport
 
@@ -81,24 +78,24 @@ class Connection(asyncio.BufferedProtocol):
         self._framing = Framing(self._limits.max_header_bytes)
         self._allowance = others.loop_share.allowance(time.perf_counter())
         self._exchange: Exchange | None = None
-        """The newest request."""
+        """The exchange of the newest request."""
         self._answered_exchange: Exchange | None = None
-        """The last request that the engine has answered."""
+        """The exchange of the last request that the engine has answered."""
         self._has_answered = False
         self._ends_after_answer = False
         self._paused: asyncio.TimerHandle | None = None
-        """Runs while this connection's share of the loop is used up."""
+        """Timer that runs while this connection's share of the loop is used up."""
         self._linger: asyncio.TimerHandle | None = None
-        """Runs once all has been said: what still comes is dropped."""
+        """Timer that runs after the last answer; data that still comes is dropped."""
         self._n_discarded = 0
-        """Bytes of a body that is not wanted."""
+        """Bytes dropped so far, of an unwanted body or after the last answer."""
         self._refusal: ApiError | None = None
-        """The answer to a connection too many, once its request has come."""
+        """The refusal of a connection beyond the limit, sent once its request has come."""
         self._clocks = ConnectionClocks(self.loop)
 
     @property
     def is_answering(self) -> bool:
-        """True if the client has yet to get the rest of an answer."""
+        """True if part of an answer is still to be sent."""
         exchange = self._exchange if self._is_in_exchange else None
         owed = exchange is not None and (exchange.has_started or exchange.is_owed)
         return owed or self._n_unsent_bytes() > 0
@@ -109,29 +106,29 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_behind(self) -> bool:
-        """True if the client has yet to take what was written."""
+        """True if the client has yet to read what was written."""
         return not self.writable.is_set()
 
     def cut(self) -> None:
-        """The reader is too slow: what it has not read is dropped."""
+        """Abort the connection of a slow reader; unsent bytes are dropped."""
         self._others.observer.slow_reader_cut()
         self.transport.abort()
 
     @property
     def takes_chunk(self) -> bool:
-        """True if the answer in progress is in chunks (HTTP/1.0 knows none), its head is sent
-        and its reader not behind."""
+        """True if the answer in progress is chunked (not HTTP/1.0), its head sent and its reader not
+        behind."""
         is_chunked = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
         return is_chunked and self.writable.is_set() and self._linger is None
 
     def write_chunk(self, body: bytes) -> None:
-        """Write what `send` would write, in a tenth of the time: h11 is in the same state before and after a
-        chunk."""
+        """Write a chunk of the answer without h11, in a tenth of the time; h11's state is the same before and
+        after a chunk."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def came_s(self) -> float:
-        """The time at which the client's last bytes came to this machine, by the loop's clock. They may have
-        waited long to be read. Now where the kernel does not say."""
+        """The time at which the client's last bytes reached the kernel, where they may have waited to be
+        read, by the loop's clock; now if the kernel does not tell."""
         link = self.transport.get_extra_info("socket")
         try:
             info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -141,32 +138,32 @@ class Connection(asyncio.BufferedProtocol):
         return self.loop.time() - 1e-3 * age_ms
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Call it once the newest request has been answered."""
+        """Have `call` called once the newest request has been answered."""
         if self._exchange is not None:
             self._exchange.at_end = call
 
     def wake_reader(self) -> None:
-        """Let the application look at the body in progress, though nothing more of it has come."""
+        """Wake the application's `receive`, though nothing more of the body has come."""
         if self._exchange is not None:
             self._exchange.wake()
 
     def mark_answered(self) -> None:
-        """The engine has answered a request of this connection: it may use more of the loop's time."""
+        """Note that the engine has answered a request: the connection may use more of the loop's time."""
         self._allowance.mark_answered()
         self._answered_exchange = self._exchange
 
     def close(self) -> None:
-        """Close once all is written. Where it closes already, nothing happens: a second close of asyncio's
-        TLS leaves a transport that fails in every call, and cannot be aborted."""
+        """Close once all is written. No effect while closing: a second close of asyncio's TLS leaves a
+        transport whose every call fails, and that cannot be aborted."""
         if not self.transport.is_closing():
             self.transport.close()
 
     def abort(self) -> None:
-        """Close now: what is not written yet is dropped."""
+        """Close now; unsent bytes are dropped."""
         self.transport.abort()
 
     def end_after_answer(self) -> None:
-        """Close, once the answer in progress is written, or the refusal of a connection too many."""
+        """Close once the answer in progress is written, or the refusal of a connection beyond the limit."""
         self._ends_after_answer = True
         if self._refusal is not None:
             self.turn_away()
@@ -201,8 +198,8 @@ class Connection(asyncio.BufferedProtocol):
         self.writable.set()
 
     def eof_received(self) -> None:
-        """A client that has closed its side counts as gone, and its answer is not sent on. It may have closed
-        only that side, and is told; over TLS where it said so, since what ends without is a truncation."""
+        """End the connection when the client closes its side: it counts as gone. An unanswered request gets
+        `_HALF_CLOSED`, over TLS only after a close_notify; without one it is a truncation."""
         if not self._is_in_exchange:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
@@ -214,11 +211,11 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """The buffer into which the loop puts what it reads next."""
+        """The shared buffer into which the loop reads next."""
         return self._others.received
 
     def buffer_updated(self, nbytes: int) -> None:
-        """`nbytes` of the buffer are this connection's, until this returns."""
+        """Copy `nbytes` out of the shared buffer."""
         self.data_received(bytes(self._others.received[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
@@ -245,18 +242,18 @@ class Connection(asyncio.BufferedProtocol):
     # ---- what an exchange asks for -----------------------------------------------------------------------
 
     def write(self, event: h11.Event) -> None:
-        """Send this, unless all has been said."""
+        """Send an h11 event, unless the last answer has been sent."""
         if self._linger is None and (data := self.conn.send(event)):
             self.transport.write(data)
 
     def body_taken(self) -> None:
-        """A body in progress may be read on."""
+        """Read more of a body, after the application has taken what was there."""
         if self._framing.unread and self._takes_more and not self._waits_for_turn:
             self._others.turns.join(self)
         self._read_or_pause()
 
     def answered(self) -> None:
-        """Go on to the next request, or end."""
+        """Go on to the next request after an answer, or close."""
         self._has_answered = True
         if self.conn.our_state is h11.MUST_CLOSE or self._ends_after_answer:
             self.finish()
@@ -272,7 +269,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- reading -----------------------------------------------------------------------------------------
 
     def _read_on(self) -> None:
-        """Read what has come, for a bounded time, and the rest in turns to come."""
+        """Parse unread bytes: few at once, more in turns."""
         if self._waits_for_turn:
             return
         if len(self._framing.unread) <= _SMALL_BYTES:
@@ -287,7 +284,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _takes_more(self) -> bool:
-        """True if h11 waits for bytes, and the body so far has been taken."""
+        """True if h11 waits for bytes, and the application has taken enough of the body."""
         if self._linger is not None or self.transport.is_closing() or self._is_full:
             return False
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
@@ -302,7 +299,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._paused is not None or self in self._others.turns
 
     def turn(self) -> None:
-        """Read what has come, until all is read or the time of one turn is over."""
+        """Parse unread bytes until none are left or the time of one turn is over, and charge the cost."""
         began_s = now_s = time.perf_counter()
         n_requests, n_bytes, goes_on = 0, 0, False
         try:
@@ -336,7 +333,7 @@ class Connection(asyncio.BufferedProtocol):
         self._others.turns.join(self)
 
     def _take_events(self) -> int:
-        """Parse a piece with h11; return the number of requests that have begun."""
+        """Handle h11's events; return the number of requests that have begun."""
         n_requests = 0
         while (event := self.conn.next_event()) is not h11.NEED_DATA and event is not h11.PAUSED:
             if isinstance(event, h11.Request):
@@ -358,7 +355,7 @@ class Connection(asyncio.BufferedProtocol):
         return n_requests
 
     def _begin(self, request: h11.Request) -> None:
-        """Start what answers it."""
+        """Start the application on a request."""
         raw_path, _, query = request.target.partition(b"?")
         scope: Scope = {
             "type": "http",
@@ -383,13 +380,13 @@ class Connection(asyncio.BufferedProtocol):
         self._others.tasks.add(task)
 
     def _has_spent(self, exchange: Exchange, seconds: float) -> None:
-        """A request has ended, after `seconds` of the loop's time."""
+        """Charge a request's `seconds` of loop time, unless the engine has answered the request."""
         exchange.at_end()
         if exchange is not self._answered_exchange:
             self._allowance.spend(max(0.0, seconds - REQUEST_S))
 
     def _read_or_pause(self) -> None:
-        """Nothing is taken from the socket while what has come before has to wait."""
+        """Pause the transport's reading while earlier bytes wait to be parsed."""
         if self._linger is not None:
             return
         waits_for_answer = bool(self._framing.unread) and not self._takes_more
@@ -412,8 +409,7 @@ class Connection(asyncio.BufferedProtocol):
         self._clocks.watch_reader(self._limits.stalled_write_s, self._n_unsent_bytes, self.cut)
 
     def _n_unsent_bytes(self) -> int:
-        """Bytes written that the socket has yet to take. asyncio's TLS counts those that it holds itself,
-        and not those of the transport below it."""
+        """Bytes that the socket has yet to take, those below asyncio's TLS (which omits them) included."""
         below = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)
         n_below: int = below.get_write_buffer_size() if below is not None else 0
         return self.transport.get_write_buffer_size() + n_below
@@ -430,7 +426,7 @@ class Connection(asyncio.BufferedProtocol):
         return None
 
     def _end_idle(self) -> None:
-        """A close waits until all is written."""
+        """Close, and watch that the reader takes what is unsent."""
         self.close()
         self._watch_the_reader()
 
@@ -447,13 +443,13 @@ class Connection(asyncio.BufferedProtocol):
     # ---- ends --------------------------------------------------------------------------------------------
 
     def turn_away(self) -> None:
-        """End a connection too many. Clients expect an answer behind their request: before it, or with the
-        request unread, they would see a connection that was lost."""
+        """Refuse and close a connection beyond the limit. Called after its request has come: clients see an
+        earlier answer, or a close with the request unread, as a lost connection."""
         if self._refusal is not None and self._linger is None and not self.transport.is_closing():
             self._refuse(self._refusal)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no request, and close."""
+        """Answer an invalid request with an error, and close."""
         self._write_refusal(error)
         self.finish()
 
@@ -468,8 +464,8 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.write(error.raw_response())
 
     def finish(self) -> None:
-        """Close when all is written. A client that may still be sending would be reset, and lose its answer
-        unread: what it sends is dropped for a while first."""
+        """Close once all is written. If the client may still be sending, first drop what it sends for a
+        while: a reset would lose the answer."""
         if self._linger is not None or self.transport.is_closing():
             return
         is_over = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED) and not self._framing.unread
@@ -494,19 +490,19 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def refused_status(scope: Scope) -> int | None:
-    """The status that the connection has answered in the application's place; None where it has not."""
+    """The status that the connection has answered in the application's place; None if it has not."""
     status: int | None = scope.get(_REFUSED)
     return status
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The one that a request came on; None where the application is called in another way."""
+    """The connection of a request; None if the application is not run by this server."""
     connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
     return connection
 
 
 def _host_and_port(transport: asyncio.Transport, end: str) -> tuple[str, int | None] | None:
-    """An `end` of a connection, "peername" or "sockname". A Unix socket has no address, or a path."""
+    """The address at an `end` of a connection, "peername" or "sockname". A Unix socket has a path or None."""
     name = transport.get_extra_info(end)
     if isinstance(name, tuple):
         return name[0], name[1]

@@ -1,4 +1,4 @@
-"""All open connections of one server, and what they share: places, the event loop's time, a read buffer."""
+"""All open connections of one server, and their shared places, event loop time and read buffer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from phasewise.serving.http.http_settings import HttpLimits
 
 
 class TurnQueue:
-    """Connections that have more to read than a little, one turn for each in every round of the event loop.
-    However many connections wait, a short request that comes beside them waits for one turn."""
+    """Queue of connections with much to read; one takes a turn in each round of the event loop. However many
+    connections wait, a short request that comes beside them waits for one turn only."""
 
     def __init__(self) -> None:
         self._waiting: dict[HeldConnection, None] = {}
         self._runs = False
 
     def join(self, reader: HeldConnection) -> None:
-        """Wait behind all others; a connection that waits already keeps its place."""
+        """Join the end of the queue; a connection in the queue keeps its place."""
         self._waiting.setdefault(reader)
         if not self._runs:
             self._runs = True
@@ -49,22 +49,21 @@ class TurnQueue:
 
 
 REQUEST_S = 0.0003
-"""The charge of a request beside the time to parse it: routing, checks and a short answer. What it takes
-beyond that is charged when it ends, unless the engine has answered it."""
+"""Charge of a request in seconds, beside its parsing: routing, checks and a short answer. Longer work is
+charged when the request ends, unless the engine has answered it."""
 BYTE_S = 3e-9
-"""The charge of a byte beside that: to read it, and to hand it on to what waits for it."""
+"""Charge of a byte in seconds, beside its parsing: to read it and to pass it on."""
 _MIN_BURST_S = 0.0005
-"""Every new connection may send a short request or two at once."""
+"""First burst of every new connection: enough for a short request or two."""
 _NEWCOMERS_S = 0.1
-"""The time that new connections together get beyond that for their bursts, refilled at the rate of those
-unknown."""
+"""First bursts beyond `_MIN_BURST_S` of all new connections, refilled at the rate of `UNKNOWN` ones."""
 _NEWCOMER_SHARE = 0.25
 _ACTIVE_S = 1.0
-"""A connection that was charged within this time divides the rate with the others."""
+"""A connection that was charged within this time counts as active, and shares the rate of its standing."""
 
 
 class Standing(NamedTuple):
-    """Fractions are of one core."""
+    """The loop time granted to a class of connections: a burst, and rates as fractions of one core."""
 
     burst_s: float
     per_connection: float
@@ -72,20 +71,18 @@ class Standing(NamedTuple):
 
 
 UNKNOWN = Standing(burst_s=0.02, per_connection=0.05, together=0.10)
-"""Nothing that came on the connection was worth an answer of the engine's so far."""
+"""Standing of a connection for which the engine has answered no request."""
 VOUCHED = Standing(burst_s=0.5, per_connection=0.25, together=0.50)
-"""The engine has answered a request of this connection."""
+"""Standing of a connection for which the engine has answered a request."""
 
 
 class LoopShare:
-    """Fair shares of the event loop's time, so that no connection takes it from the others.
-
-    A client decides how much work its bytes are: requests that are refused, or bodies in very small chunks,
-    cost thousands of times what they cost to send. Each connection therefore has an allowance of loop time.
-    It holds a short burst and refills at a rate; a connection that has used it up is not read until it has
-    refilled. All active connections of one standing divide that standing's rate, so opening more of them
-    gains nothing. Pure: the caller of `charge` passes the time.
-    """
+    """Fair shares of the event loop's time, so that no connection takes it from the others. A client decides
+    how much work its bytes are: refused requests, or bodies in very small chunks, cost thousands of times
+    what they cost to send. Each connection therefore has an allowance of loop time (a token bucket): a short
+    burst, refilled at a rate; a connection that has used it up is not read until it is refilled. All active
+    connections of one standing share that standing's rate, so opening more of them gains nothing. Pure: the
+    caller of `charge` passes the time."""
 
     def __init__(self) -> None:
         self._active = {UNKNOWN: _Active(), VOUCHED: _Active()}
@@ -93,8 +90,8 @@ class LoopShare:
         self._updated_s = 0.0
 
     def allowance(self, now_s: float) -> Allowance:
-        """For a new connection. Where many come, their first bursts are short: a client gains nothing by
-        closing a connection that has used up its own, and opening another."""
+        """The allowance of a new connection. If many come, their first bursts are short: a client gains
+        nothing by replacing a connection whose allowance is used up."""
         refilled_s = self._newcomers_s + (now_s - self._updated_s) * UNKNOWN.together
         self._newcomers_s, self._updated_s = min(_NEWCOMERS_S, refilled_s), now_s
         burst_s = min(UNKNOWN.burst_s, _NEWCOMER_SHARE * self._newcomers_s)
@@ -102,7 +99,7 @@ class LoopShare:
         return Allowance(self, now_s, _MIN_BURST_S + burst_s)
 
     def rate(self, allowance: Allowance, now_s: float) -> float:
-        """Seconds of loop time in a second for `allowance`, which is active now."""
+        """The refill rate of `allowance` in seconds per second, after marking it active."""
         active = self._active[allowance.standing]
         active.waiting.discard(allowance)
         active.recent[allowance] = now_s
@@ -113,28 +110,28 @@ class LoopShare:
         return min(allowance.standing.per_connection, allowance.standing.together / n_active)
 
     def wait(self, allowance: Allowance) -> None:
-        """`allowance` is active until it is charged again."""
+        """Keep `allowance` active until its next charge."""
         self._active[allowance.standing].recent.pop(allowance, None)
         self._active[allowance.standing].waiting.add(allowance)
 
     def forget(self, allowance: Allowance) -> None:
-        """The connection has ended, or its standing changes."""
+        """Remove `allowance` from its standing, when its connection ends or the standing changes."""
         self._active[allowance.standing].recent.pop(allowance, None)
         self._active[allowance.standing].waiting.discard(allowance)
 
 
 @dataclass(slots=True)
 class _Active:
-    """Those of one standing that divide its rate."""
+    """The active allowances of one standing, which share its rate."""
 
     recent: OrderedDict[Allowance, float] = field(default_factory=OrderedDict)
-    """The time at which each was charged last; oldest first."""
+    """Time at which each allowance was charged last; oldest first."""
     waiting: set[Allowance] = field(default_factory=set)
-    """They have used up what they had."""
+    """Allowances that are used up."""
 
 
 class Allowance:
-    """One connection's."""
+    """The loop time that one connection may use."""
 
     __slots__ = ("_balance_s", "_share", "_updated_s", "standing")
 
@@ -145,14 +142,14 @@ class Allowance:
         self._updated_s = now_s
 
     def mark_answered(self) -> None:
-        """The engine has answered: a larger allowance from now on."""
+        """Raise the standing to `VOUCHED`."""
         if self.standing is UNKNOWN:
             self._share.forget(self)
             self.standing = VOUCHED
             self._balance_s += VOUCHED.burst_s - UNKNOWN.burst_s
 
     def charge(self, cost_s: float, now_s: float) -> float:
-        """Take `cost_s`; the seconds after which the connection may be read again, 0 for at once."""
+        """Charge `cost_s`; return the seconds until the connection may be read again, 0 for at once."""
         rate = self._share.rate(self, now_s)
         refilled_s = self._balance_s + (now_s - self._updated_s) * rate
         self._balance_s = min(self.standing.burst_s, refilled_s) - cost_s
@@ -163,18 +160,18 @@ class Allowance:
         return -self._balance_s / rate
 
     def spend(self, cost_s: float) -> None:
-        """Take `cost_s` before the next `charge`, which says how long to wait for it."""
+        """Subtract `cost_s`; the next `charge` takes it into account."""
         self._balance_s -= cost_s
 
     def end(self) -> None:
-        """The connection has."""
+        """Stop counting the allowance as active: its connection has ended."""
         self._share.forget(self)
 
 
 _RECEIVE_BYTES = 64 * 1024
-"""The most that is taken from a socket at once."""
+"""Most bytes taken from a socket at once."""
 MOST_TURNED_AWAY = 64
-"""Connections too many that are held until they have read their 503."""
+"""Most refused connections that are held until they have read their 503."""
 _RETRY_FULL_S = 5
 _FULL = ApiError(
     503,
@@ -191,21 +188,19 @@ _FULL_FOR_YOU = ApiError(
 
 
 class HeldConnection(Protocol):
-    """A connection, as all of one server are held."""
+    """A connection as the shared resources see it."""
 
     loop: asyncio.AbstractEventLoop
 
-    def turn(self) -> None:
-        """Read for a bounded time."""
-        ...
+    def turn(self) -> None: ...
 
     @property
     def is_answering(self) -> bool:
-        """True if the client has yet to get the rest of an answer."""
+        """True if part of an answer is still to be sent."""
         ...
 
     def turn_away(self) -> None:
-        """Answer 503 to a connection too many, and close."""
+        """Answer 503 to a connection beyond the limit, and close."""
         ...
 
     def close(self) -> None:
@@ -213,7 +208,7 @@ class HeldConnection(Protocol):
         ...
 
     def abort(self) -> None:
-        """Close now."""
+        """Close now; unsent bytes are dropped."""
         ...
 
     def end_after_answer(self) -> None:
@@ -222,12 +217,12 @@ class HeldConnection(Protocol):
 
 
 class ConnectionObserver(Protocol):
-    """Sees what becomes of connections, for metrics."""
+    """Counts events of connections, for metrics."""
 
     def refused(self, error: ApiError) -> None: ...
 
     def answered_by_connection(self, status: int) -> None:
-        """An answer that the application never saw."""
+        """Count an answer that the connection sent without the application."""
         ...
 
     def slow_reader_cut(self) -> None: ...
@@ -235,33 +230,33 @@ class ConnectionObserver(Protocol):
 
 @dataclass
 class Connections:
-    """All of one server's, and what they may do."""
+    """The open connections of one server, their limits and shared resources."""
 
     limits: HttpLimits
     observer: ConnectionObserver
     open: set[HeldConnection] = field(default_factory=set)
     turned_away: dict[HeldConnection, None] = field(default_factory=dict)
-    """Connections too many that have yet to be told so, or to leave, the oldest first; not among `open`."""
+    """Connections beyond the limit that are being refused, oldest first; not among `open`."""
     is_over: bool = False
-    """True once no more may come: asyncio may still make one that it has accepted before."""
+    """True once no more connections are taken; asyncio may still make one that was accepted before."""
     n_by_address: Counter[str] = field(default_factory=Counter)
-    """Open connections; those of a Unix socket have no address."""
+    """Open connections by address; a Unix socket has none."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Requests that the application works on."""
+    """Tasks of the application, one for each request."""
     loop_share: LoopShare = field(default_factory=LoopShare)
     turns: TurnQueue = field(default_factory=TurnQueue)
     received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
-    """The buffer of every read. What was read is copied before the loop does anything else. asyncio's own
-    way, fresh memory for every read, would be 256 KiB. No hole in the heap is so large: each comes from above
-    all that is in use, and memory grows with every request."""
+    """The read buffer of all connections; its bytes are copied before the loop goes on. asyncio would
+    allocate 256 KiB for every read, for which the heap has no hole, so memory would grow with every
+    request."""
 
     def all(self) -> Sequence[HeldConnection]:
-        """Those that are open, and those that are being turned away."""
+        """Open connections, and those being refused."""
         return [*self.open, *self.turned_away]
 
     def add(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
-        """Count a new connection; why it cannot be held, or None. One that cannot may stay to hear it, for
-        as long as few others come. After the end it is closed."""
+        """Add a new connection; return its refusal, or None. A refused connection is held until it has read
+        the refusal, unless many others follow. After the server's end it is aborted."""
         if self.is_over:
             connection.abort()
             return None
@@ -287,7 +282,7 @@ class Connections:
         return None
 
     def remove(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> None:
-        """A connection that has ended, whether it was counted or not."""
+        """Remove a connection that has ended, whether it was refused or not."""
         self.turned_away.pop(connection, None)
         if connection not in self.open:
             return
@@ -300,8 +295,7 @@ class Connections:
 
 
 def _address_of(client: tuple[str, int | None] | None) -> str | None:
-    """The address that counts as one client: an IPv4 address, or the 64 bits of network that an IPv6 host is
-    given."""
+    """The address that counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
     if client is None:
         return None
     try:
@@ -315,11 +309,11 @@ def _address_of(client: tuple[str, int | None] | None) -> str | None:
 
 
 Awaited = tuple[float, Callable[[], None]]
-"""Seconds, and what is called when they are over."""
+"""A deadline: seconds from now, and the function called then."""
 
 
 class ConnectionClocks:
-    """The clocks of one connection. At most one of each kind runs."""
+    """The timers of one connection: one for what the client must send, one for a stalled reader."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -328,7 +322,7 @@ class ConnectionClocks:
         self._stalled: asyncio.TimerHandle | None = None
 
     def wait_for(self, awaited: Awaited | None) -> None:
-        """Start the clock of what is awaited from the client now; one that runs for the same goes on."""
+        """Start the timer of what the client must send next; a running timer of the same deadline goes on."""
         if awaited == self._awaited:
             return
         self._awaited = awaited
@@ -337,7 +331,7 @@ class ConnectionClocks:
             self._late = self._loop.call_later(*awaited)
 
     def watch_reader(self, seconds: float, n_left: Callable[[], int], cut: Callable[[], None]) -> None:
-        """Call `cut` once nothing of the `n_left` bytes was taken for `seconds`. A slow reader may go on."""
+        """Call `cut` once none of the `n_left` bytes was taken for `seconds`. A slow reader may go on."""
         self.forget_reader()
         n_before = n_left()
 
@@ -354,7 +348,6 @@ class ConnectionClocks:
         _stop(self._stalled)
 
     def stop(self) -> None:
-        """Stop all clocks."""
         _stop(self._late)
         _stop(self._stalled)
 

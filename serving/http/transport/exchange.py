@@ -17,28 +17,28 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Scope
 
 _BODY_AHEAD_BYTES = 64 * 1024
-"""The most of a body that is read before the application asks for it."""
+"""Most bytes of a body that are read before the application asks for them."""
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 log = logging.getLogger("phasewise.http")
-"""Gets what the application raises: a fault of ours, never what a client does wrong."""
+"""Logs exceptions of the application, which are the server's faults, never errors of a client."""
 
 
 class Outlet(Protocol):
-    """A connection, as an exchange on it knows it."""
+    """The connection's interface for an exchange."""
 
     conn: h11.Connection
     writable: asyncio.Event
-    """Set unless the reader is behind with what was written."""
+    """Cleared while the reader is behind."""
 
     def write(self, event: h11.Event) -> None: ...
 
     def body_taken(self) -> None:
-        """The application has taken the body so far: more may be read."""
+        """Read more of the body: the application has taken what was there."""
         ...
 
     def answered(self) -> None:
-        """The last of an answer has been written."""
+        """Go on after the last byte of an answer."""
         ...
 
     def finish(self) -> None:
@@ -47,7 +47,7 @@ class Outlet(Protocol):
 
 
 class Exchange:
-    """The connection adds what comes of the body; the application takes it, and sends its answer."""
+    """One request: the connection adds the body, the application receives it and sends the answer."""
 
     def __init__(self, outlet: Outlet, scope: Scope) -> None:
         self.scope = scope
@@ -56,25 +56,25 @@ class Exchange:
         self.is_complete = False
         """True once the answer is written, or has no reader any more."""
         self.at_end: Callable[[], None] = lambda: None
-        """Called once the application has answered."""
+        """Called once the application has ended."""
         self._outlet = outlet
         self._body = bytearray()
         self._more_body = True
         self._news = asyncio.Event()
-        """Set while `receive` has something to look at."""
+        """Set while `receive` has something to return."""
 
     @property
     def is_owed(self) -> bool:
-        """True from when the whole request is there until the whole answer is written."""
+        """True from when the whole request has come until the whole answer is written."""
         return not (self._more_body or self.is_complete)
 
     @property
     def is_full(self) -> bool:
-        """True if the application is to take some of the body before more is read."""
+        """True while the body is not read on, because the application has yet to take some of it."""
         return len(self._body) > _BODY_AHEAD_BYTES and not self.is_complete
 
     def add(self, data: bytes | bytearray) -> None:
-        """Some of the body has come."""
+        """Append to the body."""
         self._body += data
         self._news.set()
 
@@ -83,16 +83,16 @@ class Exchange:
         self._news.set()
 
     def wake(self) -> None:
-        """Let the application look at the body in progress, though nothing more of it has come."""
+        """Wake `receive`, though nothing more of the body has come."""
         self._news.set()
 
     def leave(self) -> None:
-        """Nobody reads the answer: what is written from now on is dropped."""
+        """Mark the client as gone: what the application sends is dropped."""
         self.is_complete = True
         self._news.set()
 
     async def run(self, app: ASGIApp) -> None:
-        """Let `app` answer. Where it fails, the client is told 500, or sees its answer break off."""
+        """Run `app` on the request. If it fails, the client gets 500, or the answer breaks off."""
         try:
             await app(self.scope, self.receive, self.send)
             if not self.is_complete:
@@ -111,7 +111,6 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
 
     async def receive(self) -> Message:
-        """As ASGI says."""
         if self._outlet.conn.they_are_waiting_for_100_continue and not self.is_complete:
             self._outlet.write(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
         if not self.is_complete:
@@ -124,7 +123,6 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": self._more_body}
 
     async def send(self, message: Message) -> None:
-        """As ASGI says."""
         if not self._outlet.writable.is_set():
             await self._outlet.writable.wait()
         if self.is_complete:
@@ -156,7 +154,7 @@ def _date(unix_s: int) -> tuple[bytes, bytes]:
 
 
 async def timed_steps(work: Coroutine[Any, Any, None], spent: Callable[[float], None]) -> None:
-    """Run `work`. `spent` is told the seconds of all its steps together, once it has ended."""
+    """Run `work`, then call `spent` with the seconds of loop time that its steps took together."""
     await _steps(work, spent)
 
 

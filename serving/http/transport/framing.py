@@ -1,11 +1,8 @@
-"""HTTP/1 framing: bytes of a connection, cut at the ends of requests into what h11 may see.
-
-h11 reads HTTP more leniently than is safe behind a proxy that may read it otherwise: it takes a bare LF for
-the end of a line, joins folded header lines, and lets Transfer-Encoding win over Content-Length (RFC 9112,
-sections 2.2, 5.2 and 6.1, allows or demands a refusal of each). It also makes Python objects of every chunk,
-however small. So heads are checked here before h11 reads them, and chunks are decoded here and passed on as
-few large ones.
-"""
+"""HTTP/1 framing: cuts the bytes of a connection at the ends of requests, for h11. h11 reads HTTP more
+leniently than is safe behind a proxy: it takes a bare LF for the end of a line, joins folded header lines,
+and lets Transfer-Encoding win over Content-Length (RFC 9112, sections 2.2, 5.2 and 6.1, allows or demands a
+refusal of each). It also makes Python objects of every chunk, however small. So heads are checked here before
+h11 reads them, and chunks are decoded here and passed on as few large ones."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ from dataclasses import dataclass, field
 from phasewise.serving.http.errors import ApiError
 
 PIECE_BYTES = 64 * 1024
-"""The most of a body that one call of `Framing.next_piece` gives."""
+"""Most bytes of a body that one call of `Framing.next_piece` returns."""
 MAX_TARGET_BYTES = 8 * 1024
 """Longest request line: method, path, query and version."""
 MAX_HEADERS = 100
 FREE_CHUNKS = 1024
-"""A body may have this many chunks of any size."""
+"""Number of chunks of any size that a body may have."""
 MIN_MEAN_CHUNK_BYTES = 64
-"""A body of more chunks has at least this many bytes a chunk on average."""
+"""A body of more than FREE_CHUNKS chunks has at least this many bytes a chunk on average."""
 
 _CHUNKS_A_PIECE = 256
-"""Decoding this many takes some 200 us."""
+"""Most chunks decoded in one call: they take some 200 us."""
 _MAX_CHUNK_LINE_BYTES = 256
 """Longest line with a chunk's size and its extensions; extensions are ignored."""
 _MAX_TRAILER_BYTES = 4 * 1024
@@ -44,7 +41,7 @@ def _not_http(why: str) -> ApiError:
 
 @dataclass(slots=True)
 class _Chunks:
-    """A body in chunks, so far."""
+    """State of a body with chunked encoding."""
 
     n_chunks: int = 0
     n_bytes: int = 0
@@ -55,9 +52,9 @@ class _Chunks:
 
 @dataclass(slots=True)
 class Framing:
-    """One connection's bytes that h11 has not seen. `add` what came, then take pieces with `next_piece` for
-    as long as the request before has been answered. `next_piece` raises an ApiError (400, 414, 431) for what
-    is no request; the connection must end then."""
+    """The bytes of one connection that h11 has not seen. `add` received bytes, then take pieces with
+    `next_piece`, once the previous request has been answered. `next_piece` raises ApiError (400, 414, 431)
+    for an invalid request; the connection must end then."""
 
     max_head_bytes: int
     unread: bytearray = field(default_factory=bytearray)
@@ -71,7 +68,7 @@ class Framing:
         self.unread += data
 
     def next_piece(self) -> bytes | None:
-        """A whole head, or some of a body as h11 reads it; None: more has to come first."""
+        """The next whole head, or a part of a body encoded for h11; None if more bytes must come first."""
         if not self.unread:
             return None
         if self._chunks is not None:
@@ -101,8 +98,7 @@ class Framing:
         return head
 
     def _refuse_part_of_head(self, end: int) -> None:
-        """Refuse a head that is wrong however it goes on, so that the connection does not wait for the rest
-        of it."""
+        """Refuse a head that is invalid however it goes on, without waiting for its end."""
         n_bytes = len(self.unread) if end < 0 else end + 4
         if _NO_METHOD.match(self.unread):
             raise _not_http("it does not begin with a method")
@@ -119,7 +115,7 @@ class Framing:
             raise _not_http("a line ends in something else than CR LF")
 
     def _begin_body(self, head: bytes) -> None:
-        """Know where the body ends, or refuse a head that leaves doubt about it."""
+        """Set the length or encoding of the body, or refuse a head that is ambiguous about it."""
         if head.count(b"\r\n") > MAX_HEADERS + 2:
             raise ApiError(
                 431, f"the request has more than {MAX_HEADERS} headers", code="header_too_large", closes=True
@@ -147,7 +143,7 @@ class Framing:
     # ---- bodies in chunks --------------------------------------------------------------------------------
 
     def _next_chunks(self, body: _Chunks) -> bytes | None:
-        """All chunks that have come, up to a bound, as one; the last as it is, without trailers."""
+        """The received chunks, up to a bound, as one chunk; the last chunk unchanged, without trailers."""
         parts: list[bytes] = []
         n_bytes = offset = 0
         end = len(self.unread)
@@ -199,7 +195,7 @@ class Framing:
 
     @staticmethod
     def _without_end(part: bytearray, left: int) -> bytes:
-        """`part` of a chunk, less what it has of the CR LF at its end. `left`: bytes to come, with CR LF."""
+        """`part` without the CR LF at the chunk's end. `left`: bytes still to come, CR LF included."""
         n_of_end = max(0, 2 - left)
         n_data = max(0, len(part) - n_of_end)
         n_missing = n_of_end - (len(part) - n_data)
@@ -222,7 +218,7 @@ class Framing:
             )
 
     def _skip_trailers(self, body: _Chunks) -> bool:
-        """True if the empty line at their end has come. What they say is nothing that this server reads."""
+        """Check and drop trailers; True once the empty line at their end has come."""
         while True:
             line = self.unread.find(b"\r\n")
             n_bytes = line + 2 if line >= 0 else len(self.unread)

@@ -1,4 +1,4 @@
-"""The listening socket: a TCP port or a Unix socket, with TLS or without; room for many connections."""
+"""The listening socket: a TCP port or a Unix socket, with TLS or without."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ _UNIX_MODE = 0o660
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _MOST_UNIX_PATH_BYTES = 107  # sockaddr_un has 108, the last of them zero
 _DESCRIPTORS_FOR_THE_REST = 128
-"""Files, pipes and shared memory: what a process needs besides its connections."""
+"""File descriptors reserved for files, pipes and shared memory."""
 _MOST_DESCRIPTORS = 1 << 20
 
 
 MAX_TLS_BYTES = 1 << 20
 
 
-class CannotListen(ServingError):
-    """The address cannot be served on."""
+class CannotListen(ServingError): ...
 
 
 class Address(Protocol):
-    """A place to listen at. Leaving `with` gives it back."""
+    """A place to listen at; leaving `with` closes it."""
 
     @property
     def url(self) -> str: ...
 
     def listen(self) -> socket.socket:
-        """Let connections come. CannotListen where another process was faster."""
+        """Start to listen. Raises CannotListen, for example if another process was faster."""
         ...
 
     def __enter__(self) -> Address: ...
@@ -52,7 +51,7 @@ class Address(Protocol):
 
 
 class TcpAddress:
-    """A bound port (0: any free one), or CannotListen saying why not. Nothing is answered before `listen`."""
+    """A bound TCP port (0: any free one). Raises CannotListen. Connections are accepted after `listen`."""
 
     def __init__(self, host: str, port: int, *, secure: bool = False) -> None:
         self._secure = secure
@@ -81,15 +80,15 @@ class TcpAddress:
 
 @dataclass
 class UnixAddress:
-    """A socket in the file system, mode 0660. What a killed server left there is replaced; a socket that
-    another server answers, and any other file, is not. Gone from the file system at the end."""
+    """A Unix socket, mode 0660. A socket file that a killed server left is replaced; a socket in use, and any
+    other file, is not. The socket file is removed at the end."""
 
     path: Path
     _listener: socket.socket | None = field(default=None, init=False)
     _inode: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """CannotListen where it is clear beforehand that `listen` will fail."""
+        """Raise CannotListen if it is clear that `listen` would fail."""
         if len(os.fsencode(self.path)) > _MOST_UNIX_PATH_BYTES:
             self._refuse(f"is longer than the {_MOST_UNIX_PATH_BYTES} bytes that a socket's path may have")
         folder = self.path.parent
@@ -104,7 +103,7 @@ class UnixAddress:
         return f"unix:{self.path}"
 
     def listen(self) -> socket.socket:
-        """Binds only now: a socket without a listener looks like one that a killed server left."""
+        """Bind and listen; a socket bound earlier would look like one that a killed server left."""
         self._refuse_taken()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         umask = os.umask(0o777 & ~_UNIX_MODE)
@@ -125,7 +124,7 @@ class UnixAddress:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Another server may have the path by now: only our own socket goes."""
+        """Remove the socket file, unless another server has replaced it."""
         if self._listener is None:
             return
         with contextlib.suppress(FileNotFoundError):
@@ -155,14 +154,14 @@ class UnixAddress:
 
 
 class TlsContext(ssl.SSLContext):
-    """The certificate of a server, which may be read again."""
+    """The TLS context of a server, whose certificate may be read again."""
 
     certificate: Path
     key: Path | None
 
     def read_again(self, report: Callable[[str], None]) -> None:
-        """Take what the files have now for handshakes to come, and tell; a bad pair changes nothing. From any
-        thread."""
+        """Use the files' present certificate and key for new handshakes, and report; an invalid pair changes
+        nothing. May be called from any thread."""
         try:
             newer = tls_context(self.certificate, self.key)
         except (ServingError, OSError) as error:
@@ -177,7 +176,7 @@ class TlsContext(ssl.SSLContext):
 
 
 def tls_context(certificate: Path, key: Path | None) -> TlsContext:
-    """For a server with this certificate chain. CannotListen, naming the file, where one cannot be used."""
+    """The TLS context for a certificate chain. Raises CannotListen, naming the file, if it cannot be used."""
     context = TlsContext(ssl.PROTOCOL_TLS_SERVER)
     context.certificate, context.key = certificate, key
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -195,10 +194,10 @@ def tls_context(certificate: Path, key: Path | None) -> TlsContext:
 
 
 def allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
-    """The Hosts that a request may name on a server bound to `host` (None: a Unix socket); empty: anything.
-    `named`: the operator's own; `*` allows any. Without them, a server that only this machine can reach is
-    protected from pages in this machine's browsers (DNS rebinding); how others call a server that they can
-    reach is not known here."""
+    """Host names that a request may name on a server bound to `host` (None: a Unix socket); empty: any.
+    `named`: the operator's list; `*` allows any. Without it, a server on loopback allows loopback names only,
+    which protects it from web pages (DNS rebinding); the names of a server that others can reach are
+    unknown."""
     if "*" in named:
         return frozenset()
     if named:
@@ -207,7 +206,7 @@ def allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host name or address reaches this machine alone."""
+    """True if a host name or address is this machine's loopback."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -215,7 +214,7 @@ def is_loopback(host: str) -> bool:
 
 
 def allow_many_connections() -> int:
-    """Raise the soft limit on open files to the hard one; how many connections that leaves room for."""
+    """Raise the soft limit on open files to the hard one; return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -258,7 +257,7 @@ def _why(error: OSError, host: str, port: int) -> str:
 
 @contextmanager
 def _in_memory(path: Path) -> Iterator[str]:
-    """A copy that has an end, whatever the file is: OpenSSL would read a device for ever."""
+    """Path of a copy in memory, bounded because the file may be an endless device. Raises CannotListen."""
     try:
         content = read_input(path, MAX_TLS_BYTES)
     except OSError as error:

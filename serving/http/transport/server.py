@@ -1,4 +1,4 @@
-"""Running the application: the socket, the signals, and an end that is told to those who wait."""
+"""Runs the application: the listening socket, signals, and an orderly end that clients are told of."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAYS = {"starting": "the server is starting", "lost": "the engine has stopped; 
 
 
 class Computes(Protocol):
-    """The part of a server that answers requests: the engine's thread, or the workers that embed."""
+    """The part of a server that computes answers: the engine's thread, or the embedding workers."""
 
     @property
     def state(self) -> EngineState: ...
@@ -40,7 +40,7 @@ class Computes(Protocol):
 
 
 class Lifecycle:
-    """The state of one server from start to drain. What computes has been started."""
+    """The state of one server from start to drain. `engine` must have been started."""
 
     def __init__(self, engine: Computes) -> None:
         self._engine = engine
@@ -56,12 +56,12 @@ class Lifecycle:
 
     @property
     def is_ready(self) -> bool:
-        """True if new requests should be sent here."""
+        """True if new requests should be sent to this server."""
         return self.state == "running"
 
     @property
     def is_healthy(self) -> bool:
-        """False: the engine has stopped for good, and only a restart of the server helps."""
+        """False once the engine has stopped for good, so that only a restart helps."""
         return self._engine_state != "lost"
 
     @property
@@ -69,11 +69,11 @@ class Lifecycle:
         return self._engine.state if self._engine.is_alive else "lost"
 
     def drain(self, within_s: float) -> None:
-        """Refuse new requests from now on."""
+        """Refuse new requests from now on; answers in progress have `within_s` seconds."""
         self._ends_at_s = time.monotonic() + within_s
 
     def refuse_unless_open(self) -> None:
-        """ApiError for a request that is not accepted now. While ranks are replaced it waits."""
+        """Raise ApiError while requests are refused; while ranks are replaced, requests wait instead."""
         if self._ends_at_s is not None:
             left_s = math.ceil(max(1.0, self._ends_at_s - time.monotonic()))
             raise ApiError(
@@ -92,13 +92,13 @@ class Lifecycle:
 _LAST_WORDS_S = 0.5
 _LOOK_EVERY_S = 0.02
 _CANCEL_AFTER_S = 0.1
-"""The time that what answers a request has to see that its connection has ended."""
+"""Seconds for which the application's tasks may run on after all connections were aborted."""
 _ACCEPTED_AT_ONCE = 32
-"""Connections, before the loop does anything else: each takes some 0.1 ms."""
+"""Most connections accepted before the loop does anything else: each takes some 0.1 ms."""
 
 
 class Clients(Protocol):
-    """Requests in progress, as the server's start and end see them."""
+    """The requests in progress, as the server's start and end see them."""
 
     @property
     def n_live(self) -> int: ...
@@ -110,8 +110,7 @@ class Clients(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """The parts of one server, and its listeners. `on_hangup`: what SIGHUP does; None: it ends the server,
-    unless it is ignored."""
+    """The parts of one server. `on_hangup`: handles SIGHUP; None: SIGHUP ends the server, unless ignored."""
 
     app: ASGIApp
     client: Clients
@@ -129,7 +128,7 @@ class Service:
 
 class HttpServer:
     """Serves until SIGINT, SIGTERM or `end`. Then readiness is false at once and new requests get 503, while
-    answers in progress have `drain_s`, or until a second signal. `report` gets a line at both ends."""
+    answers in progress have `drain_s`, or until a second signal. `report`: takes a line at start and end."""
 
     def __init__(self, service: Service, address: Address, tls: ssl.SSLContext | None = None) -> None:
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # warns of every client that left in mid-stream
@@ -144,10 +143,10 @@ class HttpServer:
         self._stopping = asyncio.Event()
         self._ends_at_start = False
         self._until_s = 0.0
-        """The time at which waiting ends, on `time.monotonic`."""
+        """Time at which waiting for answers ends, on `time.monotonic`."""
 
     def end(self, *, at_once: bool = False) -> None:
-        """As a signal does; from any thread. at_once: as two of them."""
+        """End the server as a signal does; may be called from any thread. `at_once`: as two signals do."""
         if self._loop is None:
             self._ends_at_start = True
             return
@@ -155,7 +154,6 @@ class HttpServer:
             self._loop.call_soon_threadsafe(self._end, at_once)
 
     def run(self) -> None:
-        """Serve until the end."""
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
@@ -205,7 +203,7 @@ class HttpServer:
                 )  # one more must not break what is being cleaned up
 
     def _hang_up(self) -> None:
-        """The terminal has gone. Both the shell and the kernel may say so: twice is no more than once."""
+        """End after SIGHUP; both the shell and the kernel may send it, and the second has no effect."""
         if not self._stopping.is_set():
             self._end()
 
@@ -227,7 +225,7 @@ class HttpServer:
         self._service.report(f"stopping{waiting}")  # last: stderr may be gone, and the end goes on
 
     async def _end_in_peace(self, listening: asyncio.Server) -> None:
-        """Answers in progress end by themselves, or are told; what they say is sent to those who read."""
+        """Wait for answers in progress, end those left when the time is over, and send what was written."""
         client, connections = self._service.client, self._service.connections
         await self._wait_while(lambda: client.n_answers > 0)
         await _stop_accepting(listening)
@@ -253,8 +251,8 @@ class HttpServer:
 
 
 async def _stop_accepting(listening: asyncio.Server) -> None:
-    """First, each socket that was accepted becomes a connection: asyncio holds one open, and tells nobody,
-    where the server closes in between."""
+    """Stop accepting, after each accepted socket has become a connection: asyncio would keep such a socket
+    open unnoticed if the server closed in between."""
     for listener in listening.sockets:
         asyncio.get_running_loop().remove_reader(listener)
     await asyncio.sleep(0)
