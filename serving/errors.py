@@ -28,14 +28,14 @@ _SHORTAGES = {
     errno.ENFILE: _OUT_OF_FILES,
 }
 _UNMAPPED = ("failed to map segment", "Cannot allocate memory", "error return without exception set")
-"""The words of the linker and Python where a library does not fit."""
+"""Words in errors of the linker and Python when a library does not fit into memory."""
 _SCARCE_BYTES = 8 << 20
-"""Less than modules and their libraries need."""
+"""Bytes that importing modules and their libraries needs at least."""
 
 
 def shortage_of(error: BaseException | None) -> str | None:
-    """The shortage of the system, in one line, where that is what an error comes of; else
-    None."""
+    """One line about the system shortage (memory, threads, files) behind an error; None: the error has
+    another cause."""
     if error is not None and _memory_is_exhausted():
         return _OUT_OF_MEMORY  # an import then fails with any error, such as an unknown codec
     while error is not None:
@@ -60,7 +60,7 @@ def _memory_is_exhausted() -> bool:
 
 
 class ServingError(Exception):
-    """Base of what this room raises on purpose."""
+    """Base of the errors that `serving` raises on purpose."""
 
     exit_code: ClassVar[int] = 1
 
@@ -70,7 +70,7 @@ class ModelError(ServingError):
 
 
 class RequestError(ServingError):
-    """A request asks for what cannot be given. `param` names the field at fault, where there is one."""
+    """A request that cannot be served as asked. `param`: field at fault; None: no single field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -81,21 +81,22 @@ class ContextLengthExceeded(RequestError):
     """Prompt and answer need more positions than the model, or the KV pool, has."""
 
     sizes: tuple[int, int] | None = None
-    """The tokens that are needed, at least, and the most that there may be; None: unknown."""
+    """Tokens needed at least, and tokens allowed at most; None: unknown."""
 
     @classmethod
     def beyond(
         cls, most_tokens: int, asked: str, param: str | None = None, sizes: tuple[int, int] | None = None
     ) -> ContextLengthExceeded:
-        """In the words that clients of OpenAI look for. `asked`: what is longer, as the sentence goes on."""
+        """The error in the words that OpenAI's clients look for. `asked`: end of the sentence, about what is
+        too long."""
         error = cls(f"This model's maximum context length is {most_tokens} tokens{asked}", param)
         error.sizes = sizes
         return error
 
 
 def check_context(most_tokens: int, n_prompt: int, n_answer: int, whose: str = "") -> None:
-    """ContextLengthExceeded where a prompt and its answer need more tokens together. whose: what the limit
-    is of, as the sentence goes on."""
+    """Raise ContextLengthExceeded if prompt and answer together need more than `most_tokens`. `whose`: words
+    after the limit in the message."""
     n_needed = n_prompt + n_answer
     if n_needed > most_tokens:
         asked = f"{n_needed} are asked for: {n_prompt} in the prompt and {n_answer} for the answer"
@@ -105,7 +106,7 @@ def check_context(most_tokens: int, n_prompt: int, n_answer: int, whose: str = "
 
 
 class QueueFull(ServingError):
-    """No more requests can wait. Try again later, where known in `retry_after_s` seconds."""
+    """The waiting line is full. `retry_after_s`: seconds until a retry is worthwhile; None: unknown."""
 
     def __init__(self, message: str, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -113,27 +114,27 @@ class QueueFull(ServingError):
 
 
 class Stopping(ServingError):
-    """The server is ending, and this answer with it."""
+    """The server stops before the answer is complete."""
 
 
 class StepFailed(ServingError):
-    """The computation of one step failed; the requests that were in it end with this error."""
+    """The computation of one step failed; only the requests in it end with this error."""
 
 
 class RanksError(ServingError):
-    """Ranks cannot be set up: a plan that does not fit here, or too little memory."""
+    """Ranks cannot be set up: the plan does not fit here, or memory is too small."""
 
 
 class RankLost(RanksError):
-    """One of the ranks has died, and keys and values with it. `Ranks.reopen` may start them anew."""
+    """A rank has died, and with it the keys and values. `Ranks.reopen` may start the ranks again."""
 
 
 class CoresMoved(RankLost):
-    """The cores of the ranks have changed, and keys and values are given up; `Ranks.reopen` starts them on
-    those that are there. Nobody's work is to blame."""
+    """The ranks' cores have changed, and keys and values are lost; `Ranks.reopen` starts ranks on the cores
+    that are left. No request is to blame."""
 
 
 class EngineLost(RanksError):
-    """The engine has given up. The process's supervisor must start it again."""
+    """The engine has given up for good: the process's supervisor must restart the process."""
 
     exit_code: ClassVar[int] = 70  # EX_SOFTWARE of sysexits.h

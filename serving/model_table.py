@@ -1,4 +1,4 @@
-"""The table of a server's models: each row has all that belongs to its model, wherever that computes."""
+"""The table of a server's models: each row has all that belongs to one model, wherever the model computes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 @dataclass(frozen=True)
 class Predictor:
-    """Tells how long answers will be, and learns from how long they became. Both are quick."""
+    """Predicts answer lengths, and learns from the lengths that answers reached. Both calls are quick."""
 
     estimate: Callable[[RequestFacts], Estimate]
     learn: Callable[[RequestFacts, int], None]
 
 
 class Served(Protocol):
-    """A model that is served: its text, and how much of it at a time. An `OpenEngine` is one."""
+    """A model that is served: its packed weights, its text processing and the size of its engine."""
 
     @property
     def model(self) -> PackedModel: ...
@@ -50,9 +50,8 @@ class Served(Protocol):
 
 @dataclass(frozen=True)
 class AnswerPolicy:
-    """The way that models answer. `tool_format`: the form of calls, one of `tools.dialect.FORMATS`; auto: as
-    the chat template writes them. `receipts`: requests may ask for receipts.
-    """
+    """Policy for a model's answers. `tool_format`: form of tool calls, one of `tools.dialect.FORMATS`; auto:
+    as the chat template writes them. `receipts`: True: requests may ask for receipts."""
 
     max_prompt_tokens: int | None = None
     tool_format: str = "auto"
@@ -61,9 +60,9 @@ class AnswerPolicy:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A model that generates text. `names`: what requests may call it, its id first. `open_host`: of what
-    computes it. `sampling`: for what requests do not state; None: as the model's files say.
-    """
+    """A model that generates text. `names`: names that requests may use, the model's id first. `open_host`:
+    opens the host of its engine. `sampling`: values for fields that requests leave out; None: from the
+    model's files."""
 
     opened: Served
     names: tuple[str, ...]
@@ -75,29 +74,29 @@ class TextRow:
 
 @dataclass(frozen=True)
 class EmbeddingRow:
-    """A model that makes vectors. `names`: what requests may call it, its id first."""
+    """An embedding model. `names`: names that requests may use, the model's id first."""
 
     opened: OpenEmbedding
     names: tuple[str, ...]
 
 
 class FolderModel(Protocol):
-    """A model of the folder, known and not in memory yet."""
+    """A model of the model folder that is measured but not yet in memory."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of weights, keys and values once it is open."""
+        """Bytes of weights, keys and values once the model is open."""
         ...
 
     def open(self, stack: ExitStack) -> TextRow:
-        """Open it; `stack` closes it. Raises ServingError."""
+        """Load the model; `stack` unloads it. Raises ServingError."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder of models. `files`, `measure` and `facts` as of `ModelsOnDisk`. `budget_bytes`: the most of
-    all that are open together; None: what the machine has. `keep_s`: the time that a model stays unused.
+    """A folder of models. `files`, `measure` and `facts`: as in `ModelsOnDisk`. `budget_bytes`: most bytes of
+    all open models together; None: what the machine has. `keep_s`: seconds that an unused model stays open.
     """
 
     files: Callable[[], Mapping[str, ModelFile]]
@@ -109,7 +108,8 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The models of a server: those that stay, those of a folder, which come and go, and one that embeds."""
+    """The models of a server: permanent ones, those of a folder (loaded on demand), and an embedding
+    model."""
 
     models: Sequence[TextRow] = ()
     folder: ModelFolder | None = None
@@ -121,14 +121,14 @@ class ModelTable:
 
     @property
     def names(self) -> frozenset[str]:
-        """Those of all that stay."""
+        """Names of all permanent models."""
         embedding = () if self.embedding is None else self.embedding.names
         return frozenset(embedding).union(*(row.names for row in self.models))
 
 
 @contextmanager
 def served_model(row: TextRow, host: EngineHost) -> Iterator[ServedModel]:
-    """A model as requests see it, until its processes end."""
+    """A model as HTTP requests see it, until the end of `with` closes its helper processes."""
     with ExitStack() as stack:
         guides = stack.enter_context(closing(_guides(row.opened)))
         if row.opened.text.has_template:
@@ -177,10 +177,8 @@ def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedMode
 
 
 def with_adapters(own: ServedModel, adapters: Sequence[Adapter], taken: Collection[str]) -> list[ServedModel]:
-    """Each adapter of a model as requests see it: `base:adapter`, or its own name where no model has that.
-
-    taken: the names of all models.
-    """
+    """Each adapter of a model as its own served model, named `base:adapter`, or by its own name if that is
+    free. `taken`: names of all models."""
     return [
         replace(
             own,
@@ -209,7 +207,8 @@ def _dialect(opened: Served, tool_format: str) -> Dialect:
 
 
 def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
-    """Cutting megabytes of text takes seconds of every core, only to learn that they are too many tokens."""
+    """An `encode` that first refuses a text too long for the context: tokenizing megabytes takes seconds of
+    every core."""
     check = _length_check(opened)
 
     def encode(text: str, add_special: bool) -> list[int]:
@@ -220,7 +219,8 @@ def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
 
 
 def _chat_encoder(opened: Served) -> Callable[[Conversation, CancelToken], list[int]]:
-    """The template is read beforehand: one that cannot be is told at the start."""
+    """An encoder of conversations. The template is read here, so that a broken one is reported at the
+    start."""
     conversations, check = opened.text.conversations, _length_check(opened)
 
     def encode(conversation: Conversation, cancel: CancelToken) -> list[int]:
@@ -246,8 +246,8 @@ def _length_check(opened: Served) -> Callable[[str], None]:
 
 
 def _guides(opened: Served) -> GuideCompiler:
-    """Loaded beside the start: the first request that needs it would stall the others. The process ends after
-    this thread: one that is inside llguidance when the interpreter ends is a crash."""
+    """A grammar compiler, loaded on a thread while the server starts, so that the first grammar request does
+    not stall others. The thread is no daemon: the interpreter would crash if it ended inside llguidance."""
     guides = opened.text.guide_compiler()
     if opened.model.config.eos_token_ids:
         threading.Thread(target=guides.warm, name="grammar-load").start()

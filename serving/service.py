@@ -1,4 +1,4 @@
-"""One server: HTTP over a table of models, with the hosts that compute them, put together."""
+"""One server: HTTP over a table of models, and the hosts that compute them."""
 
 from __future__ import annotations
 
@@ -44,17 +44,15 @@ from phasewise.serving.model_table import (
 from phasewise.serving.processes.line_log import LineLog
 
 SWITCH_INTERVAL_S = 0.0005
-"""Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
+"""Seconds between Python's thread switches. The default, 5 ms, is longer than a decode step."""
 
 LAST_STEP_S = 2.0
 
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """Settings of a server, whatever its models are.
-
-    `length_log`, where there is one: what the token ids of prompts, and the lengths of their answers, go to.
-    """
+    """Settings of a server, independent of its models. `length_log`: log of the token ids of prompts and the
+    lengths of their answers; None: not logged."""
 
     limits: HttpLimits
     tls: TlsContext | None = None
@@ -62,18 +60,18 @@ class ServiceSettings:
     cors_origins: tuple[str, ...] = ()
     logging: Logging = NOT_LOGGED
     page: bool = False
-    """True if there is a page at `/`."""
+    """True if a web page is served at `/`."""
     read_keys: ReadKeys | None = None
-    """Reads the API keys again; None: they stay as they are."""
+    """Reads the API keys again; None: the keys never change."""
     batch_dir: Path = Path()
     batch_bytes: int = 0
-    """Most bytes of files of batches; 0: none are taken."""
+    """Most bytes of batch files; 0: batches are refused."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By the id of a model: how many products are tuned, imported, verified, set aside."""
+    """For each model id, the numbers of matrix products that are tuned, imported, verified and set aside."""
 
 
 class _AllClients:
-    """A server's kinds of requests, as its start and end see them."""
+    """The clients of all a server's workers (generation, embeddings) as one."""
 
     def __init__(self, clients: Sequence[Clients]) -> None:
         self._clients = clients
@@ -98,9 +96,8 @@ class _AllClients:
 def run_service(
     table: ModelTable, settings: ServiceSettings, address: Address, report: Callable[[str], None]
 ) -> None:
-    """Serve until a signal ends it. EngineLost where what computes has given up before: a model that stays,
-    or of a server which embeds alone every worker.
-    """
+    """Serve until a signal. EngineLost: a permanent model's engine, or on an embedding server every worker,
+    has given up."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
         limits, log = settings.limits, settings.length_log
@@ -150,9 +147,8 @@ def run_service(
 def _computing(
     table: ModelTable, client: EngineClient, on_lost: Callable[[], None]
 ) -> tuple[EngineHost, Lifecycle, Sequence[Clients]]:
-    """The host of all models that generate text, whose loss ends the server; of a server that embeds alone
-    the loss of its workers does.
-    """
+    """The host of all text models, the server's lifecycle and its clients. The loss of the host ends the
+    server; on a server that only embeds, the loss of its workers does."""
     embedding = [] if table.embedding is None else [table.embedding.opened.client]
     if len(table.models) == 1 and table.folder is None:
         host = table.models[0].open_host(client.deliver, on_lost, OWN_CORES)
@@ -180,7 +176,7 @@ def _embeddings(row: EmbeddingRow) -> ServedEmbeddings:
 
 
 def _served_models(table: ModelTable, host: EngineHost, stack: ExitStack) -> list[ServedModel]:
-    """Those that stay, each with its adapters after it."""
+    """Permanent models, each followed by its adapters."""
     served: list[ServedModel] = []
     for row in table.models:
         own = stack.enter_context(served_model(row, host))
@@ -199,7 +195,7 @@ def _batches(settings: ServiceSettings, life: Lifecycle, report: Callable[[str],
 def _run_to_the_end(
     server: HttpServer, host: EngineHost, shelf: ModelShelf | None, client: EngineClient
 ) -> bool:
-    """Serve until a signal. False: the last step takes too long."""
+    """Serve until a signal. False: the last step did not end within `LAST_STEP_S`."""
     with gc_frozen():
         host.start()
         try:
@@ -214,15 +210,15 @@ def _run_to_the_end(
 
 
 def _leave(address: Address, stopped: bool) -> None:
-    """End the process where its engine has not stopped: a step cannot be interrupted, and no client waits for
-    it any more."""
+    """End the process at once if its engine has not stopped: a step cannot be interrupted, and no client
+    waits for it."""
     if not stopped:
         address.__exit__()
         os._exit(0)
 
 
 def _observe(client: EngineClient, row: TextRow, log: LengthLog | None, stack: ExitStack) -> None:
-    """Have the lengths of a model's answers observed until `stack` ends it."""
+    """Have the lengths of a model's answers observed until `stack` closes."""
     observers: list[LengthObserver] = []
     if log is not None:
         observers.append(LengthObserver(partial(log.put, row.opened.model.name), row.names[0]))
@@ -236,7 +232,7 @@ def _observe(client: EngineClient, row: TextRow, log: LengthLog | None, stack: E
 def _reopened_files(
     lines: LineLog, settings: ServiceSettings, log: LengthLog | None
 ) -> Iterator[Callable[[], None]]:
-    """Yield the functions that open them anew."""
+    """Yield the functions that reopen the log files."""
     if settings.logging.path is not None:
         yield lines.reopen
     if log is not None:
@@ -245,11 +241,9 @@ def _reopened_files(
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Freeze the objects of the start: they stay until the end, so no collection of cycles need look at them.
-
-    One that does (a vocabulary alone is some 100,000 objects) takes 40 to 100 ms, and nothing else runs in
-    Python meanwhile: neither the event loop nor the engine.
-    """
+    """Freeze the start's objects within the `with` block, so that garbage collection does not scan them: a
+    scan (a vocabulary alone is some 100,000 objects) takes 40 to 100 ms, in which neither the event loop nor
+    the engine runs."""
     gc.collect()
     gc.freeze()
     try:
@@ -260,7 +254,8 @@ def gc_frozen() -> Iterator[None]:
 
 @contextmanager
 def _learning(predictor: Predictor) -> Iterator[Callable[[RealisedLength], None]]:
-    """On a thread of its own: the event loop has others waiting. At the end it learns no more."""
+    """Yield a function that trains the predictor on a thread of its own, since the event loop must not
+    wait."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="phasewise-predictor")
 
     def learn(length: RealisedLength) -> None:
@@ -280,8 +275,6 @@ def _gauges(
     n_connections: Callable[[], int],
     products: Mapping[str, Mapping[str, int]],
 ) -> Gauges:
-    """The gauges of a server's metrics."""
-
     def without_database() -> int:
         return n_without_database() + sum(own.without_database for own in host.instances())
 
@@ -304,7 +297,7 @@ def _gauges(
 
 
 class _Loaded:
-    """A model in memory, until `stack` closes it."""
+    """A model of the folder in memory, until `close`."""
 
     def __init__(self, served: ServedModel, adapted: Sequence[ServedModel], stack: ExitStack) -> None:
         self.served = served
@@ -321,7 +314,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A model of the folder, and what it needs of the server once it is open."""
+    """A model of the folder, and the server's parts that it needs to open."""
 
     model: FolderModel
     host: SeveralEngines
@@ -359,7 +352,7 @@ def _shelf(
     assert isinstance(host, SeveralEngines), "models come and go"
 
     def files() -> Mapping[str, ModelFile]:
-        """A name of a model that stays means that one."""
+        """Model files by name; permanent models take precedence."""
         return {name: file for name, file in folder.files().items() if name not in table.names}
 
     def measure(name: str) -> _Measured:

@@ -1,4 +1,4 @@
-"""Lines of a batch, in OpenAI's form: a request each, and its answer or the reason why there is none."""
+"""Lines of a batch file in OpenAI's form: a request each, and its answer or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SKIPPED_AT_ONCE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request. `fault`: why it cannot be sent; None if it can."""
+    """One request of a batch file. `fault`: the reason why it cannot be sent; None: it can."""
 
     number: int
     custom_id: str | None
@@ -30,8 +30,8 @@ class BatchLine:
 
 
 def read_lines(file: BinaryIO, most_bytes: int, urls: Collection[str] = URLS) -> Iterator[BatchLine | None]:
-    """The requests of a file, a line each; None for an empty line. A line longer than `most_bytes` is not
-    held: it is skipped, and its fault says so."""
+    """Read the requests of a file, one per line; None for an empty line. A line longer than `most_bytes` is
+    skipped without being held, and its fault says so."""
     seen: set[str] = set()
     for number in itertools.count(1):
         raw = file.readline(most_bytes + 1)
@@ -46,7 +46,8 @@ def read_lines(file: BinaryIO, most_bytes: int, urls: Collection[str] = URLS) ->
 
 
 def read_line(number: int, raw: bytes, seen: set[str], urls: Collection[str] = URLS) -> BatchLine:
-    """The request of a line, or its fault. seen: the ids of the lines before; its own is added."""
+    """Parse a line into its request or its fault. `seen`: custom ids of earlier lines; this line's is
+    added."""
     if is_flood(raw):
         many = f"it has more than {MOST_VALUES} values or {MOST_CONTAINERS} lists and objects"
         return BatchLine(number, None, fault=many)
@@ -79,17 +80,17 @@ def _fault_of(given: Json, urls: Collection[str]) -> str | None:
 
 
 def answered(line: BatchLine, status: int, request_id: str, body: Any) -> Json:
-    """The line of an answer, or of a refusal by the server."""
+    """Output line of a request that the server answered or refused."""
     return _line_of(line, {"status_code": status, "request_id": request_id, "body": body}, None)
 
 
 def faulty(line: BatchLine) -> Json:
-    """The line of a request that cannot be sent."""
+    """Output line of a request that cannot be sent."""
     return _line_of(line, None, {"code": "invalid_line", "message": f"line {line.number}: {line.fault}"})
 
 
 def given_up(line: BatchLine, code: str, message: str) -> Json:
-    """The line of a request that was not sent: its batch has ended before."""
+    """Output line of a request that was not sent because its batch ended first."""
     return _line_of(line, None, {"code": code, "message": message})
 
 
@@ -103,7 +104,7 @@ def _line_of(line: BatchLine, response: Json | None, error: Json | None) -> Json
 
 
 def written(value: Json) -> bytes:
-    """The bytes of a line of answers, without its end, or of a request's body."""
+    """JSON bytes of an output line, without the newline, or of a request's body."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half a surrogate pair, in an id

@@ -1,9 +1,7 @@
-"""Files and batches of a server, in SQLite: what a restart must not lose. Every call is a transaction.
-
-Promises: a line is answered once, whatever ends the process and when. A file or batch is seen by its owner
-alone. All files, answers and rows together take no more than `most_bytes`. Memory holds a page of a list, and
-one answer of a batch that ends.
-"""
+"""Files and batches of a server in SQLite: what must survive a restart. Every call is one transaction. Each
+line of a batch is answered once, even if the process is killed. Only its owner sees a file or batch. All
+files, answers and rows take at most `most_bytes`. Memory holds at most a page of a list and one answer of an
+ending batch."""
 
 from __future__ import annotations
 
@@ -43,22 +41,22 @@ CREATE INDEX IF NOT EXISTS answers_by_kind ON answers (batch_id, is_good);
 """
 _VERSION = 1
 CANCELLABLE = ("validating", "in_progress")
-"""Statuses of a batch that has not ended and is not being cancelled."""
+"""Statuses of a batch that has neither ended nor is being cancelled."""
 UNFINISHED = (*CANCELLABLE, "cancelling")
 MOST_UNFINISHED = 64
-"""Batches of one owner that are not over."""
+"""Most unfinished batches of one owner."""
 KEPT_DAYS = 60
-"""Days from the beginning of a batch to the end of its record: its window is 30 days at most."""
+"""Days from a batch's creation to the deletion of its record: its window is at most 30 days."""
 ENDS_AS = "ends_as"
-"""The field of a batch whose answers are being written to its files: the status of its end."""
+"""Field of a batch whose answers are being written to files: the status it will end with."""
 _ROW_BYTES = 512
-"""The bytes of a row beside its texts."""
+"""Bytes that a row counts beside its texts."""
 _BATCH_BYTES = f"length(fields) + {_ROW_BYTES}"
 _DROPPED_AT_ONCE = 500
 
 
 class BatchStoreError(ServingError):
-    """The store cannot do it. `kind`: which answer that is: `missing`, `in_use`, `full`, `too_many`,
+    """The store refuses a call. `kind` names the reason: `missing`, `in_use`, `full`, `too_many`,
     `unfinished`, `stopped`, `elsewhere`."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -68,7 +66,7 @@ class BatchStoreError(ServingError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of an owner's."""
+    """A file of one owner."""
 
     id: str
     created_s: int
@@ -79,7 +77,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Page:
-    """A part of a list: `limit` entries behind the one called `after`, the newest first unless ascending."""
+    """Part of a list: `limit` entries after the entry with id `after`, newest first unless ascending."""
 
     limit: int
     after: str | None = None
@@ -88,8 +86,8 @@ class Page:
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """A batch. `fields`: its JSON object, as OpenAI's API shows it, but for `request_counts`, and with what
-    the runner keeps of it."""
+    """A batch. `fields`: its JSON object as in OpenAI's API, without `request_counts`, with the runner's own
+    fields."""
 
     id: str
     owner: str
@@ -100,10 +98,11 @@ class StoredBatch:
 
 
 class BatchStore:
-    """One folder: `batches.sqlite` and a file for each file. Any thread may call, one at a time gets in."""
+    """Store in one folder: `batches.sqlite`, and a file on disk for each file. Thread-safe: one call at a
+    time."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        """BatchStoreError where another process uses the folder; OSError where it cannot be used."""
+        """Raises BatchStoreError if another process uses the folder, OSError if the folder cannot be used."""
         self._folder = folder
         self._most_bytes = most_bytes
         self._lock = threading.RLock()
@@ -138,11 +137,12 @@ class BatchStore:
     # ---- files -------------------------------------------------------------------------------------------
 
     def begin_file(self) -> NewFile:
-        """A file to be written piece by piece; then `keep_file` it, or `drop` it. OSError: it cannot be."""
+        """A new file to write in pieces, then `keep_file` or `drop`. OSError: it cannot be created."""
         return NewFile(self)
 
     def keep_file(self, file: NewFile, owner: str, filename: str, purpose: str) -> StoredFile:
-        """It is whole. BatchStoreError where the disk is full; it is dropped then."""
+        """Add a completely written file to the store. BatchStoreError: the disk or the store is full; the
+        file is then dropped."""
         try:
             file.finish()
             with self._transaction() as db:
@@ -155,14 +155,15 @@ class BatchStore:
         return self.file(owner, file.id)
 
     def file(self, owner: str, file_id: str) -> StoredFile:
-        """BatchStoreError where there is none of this owner's."""
+        """A file by id. BatchStoreError: the owner has none of this id."""
         files = self._files("id = ? AND owner = ?", (file_id, owner))
         if not files:
             raise BatchStoreError("missing", f"there is no file {file_id[:80]!r} of yours here")
         return files[0]
 
     def files(self, owner: str, page: Page, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
-        """A page of them, and whether there are more. BatchStoreError where `after` is none of them."""
+        """A page of the owner's files, and whether more follow. BatchStoreError: `after` is not among
+        them."""
         columns, further = "id, created_s, filename, purpose, n_bytes", ""
         values: tuple[str, ...] = (owner,)
         if purpose is not None:
@@ -175,7 +176,7 @@ class BatchStore:
         return self._folder / file_id
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """BatchStoreError where there is none, or a batch that is not over reads it."""
+        """Delete a file. BatchStoreError: the owner has none of this id, or an unfinished batch reads it."""
         with self._transaction() as db:
             file = self.file(owner, file_id)
             query = "SELECT id FROM batches WHERE input_id = ? AND is_over = 0"
@@ -186,7 +187,7 @@ class BatchStore:
         self.give_back(file.n_bytes + _ROW_BYTES)
 
     def take(self, n_bytes: int) -> None:
-        """Count so many bytes more. BatchStoreError where they are too many."""
+        """Count `n_bytes` as used. BatchStoreError: the store would exceed its limit."""
         with self._lock:
             if self._n_taken + n_bytes > self._most_bytes:
                 raise BatchStoreError(
@@ -197,12 +198,12 @@ class BatchStore:
             self._n_taken += n_bytes
 
     def give_back(self, n_bytes: int) -> None:
-        """Count so many bytes less."""
+        """Count `n_bytes` as no longer used."""
         with self._lock:
             self._n_taken -= n_bytes
 
     def _count_bytes(self) -> int:
-        """The bytes of all files, of answers that are in no file yet, and of rows."""
+        """Bytes of all files, all rows, and all answers that are in no file yet."""
         with self._transaction() as db:
             (files,) = db.execute(f"SELECT coalesce(sum(n_bytes + {_ROW_BYTES}), 0) FROM files").fetchone()
             (batches,) = db.execute(f"SELECT coalesce(sum({_BATCH_BYTES}), 0) FROM batches").fetchone()
@@ -212,7 +213,8 @@ class BatchStore:
     # ---- batches -----------------------------------------------------------------------------------------
 
     def add_batch(self, owner: str, input_id: str, fields: Json) -> StoredBatch:
-        """BatchStoreError where its input is no file of this owner's, or too many are not over."""
+        """Create a batch. BatchStoreError: the owner has no file `input_id`, or too many unfinished
+        batches."""
         batch_id = f"batch_{secrets.token_hex(12)}"
         self._expire()
         with self._transaction() as db:
@@ -230,33 +232,35 @@ class BatchStore:
         return StoredBatch(batch_id, owner, input_id, fields, 0, 0)
 
     def batch(self, owner: str, batch_id: str) -> StoredBatch:
-        """BatchStoreError where there is none of this owner's."""
+        """A batch by id. BatchStoreError: the owner has none of this id."""
         batches = self._batches("id = ? AND owner = ?", (batch_id, owner))
         if not batches:
             raise BatchStoreError("missing", f"there is no batch {batch_id[:80]!r} of yours here")
         return batches[0]
 
     def batches(self, owner: str, page: Page) -> tuple[list[StoredBatch], bool]:
-        """A page of them, and whether there are more. BatchStoreError where `after` is none of them."""
+        """A page of the owner's batches, and whether more follow. BatchStoreError: `after` is not among
+        them."""
         with self._transaction():
             rows, has_more = self._page("batches", "id, owner, input_id, fields", "", (owner,), page)
             return [self._batch_of(*row) for row in rows], has_more
 
     def delete_batch(self, owner: str, batch_id: str) -> None:
-        """Its record; its files stay. BatchStoreError where there is none, or it is not over."""
+        """Delete the record of a batch, not its files. BatchStoreError: the owner has none of this id, or it
+        is unfinished."""
         with self._transaction() as db:
             self.batch(owner, batch_id)
             if not self._drop_batches("id = ? AND is_over = 1", (batch_id,), db):
                 raise BatchStoreError("unfinished", f"batch {batch_id} is not over: cancel it first")
 
     def _expire(self) -> None:
-        """Drop the records of batches that have been over for long."""
+        """Delete records of finished batches older than KEPT_DAYS."""
         with self._transaction() as db:
             began_before_s = int(time.time()) - KEPT_DAYS * 86_400
             self._drop_batches("is_over = 1 AND created_s < ?", (began_before_s,), db)
 
     def _drop_batches(self, where: str, values: tuple[str | int, ...], db: sqlite3.Connection) -> int:
-        """Drop some records within a transaction, and return their number."""
+        """Delete batch records within a transaction, and return their number."""
         query = f"SELECT count(*), coalesce(sum({_BATCH_BYTES}), 0) FROM batches WHERE {where}"
         n_batches, n_bytes = db.execute(query, values).fetchone()
         if n_batches:
@@ -265,15 +269,15 @@ class BatchStore:
         return int(n_batches)
 
     def unfinished(self) -> list[StoredBatch]:
-        """Those that are not over, of all owners, the oldest first."""
+        """Unfinished batches of all owners, the oldest first."""
         return self._batches("is_over = 0", ())[::-1]
 
     def update(
         self, batch: StoredBatch, *, among: tuple[str, ...], is_over: bool = False, **changed: Any
     ) -> StoredBatch:
-        """Change fields of a batch whose status is one of `among` by now; else leave it. Returns it as it is.
-        A cancel and the runner change a status at the same time: neither may undo the other's. is_over:
-        nothing of it changes any more."""
+        """Change fields of a batch if its present status is one of `among`, and return the batch as it is
+        then. A cancel and the runner may change a status at the same time: neither undoes the other's.
+        `is_over`: True: nothing of the batch changes any more."""
         with self._transaction() as db:
             now = self.batch(batch.owner, batch.id)
             if now.fields["status"] not in among:
@@ -283,15 +287,16 @@ class BatchStore:
             return self.batch(batch.owner, batch.id)
 
     def _change(self, batch_id: str, changed: Json, db: sqlite3.Connection) -> None:
-        """Change fields of a batch within a transaction. What that adds is not refused: a batch must end."""
+        """Change fields of a batch within a transaction. Bytes over the limit are not refused: a batch must
+        end."""
         (before,) = db.execute("SELECT fields FROM batches WHERE id = ?", (batch_id,)).fetchone()
         after = json.dumps({**json.loads(before), **changed})
         db.execute("UPDATE batches SET fields = ? WHERE id = ?", (after, batch_id))
         self.give_back(len(before) - len(after))
 
     def answer(self, batch_id: str, number: int, line: bytes, *, is_good: bool) -> None:
-        """Keep the answer to a line. The first one stays; of a batch that is over by now, or whose files are
-        being written, none is kept."""
+        """Store the answer to a line. An earlier answer to the line stays; answers to a batch that is over,
+        or whose files are being written, are dropped."""
         self.take(len(line))
         query = (
             "INSERT OR IGNORE INTO answers SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM batches "
@@ -308,7 +313,7 @@ class BatchStore:
                 self.give_back(len(line))
 
     def answered(self, batch_id: str) -> set[int]:
-        """The numbers of the lines that have an answer."""
+        """Numbers of the batch's lines that have an answer."""
         with self._transaction() as db:
             rows = db.execute("SELECT number FROM answers WHERE batch_id = ?", (batch_id,))
             return {number for (number,) in rows}
@@ -316,10 +321,10 @@ class BatchStore:
     def finish(
         self, batch: StoredBatch, status: str, stop: threading.Event | None = None, **changed: Any
     ) -> StoredBatch:
-        """Write the answers to an output and an error file, in the order of the lines, and end the batch.
-        status: of its end; a batch that is being cancelled ends as `cancelled` whatever it is, and one whose
-        end was begun before as it was then. stop: BatchStoreError once it is set, from another thread. A
-        process that ends in the middle leaves files that nobody knows, which the next start removes."""
+        """Write the answers to an output file and an error file, in line order, and end the batch. `status`:
+        final status; a batch being cancelled ends as `cancelled`, and an end begun before keeps its status.
+        `stop`: event set by another thread; BatchStoreError once it is. If the process ends meanwhile the
+        next start removes the partial files."""
         stop = stop or threading.Event()
         with self._transaction() as db:
             now = self.batch(batch.owner, batch.id)
@@ -348,7 +353,8 @@ class BatchStore:
     def _write_answers(
         self, batch_id: str, files: dict[bool, NewFile], stop: threading.Event
     ) -> dict[bool, int]:
-        """Write each answer to the file of its kind; return their numbers. Others use the store meanwhile."""
+        """Write each answer to the file of its kind, and return the numbers of lines. Other calls run in
+        between."""
         counts, number = {True: 0, False: 0}, -1
         query = (
             "SELECT number, is_good, line FROM answers WHERE batch_id = ? AND number > ? "
@@ -368,7 +374,7 @@ class BatchStore:
     def _end(
         self, batch: StoredBatch, status: str, files: dict[bool, NewFile], counts: dict[bool, int]
     ) -> StoredBatch:
-        """The files are there: the batch is over."""
+        """Add the finished files to the store, and mark the batch as over."""
         now_s = int(time.time())
         ids: dict[str, str | None] = {}
         with self._transaction() as db:
@@ -388,7 +394,7 @@ class BatchStore:
             return self.batch(batch.owner, batch.id)
 
     def _drop_answers(self, batch_id: str, stop: threading.Event) -> None:
-        """Those of a batch that is over: they are in its files, and count no more."""
+        """Delete the stored answers of a finished batch, which are in its files now."""
         query = (
             "DELETE FROM answers WHERE batch_id = ?1 AND number IN "
             f"(SELECT number FROM answers WHERE batch_id = ?1 LIMIT {_DROPPED_AT_ONCE})"
@@ -402,7 +408,7 @@ class BatchStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Transactions within one another are one. BatchStoreError where the disk is full."""
+        """Run a transaction; a nested one joins the outer one. BatchStoreError: the disk is full."""
         with self._lock:
             if self._db.in_transaction:
                 yield self._db
@@ -444,7 +450,8 @@ class BatchStore:
     def _page(
         self, table: str, columns: str, further: str, values: tuple[str, ...], page: Page
     ) -> tuple[list[Any], bool]:
-        """Rows of an owner's, within a transaction, and whether there are more. values: the owner first."""
+        """A page of an owner's rows, within a transaction, and whether more follow. `values`: the owner, then
+        those of `further`."""
         order, sign, since = ("ASC", ">", 0) if page.is_ascending else ("DESC", "<", sys.maxsize)
         if page.after is not None:
             query = f"SELECT rowid FROM {table} WHERE owner = ?{further} AND id = ?"
@@ -460,7 +467,7 @@ class BatchStore:
         return rows[: page.limit], len(rows) > page.limit
 
     def _drop_strays(self) -> None:
-        """Files whose writing was cut off, and answers that are in files."""
+        """Delete files whose writing was cut off, and answers that are in files already."""
         with self._transaction() as db:
             query = (
                 "SELECT DISTINCT batch_id FROM answers "
@@ -475,16 +482,16 @@ class BatchStore:
 
 
 def disk_refuses(folder: Path, error: Exception) -> BatchStoreError:
-    """The error of a disk that is full, or has gone."""
+    """The error for a disk that is full or gone."""
     return BatchStoreError("full", f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 class NewFile:
-    """A file on its way to the disk. OSError and BatchStoreError where there is no room. It may be dropped
-    while another thread writes a piece."""
+    """A file being written. OSError or BatchStoreError: there is no room. `drop` may be called while another
+    thread writes."""
 
     def __init__(self, store: BatchStore, *, is_counted: bool = True) -> None:
-        """is_counted: False for answers that are counted already."""
+        """`is_counted`: False for answers whose bytes the store has counted already."""
         self.id = f"file-{secrets.token_hex(12)}"
         self.n_bytes = self.n_taken = 0
         self._store = store

@@ -1,8 +1,6 @@
-"""Cores that come and go under a running engine: taskset, a cpuset, a cgroup quota, a CPU that goes offline.
-
-A thread looks twice a second at what this process may use and asks for plans for what is left. The engine's
-thread takes them between two steps. Until then nothing stops: threads of a core that is gone run elsewhere.
-"""
+"""Watch over the cores of a running engine, which taskset, a cpuset, a cgroup quota or a CPU going offline
+may change. A thread looks twice a second at the cores that this process may use and plans for the cores left;
+the engine's thread takes the plans between two steps. Until then threads of a lost core run elsewhere."""
 
 from __future__ import annotations
 
@@ -16,21 +14,22 @@ from phasewise.serving.errors import ServingError
 from phasewise.tuner.plans import Phase, ServicePlan
 
 LOOK_S = 0.5
-"""Seconds between two looks, each of which reads some small files."""
+"""Seconds between two looks at the cores, each of which reads some small files."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CorePlans:
-    """The plans of both phases for the cores there are. `schedules` are of the arithmetic in use."""
+    """Plans of both phases for the present cores. `schedules`: kernel schedules with the arithmetic in
+    use."""
 
     plans: Mapping[Phase, ServicePlan]
     schedules: Mapping[Phase, ScheduleLookup] | None = None
 
     @property
     def cores(self) -> dict[Phase, tuple[object, ...]]:
-        """The cores of each phase, rank by rank, and those of its bands."""
+        """Cores of each phase: the starts of its bands, and the cores of each band's ranks."""
         return {
             phase: (plan.starts, *(tuple(rank.cores for rank in each.ranks) for each in plan.each))
             for phase, plan in self.plans.items()
@@ -38,9 +37,9 @@ class CorePlans:
 
 
 class CoreWatch:
-    """Watches for one engine that runs by `plans`. `take` and `moved` are for its thread. look: what this
-    process may use; another value than the last one: it has changed. ValueError, OSError: not now. replan:
-    the plans for the cores there are then, or ServingError. Both are called on a thread of the watch's."""
+    """Watches the cores of one engine. `take` and `moved` are called on the engine's thread, `look` and
+    `replan` on the watch's. `look`: reads the usable cores, changed if the value differs; ValueError or
+    OSError: not readable now. `replan`: makes plans for the present cores, or raises ServingError."""
 
     def __init__(
         self,
@@ -55,22 +54,21 @@ class CoreWatch:
         self._seen = look()
         self._in_use = CorePlans(plans)
         self.waiting: CorePlans | None = None
-        """Plans to take; any thread may look."""
+        """Plans that the engine has not taken yet; readable from any thread."""
         self._lock = threading.Lock()
         self._said = ""
         self._on_change: Callable[[], None] = lambda: None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phasewise-cores", daemon=True)
         self.n_moves = 0
-        """Times that the engine has gone on by other plans."""
+        """Number of times that the engine changed to other plans."""
 
     @property
     def plans(self) -> Mapping[Phase, ServicePlan]:
-        """The plans that the engine runs by."""
         return self._in_use.plans
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Begin. `on_change` is called, on the watch's thread, when there is something to take."""
+        """Start watching. `on_change`: called on the watch's thread when new plans wait."""
         self._on_change = on_change
         self._thread.start()
 
@@ -80,13 +78,13 @@ class CoreWatch:
             self._thread.join()
 
     def take(self) -> CorePlans | None:
-        """Plans that differ from those in use, once; None: there are no others."""
+        """Remove and return the waiting plans; None: there are none, or their cores are those in use."""
         with self._lock:
             waiting, self.waiting = self.waiting, None
         return None if waiting is None or waiting.cores == self._in_use.cores else waiting
 
     def moved(self, to: CorePlans) -> None:
-        """The engine runs by these from now on."""
+        """Record that the engine runs by these plans now."""
         self._in_use = to
         self.n_moves += 1
         for plan in to.plans.values():
@@ -108,7 +106,7 @@ class CoreWatch:
             self._on_change()
 
     def _say(self, line: str) -> None:
-        """Once, however often it fails."""
+        """Log a line, unless it repeats the last one."""
         if line != self._said:
             self._said = line
             log.warning("%s", line)

@@ -1,4 +1,5 @@
-"""One turn of the loop: choose, compute, commit; and the text of every answer on the way out."""
+"""One turn of the engine's loop: choose a batch, compute it, commit it, and give out the text of the
+answers."""
 
 from __future__ import annotations
 
@@ -50,15 +51,13 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Requests in (`submit`, `abort`), pieces of answers out (`step`). One thread calls all of it.
+    """Takes requests (`submit`, `abort`) and gives pieces of answers (`step`). All calls are on one thread.
 
-    A request may also be divided between two engines. One is told to `compute` its prompt, and gives keys,
-    values and logits to its `outbox`; the other one is told to `expect` it, names the block in
-    `Delivery.placed`, and answers once they have `arrived`. Every token is sampled by the second one.
-
-    pacing: how many prompt tokens a step may have; None: as many as the scheduler's limits allow.
-    drafter: what drafts tokens of answers; None: nothing does.
-    """
+    A request may be divided between two engines. One is told to `compute` the prompt, and gives keys, values
+    and logits to its `outbox`; the other is told to `expect` the request, names its block in
+    `Delivery.placed`, and answers once keys and values have `arrived`. The second one samples every token.
+    `pacing`: limits the prompt tokens of a step; None: the scheduler's limits alone. `drafter`: drafts tokens
+    of answers; None: no drafts."""
 
     def __init__(
         self,
@@ -70,17 +69,17 @@ class Engine:
     ) -> None:
         self.ranks = ranks
         self.fingerprint: Fingerprint | None = None
-        """The identity of its model's arithmetic; None where there is no model."""
+        """Identity of the model's arithmetic; None: the engine has no model."""
         self.prefixes: StoredPrefixes | None = None
-        """The reader and keeper of beginnings of prompts; None: memory alone has them."""
+        """Reads and writes prefixes in a folder; None: prefixes are kept in memory only."""
         self.cores: CoreWatch | None = None
-        """The watch over its cores; None: they stay."""
+        """Watch over the engine's cores; None: the cores never change."""
         self.adapters: Mapping[str, tuple[int, str]] = {}
-        """The numbers and content hashes of the model's adapters, by name."""
+        """Number and content hash of each of the model's adapters, by name."""
         self.on_begin: Callable[[str], object] | None = None
-        """Called before the first step of a request: what ends this process from then on may be its work."""
+        """Called before the first step of a request, which may be what kills the process afterwards."""
         self.n_continued = 0
-        """Answers that went on after a loss of ranks, after what was given out of them."""
+        """Number of answers that continued, after a loss of ranks, behind what was given out."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
@@ -96,28 +95,29 @@ class Engine:
         return self.scheduler.has_work
 
     def submit(self, message: Submit) -> None:
-        """Take a request on, or raise RequestError (it can never run) or QueueFull (not now)."""
+        """Accept a request, or raise RequestError (it can never run) or QueueFull (the waiting line is
+        full)."""
         live = self._checked(message)
         self.scheduler.add(live.request)
         self._follow(live)
 
     def expect(self, message: Submit) -> None:
-        """Take on a request whose prompt is computed elsewhere. `submit`'s errors."""
+        """Accept a request whose prompt another engine computes. Raises `submit`'s errors."""
         live = self._checked(message)
         self.scheduler.expect(live.request)
         self._live[message.request_id] = live
         self.hand_over.expect(message.request_id)
 
     def compute(self, message: Submit) -> None:
-        """Take on a prompt whose request is answered elsewhere. `submit`'s errors."""
+        """Accept a prompt whose request another engine answers. Raises `submit`'s errors."""
         live = self._checked(message)
         self.scheduler.add(replace(live.request, max_tokens=1, estimate=None, prefill_only=True))
         self.hand_over.compute(message)
         self._progress.expect(message.request_id, len(message.prompt_token_ids))
 
     def arrived(self, request_id: str, logits: npt.NDArray[np.float32]) -> Delivery:
-        """Keys and values of an expected request are in its block: choose its first token and run it. logits:
-        float32 [vocab]. One that was aborted is no mistake."""
+        """Start an expected request, whose keys and values are in its block, by sampling its first token.
+        `logits`: float32 [vocab]. A request that was aborted is ignored."""
         live = self._live.get(request_id)
         if live is None:
             return Delivery((), None, self.load())
@@ -132,7 +132,7 @@ class Engine:
         return Delivery((answer,), None, self.load(), arrived=(request_id,))
 
     def abort(self, request_id: str) -> None:
-        """Free what a request holds; one that has ended already is no mistake."""
+        """Drop a request and free its slots; one that has ended is ignored."""
         self._forget(request_id)
         self.scheduler.abort(request_id)
 
@@ -157,8 +157,7 @@ class Engine:
 
     def step(self) -> Delivery:
         """Choose a batch, compute it, sample its tokens and give them out. A failure ends the requests of
-        that batch and no others. RanksError if nothing can be computed any more: a rank has died, and keys
-        and values with it."""
+        that batch only. RanksError: a rank has died, and keys and values with it."""
         started_ns = time.perf_counter_ns()
         if self.prefixes is not None:
             self.prefixes.settle()
@@ -204,9 +203,9 @@ class Engine:
         return Delivery(outs, stats, self.load(), self.hand_over.newly_placed(), ended, progress=progress)
 
     def recover(self, lost: RankLost) -> Delivery:
-        """Keys and values are lost. All requests are queued again; answers that had begun go on after what
-        was given out of them, unless prompts have another arithmetic: those end with `lost`. Requests that
-        are divided with another engine end too: it must be told."""
+        """Queue all requests again after keys and values were lost. Answers that had begun continue behind
+        what was given out, unless they repeatedly lost their ranks: those end with `lost`, as do requests
+        divided with another engine."""
         divided = {*self.hand_over.prompts, *self.scheduler.awaiting_kv}
         lives = tuple(live for name, live in self._live.items() if name not in divided)
         self._clear()
@@ -226,8 +225,8 @@ class Engine:
         return Delivery(tuple(failures), None, self.load())
 
     def move_cores(self) -> None:
-        """Run by plans for the cores there are, where the watch has such. CoresMoved: the ranks must be
-        opened again for it. RanksError: the former plans stay."""
+        """Change to the watch's plans for the present cores, if there are new ones. CoresMoved: the ranks
+        must be reopened first. RanksError: the former plans stay."""
         to = None if self.cores is None else self.cores.take()
         if to is None:
             return
@@ -240,13 +239,12 @@ class Engine:
         self.cores.moved(to)
 
     def fail_everything(self, error: Exception) -> Delivery:
-        """End every request with `error`."""
         request_ids = (*self._live, *self.hand_over.prompts)
         self._clear()
         return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None, self.load())
 
     def load(self) -> EngineLoad:
-        """The load: requests held and waited for."""
+        """Present load: numbers of requests, slots in use and counters."""
         scheduler, counts = self.scheduler, self.scheduler.counts
         if self._pool_stats is None or self._pool_stats[0] != scheduler.n_pool_changes:
             self._pool_stats = scheduler.n_pool_changes, scheduler.pool.stats()
@@ -289,7 +287,8 @@ class Engine:
         return LiveRequest.of(given, max_tokens, self.vocabulary, adapter)
 
     def _pace(self) -> tuple[int | None, int | None, ShadowRoom]:
-        """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
+        """Arguments of `Scheduler.next_batch`. With a drafter rows are not limited, since drafts fill the
+        step."""
         if self.pacing is None:
             return None, None, UNBOUNDED
         scheduler = self.scheduler
@@ -297,7 +296,7 @@ class Engine:
         return paced.chunk_tokens, None if self.drafter is not None else paced.rows, paced.shadow
 
     def _drafted(self, batch: Batch) -> tuple[Batch, list[Draft]]:
-        """The batch with drafts behind its tokens, where it is of answers, and a draft for each slice."""
+        """Extend a decode batch with drafts, one draft for each slice; other batches stay as they are."""
         if self.drafter is None or batch.phase != "decode":
             return batch, []
         rooms = self.scheduler.draft_rooms(batch)
@@ -325,8 +324,8 @@ class Engine:
     def _sample(
         self, batch: Batch, logits: npt.NDArray[np.float32], drafts: list[Draft]
     ) -> list[list[SampledToken]]:
-        """For each slice that wants logits, the tokens that come next. Prompts that are answered elsewhere
-        give their logits away; their token 0 is not read."""
+        """Sample the next tokens of each slice that wants logits. Prompts that another engine answers give
+        their logits to the outbox, and get a token 0 that nothing reads."""
         names = list(_wanting(batch))
         if self.hand_over.prompts:
             runs = [[SampledToken(0)] for _ in names]
@@ -361,7 +360,8 @@ class Engine:
     def _answer(
         self, outs: list[TokenOut], run: list[SampledToken], drafted: Sequence[int], now_ns: int
     ) -> Answer:
-        """The text that the new tokens of one request give; none of them counts after a stop string."""
+        """The next piece of one request's answer, from its new tokens. Tokens after a stop string are
+        dropped."""
         request_id = outs[0].request_id
         live = self._live[request_id]
         scored = None if live.scores is None else live.scores.tokens
@@ -424,7 +424,7 @@ class Engine:
         return None if self.drafter is None else DraftCounts(n_accepted, n_drafted - n_accepted)
 
     def _forget(self, request_id: str) -> None:
-        """Nothing is given out of a request any more; its block is about to be freed."""
+        """Forget a request whose block is about to be freed: it gives out nothing more."""
         if self.prefixes is not None:
             self.prefixes.cancel(request_id)
         self._live.pop(request_id, None)
@@ -444,6 +444,6 @@ class Engine:
 
 
 def _wanting(batch: Batch) -> Iterator[str]:
-    """The requests whose slices want logits."""
+    """Ids of the requests whose slices want logits."""
     pieces = zip(batch.request_ids, batch.slices, strict=True)
     return (name for name, piece in pieces if piece.wants_logits)

@@ -1,6 +1,4 @@
-"""The interface between HTTP and what computes its answers: an engine on a thread, or a front over several
-instances.
-"""
+"""Interface between HTTP and the engine host: an engine on a thread, or a front over several instances."""
 
 from __future__ import annotations
 
@@ -14,110 +12,112 @@ from phasewise.serving.errors import EngineLost
 
 
 class InstanceInfo(NamedTuple):
-    """An instance that runs: where, how its weights and keys and values are stored, and its plans."""
+    """A running instance: its node, its storage formats and its plans."""
 
     node: str
-    """The address of its node; empty: this host."""
+    """Address of the instance's node; empty: this host."""
     label: str
-    """The node label that it was asked to be on, `KEY=VALUE`; empty: none."""
+    """Node label `KEY=VALUE` that the instance was asked to run on; empty: none."""
     weight_format: str
     kv_format: str
     n_sparse_weights: int
-    """Weights that are stored sparse."""
+    """Number of weights that are stored sparse."""
     prefill_plan: str
-    """Its plan in words, e.g. `1 rank on core 0 (default)`."""
+    """The instance's plan in words, e.g. `1 rank on core 0 (default)`."""
     decode_plan: str
     kv_bytes: int
-    """Memory for keys and values."""
+    """Bytes of memory for keys and values."""
 
 
 class InstanceState(NamedTuple):
-    """One place for an instance. What the front counts never falls; what the instance counts begins anew with
-    each start of it."""
+    """State of one place for an instance. Counters of the front never fall; counters of the instance restart
+    with it."""
 
     name: str
-    """Its role and number, e.g. `prompt-0`."""
+    """Role and number of the instance, e.g. `prompt-0`."""
     role: str
     pool: str
-    """The one that it is in now."""
+    """Name of the pool that the instance is in now."""
     load: EngineLoad | None
-    """As it told last; None: it does not run."""
+    """The load that the instance reported last; None: it does not run."""
     restarts: int
     prompts: int
-    """Requests whose prompts it was given."""
+    """Number of requests whose prompts the instance was given."""
     prompt_tokens: int
     prefix_tokens_expected: int
-    """Those of `prompt_tokens` that it was expected to have already when the request was routed."""
+    """Of `prompt_tokens`, those that the instance was expected to hold already when the request was
+    routed."""
     answers: int
     prefix_tokens_held: int
-    """Tokens of beginnings of prompts that it says it holds."""
+    """Number of prefix tokens that the instance reports as held."""
     pool_changes: int
     handing_over: int
-    """Prompts on their way from it, and blocks of it that are being filled."""
+    """Number of prompts on their way from the instance, and of its blocks being filled."""
     hand_overs: int
-    """Prompts of it that arrived at the instances which answer them."""
+    """Number of the instance's prompts that arrived at the answering instance."""
     hand_over_seconds: float
-    """From the end of such a prompt to its arrival, all together."""
+    """Total seconds from the end of a handed-over prompt to its arrival."""
     hand_over_bytes: int
-    """Their keys and values."""
+    """Total bytes of handed-over keys and values."""
     reports_refused: int
-    """Reports of prefixes that could not be true."""
+    """Number of prefix reports refused as impossible."""
     info: InstanceInfo | None
-    """None: it does not run."""
+    """None: the instance does not run."""
     without_database: int = 0
-    """Times that it went on without the tuning database, of all its starts."""
+    """Number of times that the instance went on without the tuning database, over all its starts."""
 
 
 class Recoveries(NamedTuple):
-    """Counts since the start. They never fall."""
+    """Counters of recoveries since the start; none ever falls."""
 
     ranks_replaced: int = 0
-    """Times that processes which had died were started anew."""
+    """Number of times that dead rank or instance processes were restarted."""
     requests_rerun: int = 0
-    """Requests that ran again from their beginning, because nothing of them had been given out."""
+    """Number of requests that ran again from the beginning because nothing had been given out."""
     answers_continued: int = 0
-    """Answers that had begun when what computed them was lost, and went on after what was given out."""
+    """Number of answers that lost their ranks or instance and continued behind what was given out."""
     core_moves: int = 0
-    """Times that an engine has gone on by other plans because its cores had changed."""
+    """Number of times that an engine changed plans because its cores had changed."""
 
 
 EngineState = Literal["starting", "running", "replacing", "lost"]
 
 Deliver = Callable[[Delivery], None]
-"""Called on the host's thread; must only hand the delivery on."""
+"""Called on the host's thread; must only pass the delivery on."""
 
 
 class EngineHost(Protocol):
-    """Takes messages from any thread; what comes of them goes to the `Deliver` that it was made with."""
+    """Takes messages from any thread, and gives results to the `Deliver` function it was made with."""
 
     @property
     def state(self) -> EngineState: ...
 
     @property
     def is_alive(self) -> bool:
-        """True if it can still answer, now or once what has died is replaced."""
+        """True if the host can still answer, now or after a restart of dead processes."""
         ...
 
     @property
     def lost(self) -> EngineLost | None:
-        """The reason that nothing is computed any more; None while the engine can go on."""
+        """The reason why the host has given up for good; None: it has not."""
         ...
 
     def recoveries(self) -> Recoveries:
-        """Counts of what went wrong and was mended. Any thread may ask."""
+        """Counters of recoveries; may be called from any thread."""
         ...
 
     def threads(self) -> Mapping[str, int]:
-        """Threads of each phase, as they run now; of several models the most. Nothing where instances
-        compute."""
+        """Number of threads of each phase now, the most over several models; empty if instances compute."""
         ...
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """The identity of the arithmetic that answers; None until it is known. model: its id, of several."""
+        """Identity of the answering arithmetic; None: not known yet. `model`: the model's id, if there are
+        several."""
         ...
 
     def instances(self) -> Sequence[InstanceState]:
-        """The instances behind it; none where one engine does everything. Any thread may ask."""
+        """States of the instances behind the host; empty if one engine does everything. May be called from
+        any thread."""
         ...
 
     def start(self) -> None: ...
@@ -125,20 +125,20 @@ class EngineHost(Protocol):
     def send(self, message: Message) -> None: ...
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End every request. False: what is under way takes longer than `timeout_s`."""
+        """End every request. False: the step under way takes longer than `timeout_s`."""
         ...
 
 
 class SharedCores(NamedTuple):
-    """The cores of an engine, which others may compute on too."""
+    """An engine's access to cores that other engines may compute on too."""
 
     turn: AbstractContextManager[None] = nullcontext()
-    """Entered for each step."""
+    """Context entered for each step."""
     are_others_busy: Callable[[], bool] | None = None
-    """True while others compute for requests that are of no batch; None: there are no others."""
+    """True while other engines compute interactive requests; None: there are no other engines."""
 
 
 OWN_CORES = SharedCores()
 
 OpenHost = Callable[[Deliver, Callable[[], None], SharedCores], EngineHost]
-"""Makes a host from `deliver`, `on_lost`, which it calls once it has given up, and its cores."""
+"""Makes a host from `deliver`, `on_lost` (called once it has given up for good) and its cores."""

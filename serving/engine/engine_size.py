@@ -1,4 +1,4 @@
-"""The size of an engine: from a model and what it may take of this machine to limits and memory."""
+"""The size of an engine: limits and memory, from a model and its share of this machine."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ KV_SHARE_OF_FREE_MEMORY = 0.25
 KV_SHARE_OF_WEIGHTS = 4
 _KV_BYTES_ALWAYS_WORTH_IT = 1 << 30
 _STATES_SHARE = 0.5
-"""The share of a KV budget for states of models whose layers keep such, copies of earlier ones included."""
+"""Share of a KV budget for states, copies of earlier ones included, in models whose layers keep states."""
 _STATES_FOR_ONE = 1 + MOST_DRAFTED
 _LEAST_COPIES = 16
 _LEAST_CONTEXT = 256
-"""A server with a shorter context than this, and than the model's, is a mistake."""
+"""Shortest context worth serving, unless the model's own is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """The size of an engine, and its way of working: a value for its scheduler, and one for its ranks."""
+    """Size and settings of an engine: values for its scheduler and its ranks."""
 
     limits: SchedulerLimits
     kv: KvSettings
     kv_policy: str = DEFAULT_POLICY
-    """One of `pools.opening.POLICIES`."""
+    """Allocation policy of the KV pool, one of `pools.opening.POLICIES`."""
     tpot_ms: float = DEFAULT_TPOT_MS
-    """Time per output token that prefill steps leave to running answers."""
+    """Promised milliseconds per output token, which limit the prefill steps between tokens."""
 
     threads: int = 0
-    """Threads that a rank may have once cores have come; 0: no more than it begins with."""
+    """Most threads of a rank once cores are added; 0: no more than at the start."""
 
     @property
     def step_tokens(self) -> int:
-        """Rows that pass through the model at once, at most."""
+        """Most rows that pass through the model at once."""
         return max(min(self.limits.max_batch_tokens, STEP_TOKENS), self.limits.max_sequences)
 
     @classmethod
     def for_one(cls, model: PackedModel, n_prompt: int, max_tokens: int, kv_format: str = AUTO) -> EngineSize:
-        """Just what one request needs. ContextLengthExceeded where the model has less."""
+        """The size that one request needs. ContextLengthExceeded: the model's context is shorter."""
         context = model.config.context_length
         if n_prompt + max_tokens > context:
             raise ContextLengthExceeded(
@@ -90,15 +90,14 @@ class EngineSize:
         free: Callable[[], int | None] | None = None,
         teams: Teams = (),
     ) -> EngineSize:
-        """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
-        A draft model has as many slots of its own. kv_shared: `KvSettings.shared`; then no layer keeps rings.
-        teams: of ranks, which keep copies of heads that they share (`rank_layout.teams_of`); (): one rank.
-        free: tells the bytes that are free where the engine is to run, or None; None: here.
+        """The largest size whose slots `kv_bytes` pays for, up to `max_sequences` full contexts.
+        ServingError: what is asked for does not fit.
 
-        By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
-        is larger: a small model does not fill a large machine. The context is the model's, or as much of it
-        as the slots hold, unless one is asked for. ServingError where what is asked for does not fit.
-        """
+        `draft`: a draft model, which has as many slots of its own. `kv_shared`: `KvSettings.shared`; no layer
+        keeps rings then. `free`: tells the free bytes where the engine will run, or None; None: here.
+        `teams`: teams of ranks that keep copies of shared heads (`rank_layout.teams_of`); (): one rank. The
+        default budget is a quarter of free memory, but at most 1 GiB or four times the weights, whichever is
+        larger. The default context is the model's, or as much of it as the slots hold."""
         context = _context(model, context_length)
         seen_by_all, windowed = kv_bytes_by_reach(model, kv_format, teams)
         if draft is not None:
@@ -145,15 +144,15 @@ class EngineSize:
         return cls(limits, kv)
 
     def with_slots(self, kv_slots: int) -> EngineSize:
-        """With so many slots, and a context that they hold."""
+        """A copy with this number of slots, and a context that fits into them."""
         context = min(self.limits.context_length, kv_slots)
         limits, kv = replace(self.limits, context_length=context), replace(self.kv, slots=kv_slots)
         return replace(self, limits=limits, kv=kv)
 
 
 def _n_states(model: PackedModel, max_sequences: int, budget: int) -> int:
-    """Places for states of sequences: one for each, and as many for copies of earlier ones, or at least
-    _LEAST_COPIES, as far as the budget goes. ServingError where it does not go as far as two."""
+    """Number of state places: one for each sequence and as many for copies of earlier states, or at least
+    _LEAST_COPIES, within the budget. ServingError: the budget pays for less than two."""
     each = model.config.state_bytes
     if each == 0:
         return 1
@@ -171,16 +170,16 @@ def _mib(n_bytes: int) -> str:
 
 
 def _mib_up(n_bytes: int) -> str:
-    """As `--kv-budget` takes it, rounded up."""
+    """A size for `--kv-budget`, rounded up to MiB."""
     return f"{-(-n_bytes // (1 << 20))}M"
 
 
 def _rings_of(
     model: PackedModel, longest_request: int, max_sequences: int, most_slots: int | None = None
 ) -> Rings | None:
-    """Rings for a model with windows, behind `longest_request` slots; None where they would save nothing. A
-    ring holds the largest window and what one step writes. There are as many as sequences, but no more slots
-    than `most_slots`, which those layers would have without rings."""
+    """Rings for a model with windows, behind `longest_request` slots; None: rings would save nothing. A ring
+    holds the largest window and what one step writes. There is one for each sequence, but no more than
+    `most_slots` slots in all, the number that these layers would have without rings."""
     config = model.config
     if config.state is not None:  # what is copied of a prefix is as long as a kept state says
         return None
@@ -202,17 +201,17 @@ def _context(model: PackedModel, asked: int | None) -> int:
 
 
 def default_kv_bytes(model: PackedModel, free: int | None) -> int:
-    """The bytes that a model that is served alone takes for keys and values. free: bytes; None: unknown."""
+    """Default bytes for keys and values of a model served alone. `free`: free bytes; None: unknown."""
     enough = max(_KV_BYTES_ALWAYS_WORTH_IT, KV_SHARE_OF_WEIGHTS * model.weight_bytes)
     return enough if free is None else min(enough, int(free * KV_SHARE_OF_FREE_MEMORY))
 
 
 VOCABULARY_BYTES_A_TOKEN = 900
-"""The tokenizer, the bytes of its tokens, and what grammars keep of them: 863 measured of 49,152 tokens."""
+"""Bytes for each token in the tokenizer, its pieces and grammars: 863 measured with 49,152 tokens."""
 
 
 class _Told(Exception):
-    """The bytes that a program would take, in place of taking them."""
+    """Raised with the bytes that a program would take, before it takes them."""
 
     def __init__(self, n_bytes: int) -> None:
         super().__init__(n_bytes)
@@ -235,9 +234,8 @@ def program_bytes(model: PackedModel, capacity: Capacity) -> int:
 def engine_bytes(
     model: PackedModel, plans: Mapping[Phase, ServicePlan], size: EngineSize, draft: PackedModel | None
 ) -> int:
-    """Weights, programs and vocabulary of a model and, where there is one, of its draft model. Each further
-    rank has scratch of its own, counted as that of a rank that computes all columns, and ranks keep copies of
-    the heads that they share."""
+    """Bytes of weights, programs and vocabulary of a model and its draft model. Each further rank adds
+    scratch, counted as for a rank that computes all columns, and its copies of shared heads."""
     feeds, limits = draft is not None and bool(draft.config.drafts), size.limits
     options = RankOptions(
         size.kv, limits.max_batch_tokens, limits.max_sequences, feeds=feeds, threads=size.threads

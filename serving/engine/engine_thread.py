@@ -1,6 +1,5 @@
-"""The engine's own thread: messages in through a queue, deliveries out through a callback. It sleeps
-when there is nothing to compute, has ranks that died started anew, and refuses everything once that fails.
-"""
+"""The engine's thread: messages in through a queue, deliveries out through a callback. The thread sleeps when
+there is nothing to compute, restarts ranks that died, and refuses everything once that fails."""
 
 from __future__ import annotations
 
@@ -50,16 +49,16 @@ from phasewise.serving.scheduling.pacing import PROMPT_SHARE
 log = logging.getLogger(__name__)
 
 LOOKS_AGAIN_S = 0.05
-"""An engine that gives way to others looks after this time whether they still compute."""
+"""Seconds after which an engine that gives way to others looks again whether they still compute."""
 
 CHECK = "PHASEWISE_CHECK"
-"""An environment variable: where it is not empty, scheduler and KV pool are checked after every step."""
+"""Name of an environment variable: if not empty, scheduler and KV pool are checked after every step."""
 
 
 class EngineThread:
-    """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
-    on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
-    ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on."""
+    """Runs `engine` until `stop`. `deliver`: called on this thread, must only pass the delivery on.
+    `on_lost`: called on this thread once the engine has given up; later requests are refused. `ends_on_bugs`:
+    True: give up on an internal error too; False: end all requests and go on."""
 
     def __init__(
         self,
@@ -80,9 +79,9 @@ class EngineThread:
         self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
-        """The reason that nothing is computed any more; None while there is hope."""
+        """The reason why the engine has given up for good; None: it has not."""
         self.n_turns = 0
-        """Turns of the engine so far: where there is work and this stands still, the engine hangs."""
+        """Number of turns so far: if it stands still while there is work, the engine hangs."""
         self._n_ranks_replaced = 0
         self._n_requests_rerun = 0
         self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"] | Callable[[], None]] = (
@@ -91,36 +90,35 @@ class EngineThread:
         self._stopping = threading.Event()
         self._has_told_pace = False
         self._is_idle = False
-        """True if the newest turn could compute nothing: only a message can change that."""
+        """True if the last turn could compute nothing: only a message can change that."""
         self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        """True if it can still answer, now or once its ranks are there again."""
+        """True if the engine can still answer, now or after a restart of its ranks."""
         return self._thread.is_alive() and self.state != "lost"
 
     def recoveries(self) -> Recoveries:
-        """Counts of what went wrong and was mended."""
         n_moves = 0 if self._engine.cores is None else self._engine.cores.n_moves
         return Recoveries(self._n_ranks_replaced, self._n_requests_rerun, self._engine.n_continued, n_moves)
 
     def threads(self) -> Mapping[str, int]:
-        """Threads of each phase, as it runs now; nothing where no watch is over its cores."""
+        """Number of threads of each phase now; empty if no watch is over the engine's cores."""
         plans = {} if self._engine.cores is None else self._engine.cores.plans
         n_running = self._engine.scheduler.n_running + self._engine.scheduler.n_in_shadow
         return {phase: len(plan.at(n_running).cores) for phase, plan in plans.items()}
 
     @property
     def is_computing(self) -> bool:
-        """True if there is something to compute now: `n_turns` grows then."""
+        """True if there is something to compute now, so that `n_turns` grows."""
         return self._engine.has_work and not self._is_idle
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """Its engine's, whatever the model is called."""
+        """Identity of the engine's arithmetic, whatever `model` is."""
         return self._engine.fingerprint
 
     def instances(self) -> tuple[InstanceState, ...]:
-        """None: it does everything itself."""
+        """Empty: one engine does everything."""
         return ()
 
     def start(self) -> None:
@@ -132,15 +130,15 @@ class EngineThread:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """From any thread. What comes of it arrives through `deliver`."""
+        """Queue a message, from any thread. Results arrive through `deliver`."""
         self._inbox.put(message)
 
     def between_steps(self, act: Callable[[], None]) -> None:
-        """Have the thread call it, while no step runs. From any thread."""
+        """Have the engine's thread call `act` while no step runs. May be called from any thread."""
         self._inbox.put(act)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End every request and the thread. False: the step in progress takes longer than `timeout_s`."""
+        """End every request and the thread. False: the step under way takes longer than `timeout_s`."""
         self._stopping.set()
         self._inbox.put("stop")
         self._thread.join(timeout_s)
@@ -181,7 +179,7 @@ class EngineThread:
         self._deliver(self._engine.fail_everything(Stopping("the server is stopping")))
 
     def _gives_way(self) -> bool:
-        """True if all its requests are of batches, and engines beside it compute for others."""
+        """True if all requests are of batches while engines beside this one compute interactive requests."""
         if self._cores.are_others_busy is None or not self._cores.are_others_busy():
             return False
         scheduler = self._engine.scheduler
@@ -191,7 +189,7 @@ class EngineThread:
         return Delivery((), None, self._engine.load())
 
     def _turn(self) -> Delivery:
-        """A step; empty after a message that leaves nothing to do: that tells the load."""
+        """Run a step; it computes nothing, and only reports the load, where a message left nothing to do."""
         self._is_idle = False
         reason = self._engine.ranks.lost
         if reason is not None and self.lost is None:
@@ -205,7 +203,7 @@ class EngineThread:
         return delivery
 
     def _tell_pace(self, stats: StepStats) -> None:
-        """Once, where a decode step alone takes longer than a server's --tpot promises."""
+        """Warn, once, if a decode step alone takes longer than --tpot promises."""
         pacing = self._engine.pacing
         if pacing is None or pacing.is_kept:
             return
@@ -221,7 +219,7 @@ class EngineThread:
         )
 
     def _take_messages(self) -> bool:
-        """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""
+        """Handle the messages in the queue; wait for one if there is nothing to compute. False: stop."""
         wait = self._is_idle or not self._engine.has_work or self._gives_way()
         while True:
             try:
@@ -237,7 +235,7 @@ class EngineThread:
                 self._handle(message)
 
     def _next_message(self, wait: bool) -> Message | Literal["look", "stop"] | Callable[[], None]:
-        """Raises queue.Empty where there is none and it shall not wait."""
+        """The next message. queue.Empty: there is none, and waiting was not asked for or timed out."""
         if wait and self._gives_way():
             return self._inbox.get(timeout=LOOKS_AGAIN_S)
         return self._inbox.get(block=wait)
@@ -274,7 +272,7 @@ class EngineThread:
     # ---- cores that come and go --------------------------------------------------------------------------
 
     def _move_cores(self) -> None:
-        """By the plans for the cores there are from now on. CoresMoved where ranks must be opened for it."""
+        """Change to plans for the present cores. CoresMoved: the ranks must be reopened first."""
         try:
             self._engine.move_cores()
         except CoresMoved:
@@ -295,7 +293,7 @@ class EngineThread:
     # ---- ranks that died ---------------------------------------------------------------------------------
 
     def _replace_ranks(self, loss: RankLost) -> None:
-        """Tell the requests that cannot go on, then start the ranks anew for all others."""
+        """End the requests that cannot continue, then restart the ranks for the others."""
         self.state = "replacing"
         n_continued_before = self._engine.n_continued
         delivery = self._engine.recover(loss)

@@ -1,8 +1,6 @@
-"""The identity of a server's arithmetic: two answers of one fingerprint to one seeded request are equal.
-
-Everything that an answer's bits depend on is a component. What they do not depend on is none: cores, ranks,
-schedules, pools, the place of keys and values, drafts.
-"""
+"""The identity of a server's arithmetic: one seeded request gets equal answers under equal fingerprints. Its
+components are all that an answer's bits depend on. Cores, ranks, schedules, pools, placement of keys and
+values, and drafts are none."""
 
 from __future__ import annotations
 
@@ -30,42 +28,42 @@ if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase
 
 ARITHMETIC_VERSION = 2
-"""Raised whenever any kernel gives another bit on any instruction set (docs/arithmetic.md)."""
+"""Raised when any kernel gives other bits on any instruction set (docs/arithmetic.md)."""
 SAMPLER_VERSION = 2
-"""Raised whenever equal logits, settings and seed may choose another token."""
+"""Raised when equal logits, settings and seed may choose another token."""
 _DIGITS = 24
 _EVERY = "every"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The components of a fingerprint: SHA-256 in hexadecimal where nothing else is said."""
+    """Components of a fingerprint, each a SHA-256 in hexadecimal unless noted."""
 
     weights: str
     config: str
     tokenizer: str
     template: str
-    """The chat template; empty without one."""
+    """Hash of the chat template; empty: there is none."""
     weight_format: str
     kv_format: str
     arithmetic: str
-    """Version, place and a digest of the compute path of every weight: `2/every/0123...`. The place: `every`,
-    `tiles` (a tile unit), or an instruction set whose rounding is its own."""
+    """Version, place, and a digest of every weight's compute path: `2/every/0123...`. The place is `every`,
+    `tiles` (a tile unit), or an instruction set with its own rounding."""
     sampler: str
-    """Version, and a digest of the sums and drawn numbers that numpy gives it here."""
+    """Sampler version, and a digest of numpy's sums and random numbers on this machine."""
     context: int | None = None
-    """Most positions of a sequence, where the model's rotation depends on it (LongRoPE)."""
+    """Most positions of a sequence, if the model's rotation depends on it (LongRoPE); else None."""
     adapter: str = ""
-    """The adapter's content hash; empty: the model alone."""
+    """Content hash of the adapter; empty: the base model."""
     defaults: str = ""
-    """The assumptions where a request states nothing; a receipt states everything."""
+    """Digest of the defaults for fields that a request leaves out."""
     paths: str = field(default="", compare=False)
-    """For people: the compute paths of all products, that of most of them first. No component, since
-    `arithmetic` has a digest of them."""
+    """Readable list of the compute paths of all products, the most common first. Not a component:
+    `arithmetic` has their digest."""
 
     @cached_property
     def short(self) -> str:
-        """The short form, OpenAI's `system_fingerprint`."""
+        """The short form, as in OpenAI's `system_fingerprint`."""
         components = asdict(self)
         del components["paths"]
         if not self.adapter:  # as it was before there were adapters
@@ -73,13 +71,13 @@ class Fingerprint:
         return f"fp_{digest_of(components)[:_DIGITS]}"
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """The components in which they differ, the servers' defaults apart."""
+        """Names of the components that differ, the servers' defaults apart."""
         names = [part.name for part in fields(self) if part.compare and part.name != "defaults"]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @property
     def of_keys_and_values(self) -> dict[str, str | int | None]:
-        """The components that decide the bits of keys and values."""
+        """Components that decide the bits of keys and values."""
         return {
             "weights": self.weights,
             "config": self.config,
@@ -90,19 +88,19 @@ class Fingerprint:
         }
 
     def with_adapter(self, content_hash: str) -> Fingerprint:
-        """The same model with an adapter on top."""
+        """A copy for the same model with an adapter."""
         return replace(self, adapter=content_hash)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fingerprint:
-        """The same, of a server with these defaults of requests."""
+        """A copy for a server with these request defaults."""
         return replace(self, defaults=digest_of(defaults))
 
 
 def fingerprint_of(
     model: PackedModel, kv_format: str, schedules: Mapping[Phase, ScheduleLookup] | None, positions: int
 ) -> Fingerprint:
-    """The fingerprint of a model as it is computed in this process. kv_format: as asked for. positions: most
-    of one sequence."""
+    """The fingerprint of a model as this process computes it. `kv_format`: format asked for. `positions`:
+    most positions of one sequence."""
     config = config_to_json(model.config)
     del config["context_length"]
     rotations = [model.config.rope, *(kind.rope for kind in model.config.kinds)]
@@ -126,7 +124,7 @@ def fingerprint_of(
 def defaults_told(
     sampling: SamplingDefaults, tool_format: str, context_length: int, *, allow_special: bool
 ) -> dict[str, Any]:
-    """The assumptions about what a request does not say, for `Fingerprint.with_defaults`."""
+    """Defaults for fields that a request leaves out, for `Fingerprint.with_defaults`."""
     return {
         "sampling": sampling.to_json(),
         "tool_format": tool_format,
@@ -136,13 +134,13 @@ def defaults_told(
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of a JSON value in its one canonical form: names in order, no spaces."""
+    """SHA-256 of a JSON value in canonical form: names sorted, no spaces."""
     return _sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True))
 
 
 def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
-    """On which instruction sets the bits are these, and by which path every weight is multiplied. All phases
-    of a model share one path."""
+    """The instruction sets on which the bits are equal, and a digest of every weight's compute path. All
+    phases of a model share the paths."""
     lookup = schedules["prefill"] if schedules else None
     products = [
         (name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts)
@@ -153,7 +151,7 @@ def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] 
 
 
 def _place_of(paths: Set[str]) -> str:
-    """`tiles` for the sums of the tile unit."""
+    """`every`, `tiles` (only the tile unit's own sums), or the active instruction set."""
     own = paths & OF_ONE_INSTRUCTION_SET
     return _EVERY if not own else "tiles" if own == {"bf16_tile"} else isa_active()
 
@@ -161,7 +159,7 @@ def _place_of(paths: Set[str]) -> str:
 def _products(
     model: PackedModel, lookup: ScheduleLookup | None
 ) -> Iterator[tuple[str, PackedWeight, str, int]]:
-    """Name, weight, compute path and number of k parts of every product of a phase."""
+    """Name, weight, compute path and number of k parts of every product."""
     for name, weight in model.products().items():
         path, n_parts = (None, 1) if lookup is None else lookup.arithmetic(weight)
         yield name, weight, path or compute_paths(weight.kind, weight.group)[0], n_parts
@@ -174,7 +172,7 @@ def _paths(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None)
 
 @cache
 def _numpy_probe() -> str:
-    """A digest of sums and drawn numbers as the sampler gets them of numpy."""
+    """A digest of numpy's sums and random numbers, as the sampler uses them."""
     weights = np.square(np.square(np.arange(1, 4097, dtype=np.float32) / np.float32(4099)))
     rows = np.einsum("ij->i", weights.reshape(16, 256))
     sums = np.concatenate([rows, [weights.sum()], [weights[:4001].sum()]]).astype(np.float32)

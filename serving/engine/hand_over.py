@@ -15,47 +15,50 @@ from phasewise.serving.scheduling.scheduler import Scheduler
 
 
 class Outbox(Protocol):
-    """Takes keys and values of prompts that are answered elsewhere. Called on the engine's thread."""
+    """Takes keys and values of prompts that another engine answers. Called on the engine's thread."""
 
     def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
-        """Its block stays where it is, until `drop` or `rests`, and `n_computed` of its tokens are in it."""
+        """Start sending a prompt: its block stays in place until `drop` or `rests`, and holds `n_computed`
+        tokens."""
         ...
 
     def rests(self, request_id: str) -> bool:
-        """Between two steps its block may move again, unless the other engine wants what is in it (True).
-        False: nothing is read from it once this returns, until it `starts` again."""
+        """Ask between two steps whether the block must stay pinned: True: the other engine wants its
+        contents. False: nothing reads the block after this call, until `starts` is called again."""
         ...
 
     def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
-        """All of it is computed, before or after `starts`. logits: float32 [vocab], valid until the call
-        returns."""
+        """Record that the whole prompt is computed, before or after `starts`. `logits`: float32 [vocab],
+        valid until the call returns."""
         ...
 
     def lost(self, request_id: str) -> None:
-        """The other engine has a block for it, and it has none here any more: it cannot be handed over."""
+        """Report that a prompt which the other engine has a block for lost its block here, and cannot be
+        handed over."""
         ...
 
     def drop(self, request_id: str) -> None:
-        """Its block is about to be freed: nothing is read from it once this returns."""
+        """Stop reading the block, which is about to be freed, before this call returns."""
         ...
 
 
 class HandOver:
-    """One engine's part in it. outbox: the destination of prompts that others answer; None: none are."""
+    """Hand-over of one engine's prompts. `outbox`: receives prompts that other engines answer; None: there
+    are none."""
 
     outbox: Outbox | None = None
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.prompts: dict[str, Submit] = {}
-        """Computed here and answered elsewhere."""
+        """Requests whose prompt is computed here and whose answer elsewhere, by id."""
         self._scheduler = scheduler
         self._aimed: set[str] = set()
-        """Those of them that the other engine has a block for. Others are not pinned: two engines whose
-        memories are full could wait for each other for ever."""
+        """Ids of prompts for which the other engine has a block. Only these are pinned: two engines with full
+        memories could otherwise wait for each other for ever."""
         self._started: set[str] = set()
-        """Those of them whose blocks the outbox reads."""
+        """Ids of prompts whose blocks the outbox reads."""
         self._unplaced: set[str] = set()
-        """Expected requests that `newly_placed` has not named yet."""
+        """Ids of expected requests that `newly_placed` has not returned yet."""
 
     @property
     def _box(self) -> Outbox:
@@ -63,26 +66,26 @@ class HandOver:
         return self.outbox
 
     def compute(self, message: Submit) -> None:
-        """A prompt is computed here."""
+        """Compute a prompt that another engine answers."""
         assert self.outbox is not None, "an engine without an outbox computes no prompts for others"
         self.prompts[message.request_id] = message
 
     def expect(self, request_id: str) -> None:
-        """A prompt is computed elsewhere, and needs a block here."""
+        """Wait for a block for a request whose prompt another engine computes."""
         self._unplaced.add(request_id)
 
     def target_ready(self, request_id: str) -> None:
-        """The engine that answers has a block: keys and values may leave as they are computed. One that gave
-        its own block away meanwhile is lost. If it waited for another one, two engines could wait for each
-        other for ever, each full of blocks for what the other cannot compute."""
+        """Record that the answering engine has a block, so that keys and values may be sent as they are
+        computed. A prompt that was preempted meanwhile is lost: waiting for a new block could deadlock two
+        full engines."""
         if request_id in self.prompts:
             self._aimed.add(request_id)
             if not self._start(request_id):
                 self._box.lost(request_id)
 
     def begin_step(self, batch: Batch) -> Sequence[str]:
-        """Tell the outbox where the prompts of a step lie. Those that no engine has a block for yet lie there
-        for this step: they are returned, and may leave as soon as one has."""
+        """Tell the outbox the blocks of a step's prompts. Returns the ids of prompts that no engine has a
+        block for yet: their blocks stay for this step, and can be sent as soon as one has."""
         passing = []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True) if self.prompts else ():
             if name in self._aimed:
@@ -97,7 +100,7 @@ class HandOver:
         return passing
 
     def end_step(self, passing: Sequence[str]) -> None:
-        """Pin the prompts that an engine has a block for by now."""
+        """Pin the prompts for which an engine has a block by now."""
         for request_id in passing:
             if self._box.rests(request_id):
                 self._aimed.add(request_id)
@@ -105,14 +108,15 @@ class HandOver:
                 self._scheduler.hand_over(request_id)
 
     def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> bool:
-        """Give the logits of a prompt away, float32 [vocab]. False: it is answered here."""
+        """Give the logits (float32 [vocab]) of a prompt to the outbox. False: the request is answered
+        here."""
         if request_id not in self.prompts:
             return False
         self._box.computed(request_id, logits)
         return True
 
     def newly_placed(self) -> tuple[Placed, ...]:
-        """Expected requests that have a block since this was asked last."""
+        """Expected requests that got a block since the last call."""
         if not self._unplaced:
             return ()
         expected = self._scheduler.expected
@@ -121,7 +125,7 @@ class HandOver:
         return placed
 
     def forget(self, request_id: str) -> None:
-        """Its block is about to be freed."""
+        """Forget a request whose block is about to be freed."""
         self._unplaced.discard(request_id)
         if self.prompts.pop(request_id, None) is not None:
             self._aimed.discard(request_id)
@@ -129,7 +133,8 @@ class HandOver:
             self._box.drop(request_id)
 
     def _start(self, request_id: str) -> bool:
-        """Pin it and tell the outbox where it lies. False: it waits for a block of its own."""
+        """Pin a prompt's block and tell the outbox where it is. False: the prompt was preempted and has no
+        block."""
         if request_id in self._started:
             return True
         placement = self._scheduler.hand_over(request_id)

@@ -1,4 +1,4 @@
-"""A request that an engine answers: what its tokens are chosen with, and the text they have made so far."""
+"""A request that an engine answers: its sampler, and the text of its tokens so far."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from phasewise.serving.sampling.sampling import PromptToken, SampledToken, Sampl
 from phasewise.serving.scheduling.request import Request, space_of
 
 ROWS_AT_ONCE = 64
-"""Rows of logits that are held at a time."""
+"""Most rows of logits in memory at a time."""
 
 
 class PromptScores:
-    """The tokens of one prompt, scored from its beginning on. n_top: likeliest tokens told of each place."""
+    """Log-probabilities of one prompt, scored in order. `n_top`: number of likeliest tokens at each
+    position."""
 
     def __init__(self, token_ids: tuple[int, ...], n_top: int) -> None:
         self._token_ids = token_ids
@@ -33,17 +34,17 @@ class PromptScores:
 
     @property
     def is_whole(self) -> bool:
-        """True once every token has its numbers."""
+        """True once every token is scored."""
         return len(self._scored) == len(self._token_ids)
 
     @property
     def tokens(self) -> tuple[PromptToken, ...]:
-        """Those that are scored."""
+        """The prompt's tokens scored so far."""
         return tuple(self._scored)
 
     def add(self, start: int, logits: npt.NDArray[np.float32]) -> None:
-        """Logits float32 [n, vocab] after the tokens from position `start` on. A preempted prompt is computed
-        again: what is known of it stays."""
+        """Score tokens from `logits` (float32 [n, vocab]), the rows after the tokens from position `start`
+        on. Rows of a preempted prompt that is computed again are skipped."""
         n_known = len(self._scored) - 1 - start
         assert n_known >= 0, "rows come in their order"
         token_ids = self._token_ids[start + 1 + n_known : start + 1 + len(logits)]
@@ -51,7 +52,7 @@ class PromptScores:
 
 
 def forward_scored(ranks: Ranks, batch: Batch, scores: Mapping[str, PromptScores]) -> npt.NDArray[np.float32]:
-    """As `Ranks.forward` of a prefill batch; prompts in `scores`, by request, are scored on the way."""
+    """Compute a prefill batch like `Ranks.forward`, and score the prompts in `scores` (by request id)."""
     parts = list(zip(batch.request_ids, batch.slices, strict=True))
     plain = tuple(piece for name, piece in parts if name not in scores)
     rows = iter(ranks.forward(batch._replace(slices=plain)).copy() if plain else ())
@@ -64,7 +65,7 @@ def forward_scored(ranks: Ranks, batch: Batch, scores: Mapping[str, PromptScores
 
 
 def _scored(ranks: Ranks, piece: SequenceSlice, scores: PromptScores) -> npt.NDArray[np.float32]:
-    """The logits after the last token of a slice."""
+    """Score a slice's tokens, and return the logits after its last token."""
     for begin in range(0, len(piece.token_ids), ROWS_AT_ONCE):
         token_ids = piece.token_ids[begin : begin + ROWS_AT_ONCE]
         part = piece._replace(token_ids=token_ids, start=piece.start + begin, wants_logits=True)
@@ -76,7 +77,7 @@ def _scored(ranks: Ranks, piece: SequenceSlice, scores: PromptScores) -> npt.NDA
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that is not whole yet. n_cached: its tokens that were there when its first step began."""
+    """A prompt being computed. `n_cached`: tokens that were reused when its first step began."""
 
     n_tokens: int
     n_cached: int = 0
@@ -84,21 +85,21 @@ class _Prompt:
 
 
 class PromptProgress:
-    """The prompts that are not whole yet."""
+    """Progress of the prompts being computed."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
 
     def expect(self, request_id: str, n_prompt: int) -> None:
-        """It will be computed, from the start."""
+        """Follow a prompt that will be computed from the start."""
         self._prompts[request_id] = _Prompt(n_prompt)
 
     def forget(self, request_id: str) -> None:
-        """Nothing more of it is computed."""
+        """Stop following a prompt."""
         self._prompts.pop(request_id, None)
 
     def of(self, batch: Batch, began_ns: int, now_ns: int) -> tuple[Progress, ...]:
-        """The progress of each prompt of a prefill step, which took from `began_ns` to `now_ns`."""
+        """Progress of each prompt of a prefill step that ran from `began_ns` to `now_ns`."""
         out = []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
             prompt = self._prompts.get(name)
@@ -119,12 +120,12 @@ _NOTHING = GivenOut()
 
 @dataclass(slots=True)
 class GivenSoFar:
-    """The answer of one request so far. n_reruns: losses under it, one after the other, with no new token."""
+    """The part of one answer given out so far. `n_reruns`: number of losses in a row without a new token."""
 
     request: Submit
     n_reruns: int = 0
     was_computed: bool = False
-    """A step with it has begun: a loss may be its work."""
+    """True if a step with this request has begun, so that the request may be what caused a loss."""
     _token_ids: list[int] = field(default_factory=list)
     _n_characters: int = 0
     _n_cached: int | None = None
@@ -133,17 +134,17 @@ class GivenSoFar:
 
     @property
     def has_begun(self) -> bool:
-        """True if its client has anything of the answer, from here or from before."""
+        """True if the client has anything of the answer, from this engine or one before."""
         is_given = bool(self._n_characters or self._token_ids or self._has_prompt)
         return is_given or self.request.given is not None
 
     @property
     def n_cached(self) -> int | None:
-        """As its client was told; None: it was not."""
+        """Number of reused prompt tokens that the client was told; None: not told yet."""
         return self._n_cached if self.request.given is None else self.request.given.n_cached
 
     def add(self, answer: Answer) -> None:
-        """A piece of it is given out."""
+        """Record a piece of the answer that is given out."""
         self.was_computed = True
         self._token_ids += [token.token_id for token in answer.tokens]
         self._n_characters += len(answer.text)
@@ -153,8 +154,8 @@ class GivenSoFar:
             self._n_cached = answer.n_cached
 
     def after(self, lost: ServingError, n_places: int = 1) -> GivenSoFar | ServingError:
-        """The same request as it goes on, or the error that it ends with. n_places: engines that it may run
-        on, each of which may be lost for another reason."""
+        """The request to run again after a loss, or the error that it ends with. `n_places`: engines that it
+        may run on, each of which may be lost for another reason."""
         n_reruns = 0 if self._token_ids else self.n_reruns
         if self.was_computed and n_reruns >= MOST_RERUNS * n_places:
             return lost
@@ -170,7 +171,7 @@ class GivenSoFar:
 
 
 class TokenStream(Protocol):
-    """Incremental decoder: never gives out a part of a character before `flush`."""
+    """Incremental decoder: gives out whole characters only, until `flush`."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -178,7 +179,7 @@ class TokenStream(Protocol):
 
 
 class AnswerText:
-    """Fed with tokens, drained as text."""
+    """Text of one answer: takes tokens, gives out text up to a stop string."""
 
     def __init__(self, stream: TokenStream, stop: tuple[str, ...] = ()) -> None:
         self._stream = stream
@@ -187,30 +188,30 @@ class AnswerText:
         self._n_given = 0  # characters given out
         self._tokens: deque[tuple[int, SampledToken]] = deque()  # with the character at which each begins
         self.stop_text: str | None = None
-        """The stop string that has ended the answer."""
+        """The stop string that ended the answer; None: none so far."""
 
     @property
     def stopped(self) -> bool:
         return self.stop_text is not None
 
     def begin_after(self, token_ids: Sequence[int], n_given: int) -> None:
-        """Go on after these tokens, of whose text `n_given` characters were given out, by another one."""
+        """Continue after `token_ids`, of whose text another engine gave out `n_given` characters."""
         text = "".join(self._stream.push(token_id) for token_id in token_ids)
         self._held, self._n_given = text[n_given:], n_given
 
     def push(self, token: SampledToken) -> None:
-        """A token of the answer. Sets `stop_text` when a stop string is complete."""
+        """Add a token of the answer. Sets `stop_text` when a stop string is complete."""
         self._tokens.append((self._n_given + len(self._held), token))
         self._held += self._stream.push(token.token_id)
         if self._stop:
             self._cut_at_stop()
 
     def push_end(self, token: SampledToken) -> None:
-        """The model's end token: it counts, but has no text."""
+        """Add the model's end token, which counts but has no text."""
         self._tokens.append((self._n_given + len(self._held), token))
 
     def take(self, *, finished: bool) -> tuple[str, tuple[SampledToken, ...]]:
-        """The text that can be given out now: all that is left when `finished` or `stopped`."""
+        """The text and tokens that can be given out now: all that is left if `finished` or `stopped`."""
         if finished and not self.stopped:
             self._held += self._stream.flush()
             self._cut_at_stop()
@@ -221,14 +222,14 @@ class AnswerText:
         return text, self._begun(everything=finished and not self.stopped)
 
     def _cut_at_stop(self) -> None:
-        """The stop string that is complete first ends the text, however tokens cut it."""
+        """End the text before the stop string that is complete first, however tokens cut it."""
         places = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
         if places:
             place, self.stop_text = min(places, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
             self._held = self._held[:place]
 
     def _n_ambiguous(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest end of the held text that may begin a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
@@ -247,8 +248,8 @@ class AnswerText:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The engine's view of a model's tokens. `open_stream` makes the decoder of one answer; it gives out the
-    texts of the control tokens named to it."""
+    """A model's tokens as the engine sees them. `open_stream`: makes the decoder of one answer, which also
+    shows the control tokens passed to it."""
 
     size: int
     end_token_ids: frozenset[int]
@@ -257,7 +258,7 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request on its way. adapter: its number and content hash; 0: the model alone."""
+    """A request being answered. `adapter`: number and content hash; number 0: the base model."""
 
     given: GivenSoFar
     max_tokens: int
@@ -266,10 +267,10 @@ class LiveRequest:
     end_token_ids: frozenset[int]
     adapter: tuple[int, str]
     chain: LogitChain | None = None
-    """Digests of its logits, where it shall have a receipt; `token_ids` are then its tokens so far."""
+    """Digests of the answer's logits for a receipt, with all tokens in `token_ids`; None: no receipt."""
     token_ids: list[int] = field(default_factory=list)
     scores: PromptScores | None = None
-    """Log-probabilities of its prompt, where it wants them; None once they were given out."""
+    """Log-probabilities of the prompt; None: not wanted, or given out."""
     n_drafted: int = 0
     n_accepted: int = 0
 
@@ -277,7 +278,7 @@ class LiveRequest:
     def of(
         cls, given: GivenSoFar, max_tokens: int, vocabulary: Vocabulary, adapter: tuple[int, str]
     ) -> LiveRequest:
-        """At the beginning of its answer, or after the part of it that was given out."""
+        """A request at the beginning of its answer, or after the part that was given out."""
         message = given.request
         guide = None if message.guide is None else message.guide.fresh()
         before = message.given
@@ -302,7 +303,7 @@ class LiveRequest:
 
     @property
     def request(self) -> Request:
-        """As the scheduler sees it."""
+        """The request as the scheduler sees it."""
         message = self.message
         adapter, adapter_hash = self.adapter
         return Request(

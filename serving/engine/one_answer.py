@@ -1,4 +1,4 @@
-"""One request on an engine of one's own, and the times of its tokens."""
+"""One request on an engine of its own, and the times of its tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from phasewise.serving.engine.messages import Answer, DraftCounts, Progress, Sub
 
 @dataclass(slots=True)
 class OneAnswer:
-    """An answer in the making: iterate `pieces`, then read what came. TTFT is from the request to its first
-    token; TPOT the mean time of each token after the first."""
+    """An answer being generated: iterate `pieces`, then read the fields. TTFT is the time from the request to
+    its first token; TPOT the mean time of each later token."""
 
     request: Submit
     text: str = ""
@@ -24,13 +24,13 @@ class OneAnswer:
     last_ns: int = 0
     n_generated: int = 0
     drafts: DraftCounts | None = None
-    """None where drafts are off."""
+    """Draft counts; None: drafts are off."""
     progress: Progress | None = None
-    """The newest of its prompt; None before its first step, and once the answer has begun."""
+    """Latest progress of the prompt; None: before the first step, and once the answer has begun."""
 
     def pieces(self, engine: Engine, *, with_steps: bool = False) -> Iterator[str]:
-        """Run it, yielding text as it is made. Raises what the engine says if it fails. with_steps: an empty
-        text after each step of the prompt, whose `progress` is told then."""
+        """Run the request and yield its text piece by piece. Raises the engine's error if the request fails.
+        `with_steps`: yield an empty text after each step of the prompt, when `progress` is set."""
         self.sent_ns = time.perf_counter_ns()
         engine.submit(self.request)
         while engine.has_work:
@@ -51,13 +51,13 @@ class OneAnswer:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None where there is one token only."""
+        """Mean milliseconds per token after the first; None: there is only one token."""
         n_more = self.n_generated - 1
         return (self.last_ns - self.first_ns) / 1e6 / n_more if n_more else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoded tokens per second: the inverse of TPOT."""
+        """Decoded tokens per second: the inverse of TPOT; None: there is only one token."""
         return 1000 / self.tpot_ms if self.tpot_ms else None
 
     def _add(self, out: Answer) -> None:

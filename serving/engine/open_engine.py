@@ -1,4 +1,4 @@
-"""From a packed model and its plans to an engine. `generate` and `serve` start here."""
+"""Opening of an engine from a packed model and its plans. `generate` and `serve` start here."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Plans = Mapping[Phase, ServicePlan]
 
 
 class ModelText:
-    """Text to tokens and back, as one model has it. allow_special: texts of control tokens in a
-    conversation's contents become these tokens. ModelError for an encoder."""
+    """Conversion between text and tokens of one model. `allow_special`: control tokens' texts within a
+    message become these tokens. ModelError: the model is an encoder."""
 
     def __init__(self, model: PackedModel, *, allow_special: bool = False) -> None:
         check_generates(model)
@@ -55,11 +55,11 @@ class ModelText:
         return self.tokenizer.encode(text, add_special)
 
     def open_stream(self, shown: frozenset[int] = frozenset()) -> DetokenizeStream:
-        """The decoder of one answer; control tokens have no text, but for those `shown`."""
+        """The decoder of one answer; control tokens have no text, except those in `shown`."""
         return DetokenizeStream(self.tokenizer, shown=shown)
 
     def guide_compiler(self) -> GuideCompiler:
-        """A compiler of grammars over this vocabulary; close it."""
+        """A compiler of grammars over this vocabulary; the caller closes it."""
         from phasewise.serving.grammar.guides import GuideCompiler, TokenView
 
         tokenizer, config = self.tokenizer, self._model.config
@@ -72,7 +72,7 @@ class ModelText:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the model's template; None without one."""
+        """Source of the model's chat template; None: there is none."""
         return self._model.chat_template
 
     @property
@@ -81,7 +81,8 @@ class ModelText:
 
     @cached_property
     def conversations(self) -> Conversations:
-        """The writer of OpenAI messages. RequestError without a template, ModelError for a bad one."""
+        """Writes OpenAI messages as prompts. RequestError: the model has no template. ModelError: the
+        template is bad."""
         if self._model.chat_template is None:
             raise RequestError(f"{self._model.name} has no chat template", "messages")
         from phasewise.serving.text.chat import Conversations, special_tokens_of
@@ -94,16 +95,17 @@ class ModelText:
         return conversations
 
     def close(self) -> None:
-        """End what writes conversations."""
+        """End the process that writes conversations, if it was started."""
         if "conversations" in self.__dict__:
             self.conversations.close()
 
     def chat_prompt(self, message: str) -> list[int]:
-        """Token ids of a conversation that consists of one user message."""
+        """Token ids of a conversation of one user message."""
         return self.conversation([{"role": "user", "content": message}])
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of OpenAI messages, with what opens the answer. ChatTemplateError, RequestError."""
+        """Token ids of OpenAI messages and the opening of the answer. Raises ChatTemplateError or
+        RequestError."""
         from phasewise.serving.text.chat import Conversation
 
         return self.tokenizer.encode_marked(*self.conversations.write(Conversation(messages)))
@@ -111,7 +113,7 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
-    """An engine with a model in it. Close it, or use it in `with`."""
+    """An engine with a model in it, closed at the end of `with`."""
 
     model: PackedModel
     text: ModelText
@@ -121,7 +123,6 @@ class OpenEngine:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The identity of its arithmetic."""
         assert self.engine.fingerprint is not None
         return self.engine.fingerprint
 
@@ -150,10 +151,10 @@ def open_engine(
     drafts: DraftSource | None = None,
     prefixes: PrefixSettings | None = None,
 ) -> OpenEngine:
-    """Start the ranks and put the model into them; without schedules all runs by default ones. pinned: as in
-    `RankOptions`. pool: in place of the size's own. drafts: where drafts of answers come from. prefixes:
-    where beginnings of prompts are kept; the size shares its keys and values then. Raises ServingError where
-    this machine cannot."""
+    """Start the ranks and load the model into them. `schedules`: kernel schedules; None: defaults. `pinned`:
+    as in `RankOptions`. `pool`: replaces the size's own pool. `drafts`: source of drafts; None: no drafts.
+    `prefixes`: folder for prefixes, for which `size` must share its keys and values. ServingError: this
+    machine cannot run it."""
     text = text or ModelText(model)
     limits, kv = size.limits, size.kv
     step_tokens = max(
@@ -197,7 +198,8 @@ def open_engine(
 
 
 def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: PackedModel) -> PrefixStore:
-    """Before the ranks, which pin threads: its own run anywhere."""
+    """Open and start the prefix store. Call before the ranks pin threads, so that its threads run on any
+    core."""
     shape = shape_of(KvShape.of(model.config, fingerprint.kv_format))
     store = open_store(prefixes, model.name, fingerprint.of_keys_and_values, shape)
     store.start()
@@ -205,5 +207,5 @@ def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: Pa
 
 
 def _serving(model: PackedModel, context_length: int) -> PackedModel:
-    """The model for sequences of at most `context_length` tokens, on which LongRoPE's rotation depends."""
+    """The model with a context of `context_length` tokens, on which LongRoPE's rotation depends."""
     return replace(model, config=replace(model.config, context_length=context_length))

@@ -1,8 +1,6 @@
-"""Receipts of answers: what was asked, what was answered, and digests of the logits in between.
-
-No answer depends on what else was computed, so whoever has the model can check a receipt by one prefill of
-prompt and answer together (`workflows.replay`).
-"""
+"""Receipts of answers: the request, the answer, and digests of the logits in between. No answer depends on
+the rest of the batch, so that whoever has the model can check a receipt by one prefill of prompt and answer
+together (`workflows.replay`)."""
 
 from __future__ import annotations
 
@@ -30,23 +28,23 @@ MOST_RECEIPT_BYTES = 64 << 20
 
 
 class ReceiptError(ServingError):
-    """A receipt that cannot be read."""
+    """The receipt cannot be read."""
 
 
 @dataclass(frozen=True)
 class AskedSettings:
-    """The settings of one answer, all of them stated."""
+    """All settings of one answer, none left to defaults."""
 
     sampling: SamplingParams
     max_tokens: int | None
     stop: tuple[str, ...]
     ignore_eos: bool
     shown: tuple[int, ...]
-    """Control tokens whose texts count where stop strings are looked for."""
+    """Control tokens whose texts count in the search for stop strings."""
     guide: GuideRecipe | None
-    """The required form of the answer."""
+    """Required form of the answer; None: free text."""
     ends: tuple[int, ...] = ()
-    """End tokens beside the model's."""
+    """End tokens beside the model's own."""
 
     @classmethod
     def of(cls, request: Submit) -> AskedSettings:
@@ -60,7 +58,7 @@ class AskedSettings:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A server's word on what it did. `digest`: of all other fields."""
+    """A server's record of one answer. `digest`: of all other fields."""
 
     schema_version: Literal[1]
     request_id: str
@@ -72,13 +70,13 @@ class Receipt:
     settings: AskedSettings
     settings_digest: str
     token_ids: tuple[int, ...]
-    """The whole answer, with its end token and with what a stop string cut off."""
+    """All tokens of the answer, its end token and text cut off at a stop string included."""
     finish_reason: FinishReason
     logit_digests: tuple[str, ...]
     digest: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; `read_receipt` is the inverse."""
+        """JSON object of the receipt; `read_receipt` is the inverse."""
         fields: dict[str, Any] = _receipt.dump_python(self, mode="json")
         del fields["fingerprint"]["paths"]
         _as_before(fields["settings"])
@@ -87,12 +85,12 @@ class Receipt:
         return fields
 
     def own_digest(self) -> str:
-        """The digest that belongs to the other fields."""
+        """The digest that the other fields should have."""
         fields = self.to_json()
         return digest_of({name: fields[name] for name in fields if name != "digest"})
 
     def contradictions(self) -> list[str]:
-        """In a line each, what is wrong with it whatever the model says."""
+        """One line for each inconsistency within the receipt, without asking the model."""
         wrong = []
         if self.system_fingerprint != self.fingerprint.short:
             wrong.append("the system fingerprint is not that of its components")
@@ -110,7 +108,7 @@ class Receipt:
 
 
 def _as_before(settings: dict[str, Any]) -> dict[str, Any]:
-    """As receipts were before templates had end tokens, where there are none."""
+    """Remove an empty `ends`, which receipts did not have at first."""
     if not settings["ends"]:
         del settings["ends"]
     return settings
@@ -123,7 +121,7 @@ _settings = TypeAdapter(AskedSettings)
 def receipt_of(
     request: Submit, evidence: Evidence, reason: FinishReason, fingerprint: Fingerprint, model: str
 ) -> Receipt:
-    """The receipt of an answer that has ended. model: what the server calls it."""
+    """The receipt of an answer that has ended. `model`: the server's name of the model."""
     settings = AskedSettings.of(request)
     receipt = Receipt(
         SCHEMA_VERSION,
@@ -143,7 +141,7 @@ def receipt_of(
 
 
 def read_receipt(fields: Any) -> Receipt:
-    """ReceiptError, in one line, where that is no receipt."""
+    """Parse a receipt. ReceiptError, in one line: `fields` is not one."""
     if isinstance(fields, dict) and fields.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise ReceiptError(
             f"the receipt has schema_version {fields['schema_version']!s:.20}; this phasewise reads "
@@ -167,7 +165,7 @@ def read_receipt(fields: Any) -> Receipt:
 
 
 class Replaying:
-    """The check of one receipt against the model's logits, which come row by row."""
+    """Check of one receipt against the model's logits, row by row."""
 
     def __init__(self, receipt: Receipt, sampler: Sampler) -> None:
         self._receipt = receipt
@@ -175,14 +173,14 @@ class Replaying:
         self._chain = LogitChain()
         self._n_rows = 0
         self.first_token: int | None = None
-        """The place in the answer, from 0, of the first token that the model would not have chosen."""
+        """Index in the answer of the first token that the model would not have chosen; None: none so far."""
         self.chosen: int | None = None
-        """The token that it chooses there."""
+        """The token that the model chooses at `first_token`."""
         self.first_digest: int | None = None
-        """The first digest of logits that is another, from 0."""
+        """Index of the first digest of logits that differs; None: none so far."""
 
     def feed(self, logits: npt.NDArray[np.float32]) -> None:
-        """The rows after the next tokens, float32 [n, vocab]."""
+        """Compare the rows of the next tokens, float32 [n, vocab], with the receipt."""
         begin = self._n_rows
         self._n_rows += len(logits)
         for row in logits:
@@ -200,7 +198,7 @@ class Replaying:
                     break
 
     def _chosen(self, logits: npt.NDArray[np.float32]) -> Iterator[int]:
-        """The tokens that the sampler chooses, as far as somebody asks."""
+        """The tokens that the sampler chooses, sampled lazily."""
         if self._sampler.needs_largest_alone:
             return (token.token_id for token in sample_rows(logits, [self._sampler] * len(logits)))
         return (self._sampler.sample(row).token_id for row in logits)
@@ -209,8 +207,8 @@ class Replaying:
 def ends_wrongly(
     receipt: Receipt, end_token_ids: frozenset[int], text: str, *, is_cut_short: bool
 ) -> str | None:
-    """The reason that the answer cannot have ended as the receipt says; None: it can. text: of the whole
-    answer, read where there are stop texts."""
+    """The reason why the answer cannot have ended as the receipt says; None: it can. `text`: text of the
+    whole answer, read only if there are stop strings."""
     settings, ids = receipt.settings, receipt.token_ids
     ends = frozenset() if settings.ignore_eos else end_token_ids.union(settings.ends)
     early = next((place for place, token_id in enumerate(ids[:-1]) if token_id in ends), None)

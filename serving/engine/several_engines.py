@@ -1,4 +1,4 @@
-"""Several models behind one HTTP server: an engine each, which take turns on the cores that they share."""
+"""Several models behind one HTTP server: one engine each, which take turns on shared cores."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WORST_FIRST: tuple[EngineState, ...] = ("lost", "replacing", "starting", "runni
 
 
 class Turns:
-    """A lock that threads get in the order in which they ask for it. With `threading.Lock` an engine that is
-    never idle would take the next step before another one wakes up."""
+    """A lock that threads get in the order in which they ask. With `threading.Lock` an engine that is never
+    idle would take the next step before another one wakes up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,10 +51,10 @@ class Turns:
 
 
 class SeveralEngines:
-    """An `EngineHost` of several models, by their ids. A request goes to the engine of `Submit.model`. A
-    model that is put in before the start stays: its engine that is lost for good ends the server. Others are
-    put in and taken out while it runs, from any thread but their own. The load is the sum of all. An engine
-    that has requests of batches alone computes while no other has any that are of none."""
+    """An `EngineHost` of several models by id. A request goes to the engine of `Submit.model`. A model put in
+    before the start is permanent: losing its engine ends the server. Others are put in and taken out while it
+    runs, from any thread but an engine's. The load is the sum of all. An engine with only requests of batches
+    computes while no other engine has interactive ones."""
 
     def __init__(self, deliver: Deliver, on_lost: Callable[[], None] = lambda: None) -> None:
         self._turns = Turns()
@@ -64,14 +64,14 @@ class SeveralEngines:
         self._hosts: Mapping[str, EngineHost] = {}
         self._staying: list[EngineHost] = []
         self._gone = Recoveries()
-        """The recoveries of engines that were taken out."""
+        """Recoveries of engines that were taken out."""
         self._loads: dict[str, EngineLoad] = {}
         self._changing = threading.Lock()
-        """Held while a load changes and the sum is delivered: the newest sum is delivered last."""
+        """Held while a load changes and the sum is delivered, so that the newest sum is delivered last."""
 
     @property
     def state(self) -> EngineState:
-        """The worst of those that stay."""
+        """The worst state of the permanent models' engines."""
         states = {host.state for host in self._staying}
         worst: EngineState | None = next((state for state in _WORST_FIRST if state in states), None)
         return worst or ("running" if self._has_started else "starting")
@@ -90,17 +90,17 @@ class SeveralEngines:
         return Recoveries(*map(sum, zip(*each, strict=True)))
 
     def threads(self) -> Mapping[str, int]:
-        """Engines take turns: the most that one of them has."""
+        """The most threads that one engine has in each phase, since engines take turns."""
         each = [host.threads() for host in self._hosts.values()]
         return {phase: max(own.get(phase, 0) for own in each) for own in each for phase in own}
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """The identity of the model of this id; None where it has gone."""
+        """Identity of the arithmetic of the model with this id; None: it was taken out."""
         host = self._hosts.get(model)
         return None if host is None else host.fingerprint()
 
     def instances(self) -> tuple[InstanceState, ...]:
-        """Those of every model, by its id and their names."""
+        """Instances of all models, named `MODEL/INSTANCE`."""
         return tuple(
             state._replace(name=f"{name}/{state.name}")
             for name, host in self._hosts.items()
@@ -113,7 +113,8 @@ class SeveralEngines:
             host.start()
 
     def send(self, message: Message) -> None:
-        """Only requests name their model; to an engine that does not know it, an abort is nothing."""
+        """Send a request to its model's engine, any other message to all engines; an engine ignores an abort
+        of a request that it does not know."""
         if isinstance(message, Submit):
             self._hosts[message.model].send(message)
             return
@@ -125,8 +126,8 @@ class SeveralEngines:
         return all(stopped)
 
     def put(self, name: str, open_host: OpenHost, on_lost: Callable[[], None] | None = None) -> None:
-        """Requests for this model may be sent from now on. on_lost: of one that may be taken out, which
-        starts now; None: of the server, with which the model starts and stays."""
+        """Add a model, so that requests for it may be sent. `on_lost`: called when a removable model's engine
+        is lost, which starts now; None: the model is permanent, and starts with the server."""
         cores = SharedCores(self._turns, partial(self._are_others_busy, name))
         host = open_host(partial(self._deliver_of, name), on_lost or self._on_lost, cores)
         with self._changing:
@@ -137,7 +138,7 @@ class SeveralEngines:
             host.start()
 
     def take_out(self, name: str) -> None:
-        """Stop an engine, however long its step takes: nothing of it runs once this returns."""
+        """Stop a model's engine, however long its step takes, and remove it."""
         host = self._hosts[name]
         while not host.stop():
             pass
@@ -148,12 +149,12 @@ class SeveralEngines:
             self._deliver(Delivery((), None, _sum(dict(self._loads))))
 
     def _are_others_busy(self, name: str) -> bool:
-        """True while another engine has requests that are of no batch."""
+        """True while another engine has interactive requests."""
         others = [load for other, load in self._loads.copy().items() if other != name]
         return any(load.n_waiting or load.n_running for load in others)
 
     def _deliver_of(self, name: str, delivery: Delivery) -> None:
-        """On the thread of one engine."""
+        """Deliver one engine's results with the load of all. Called on that engine's thread."""
         stats = None if delivery.stats is None else delivery.stats._replace(model=name)
         with self._changing:
             self._loads[name] = delivery.load

@@ -1,6 +1,5 @@
-"""Between an engine's steps and its store of prefixes: what was read is checked and goes on, what was
-computed is offered. Called on the engine's thread.
-"""
+"""Prefixes between an engine's steps and its store: those read from the store are checked, computed ones are
+offered. Called on the engine's thread."""
 
 from __future__ import annotations
 
@@ -20,19 +19,20 @@ if TYPE_CHECKING:
     from phasewise.serving.scheduling.scheduler import Scheduler
 
 MOST_CHECKED_TOKENS = 64
-"""The most of its first tokens that are computed again, for a beginning with a state."""
+"""Most first tokens that are computed again to check a prefix with a state."""
 _OF_THE_NEWEST = 0.2
-"""Weight of a step in the mean time of a prompt's token."""
+"""Weight of the newest step in the mean time per prompt token."""
 
 
 def shape_of(kv: KvShape) -> RecordShape:
-    """The size of records of such keys and values."""
+    """Record size for keys and values of this shape."""
     slot_bytes = kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim, kv.latent)
     return RecordShape(kv.n_layers, slot_bytes, kv.state_bytes)
 
 
 class StoredPrefixes:
-    """rng: draws the rows that are computed again."""
+    """Passes prefixes between an engine and its store. `rng`: draws the rows that are computed again as a
+    check."""
 
     def __init__(
         self, store: PrefixStore, ranks: Ranks, scheduler: Scheduler, rng: random.Random | None = None
@@ -53,8 +53,8 @@ class StoredPrefixes:
         return self._store.counts
 
     def settle(self) -> None:
-        """Before a step: requests whose beginnings are in their blocks go on, where a row of it that is drawn
-        and computed again is the one that was read."""
+        """Before a step: start the requests whose prefix was read into their block, if a randomly drawn row,
+        computed again, equals the one read."""
         for restored in self._store.take_restored():
             n_tokens = restored.n_tokens
             if n_tokens and not self._is_right(restored):
@@ -65,7 +65,7 @@ class StoredPrefixes:
             self._scheduler.restored(restored.request_id, n_tokens)
 
     def follow(self, stats: StepStats | None) -> None:
-        """After a step: the store may read what was computed, and write into blocks that wait."""
+        """After a step: let the store read computed prefixes, and fill the blocks that wait for it."""
         if stats is not None and stats.phase == "prefill" and stats.n_tokens:
             token_s = stats.duration_ns / 1e9 / stats.n_tokens
             self._token_s += (token_s - self._token_s) * (_OF_THE_NEWEST if self._token_s else 1.0)
@@ -79,8 +79,8 @@ class StoredPrefixes:
             self._store.restore(Restored(request_id, token_ids, space, placement, rows))
 
     def _is_right(self, restored: Restored) -> bool:
-        """True if rows that are computed again are those that were read: one, or, of a model with states,
-        which begin with zeros, some of the first ones."""
+        """True if rows computed again equal the rows read: one row, or, for models with states (which begin
+        at zero), some of the first rows."""
         drawn = self._rng.randrange(restored.n_tokens)
         begin, end = drawn, drawn + 1
         if self._store.shape.state_bytes:
@@ -95,14 +95,14 @@ class StoredPrefixes:
         return rows == self._rows(restored, begin, end)
 
     def _state(self, restored: Restored) -> bytearray:
-        """The state that was read."""
+        """The state read from the store."""
         state = bytearray(self._store.shape.state_bytes)
         if restored.placement.state is not None and state:
             restored.rows.read_state(restored.placement.state, 0, state)
         return state
 
     def _rows(self, restored: Restored, begin: int, end: int) -> list[bytes]:
-        """The rows of the panels that have these positions, of all layers."""
+        """Bytes of the panels with positions [begin, end), of all layers."""
         n_panel = self._store.shape.slot_bytes * ALIGNMENT
         panels = []
         for first in range(begin // ALIGNMENT * ALIGNMENT, end, ALIGNMENT):

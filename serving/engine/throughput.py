@@ -1,8 +1,8 @@
-"""The speed of a model here, phase by phase, and its share of the machine's limits.
+"""The speed of a model on this machine, by phase, and its share of the machine's limits.
 
-Measured below the scheduler and the sampler, as llama-bench does, so that figures can be laid side by side: a
-`pp` test is one prefill of every sequence, a `tg` test is decode steps, a `pp+tg` test is both in one time.
-All of them begin behind `n_depth` positions that were computed before.
+Measured below scheduler and sampler, as llama-bench does: a `pp` test is one prefill of every sequence, a
+`tg` test is decode steps, a `pp+tg` test times both together. All begin behind `n_depth` positions computed
+before.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Workload:
-    """One test: every sequence prefills `n_prompt` tokens, then decodes `n_gen` of them; one may be 0."""
+    """One test: every sequence prefills `n_prompt` tokens, then decodes `n_gen` tokens; either may be 0."""
 
     n_prompt: int
     n_gen: int
     n_sequences: int
     n_depth: int = 0
-    """Positions of each sequence that are computed before the test, not timed."""
+    """Positions of each sequence computed before the test, not timed."""
     n_adapters: int = 0
-    """Adapters of the model, which the sequences have in turn."""
+    """Number of the model's adapters, which the sequences use in turn."""
 
     @property
     def name(self) -> str:
-        """llama-bench's name of the test, with the number of sequences where there are several."""
+        """llama-bench's name of the test, with the number of sequences if there are several."""
         parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
         parts += [f"tg{self.n_gen}"] if self.n_gen else []
         behind = f" @ d{self.n_depth}" if self.n_depth else ""
@@ -51,35 +51,35 @@ class Workload:
         return "+".join(parts) + behind + together + adapted
 
     def adapter_of(self, base: int) -> int:
-        """The number of the adapter of the sequence whose first slot this is."""
+        """Number of the adapter of the sequence with first slot `base`."""
         return 1 + base // self.positions % self.n_adapters if self.n_adapters else 0
 
     @property
     def n_tokens(self) -> int:
-        """Tokens whose time counts."""
+        """Number of tokens that are timed."""
         return self.n_sequences * (self.n_prompt + self.n_gen)
 
     @property
     def positions(self) -> int:
-        """Those of each sequence, with the ones before the test."""
+        """Positions of each sequence, those before the test included."""
         return self.n_depth + self.n_prompt + self.n_gen
 
     @property
     def kv_slots(self) -> int:
-        """Slots that the test writes."""
+        """Number of slots that the test writes."""
         return self.n_sequences * self.positions
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """The samples of one test, in the order taken."""
+    """Durations of one test, in the order taken."""
 
     workload: Workload
     samples_ns: tuple[int, ...]
 
     @property
     def samples_ts(self) -> list[float]:
-        """Tokens per second, sample by sample."""
+        """Tokens per second of each sample."""
         return [self.workload.n_tokens * 1e9 / ns for ns in self.samples_ns]
 
     @property
@@ -95,8 +95,8 @@ def measure(
     repetitions: int,
     warm_ups: int = 1,
 ) -> Throughput:
-    """Time `repetitions` runs of `workload` after `warm_ups` that are not counted. What lies at positions
-    before the test is computed once; each run writes its own positions anew."""
+    """Time `repetitions` runs of `workload` after `warm_ups` uncounted ones. Positions before the test are
+    computed once; each run overwrites its own positions."""
     count = workload.kv_slots
     tokens = np.random.default_rng(0).integers(0, vocab_size, size=count).tolist()
     for batch in _prefill(workload, tokens, 0, workload.n_depth, max_batch_tokens):
@@ -134,7 +134,7 @@ def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> It
 def _prefill(
     workload: Workload, tokens: list[int], first: int, last: int, max_batch_tokens: int
 ) -> Iterator[Batch]:
-    """The positions from `first` to before `last` of every sequence, cut into batches."""
+    """Batches for positions [first, last) of every sequence."""
     pending: list[SequenceSlice] = []
     room = max_batch_tokens
     for sequence, base in enumerate(_bases(workload)):
@@ -156,12 +156,12 @@ def _prefill(
 
 
 def _bases(workload: Workload) -> range:
-    """The first slot of each sequence."""
+    """First slot of each sequence."""
     return range(0, workload.kv_slots, workload.positions)
 
 
 def flops(model: PackedModel, workload: Workload) -> float:
-    """Multiplies and adds of one run: the linear layers, attention, and the head where logits are made."""
+    """Floating-point operations of one run: linear layers, attention, and the head where logits are made."""
     head = model.weights.get("lm_head", model.weights["embed"])
     layers = sum(
         2 * w.n * w.k * _uses(model, name)
@@ -174,7 +174,7 @@ def flops(model: PackedModel, workload: Workload) -> float:
 
 
 def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
-    """Bytes of a stack of experts that no row of a step with that many sequences needs."""
+    """Bytes of an expert stack that a step with `n_sequences` rows does not read."""
     experts, expert = model.config.experts, model.one_expert(name)
     if experts is None or expert is None:
         return 0
@@ -182,7 +182,7 @@ def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
 
 
 def _uses(model: PackedModel, name: str) -> int:
-    """The number of times that one row is multiplied by a weight of `PackedModel.products`."""
+    """Number of times that one row is multiplied by a weight of `PackedModel.products`."""
     experts = model.config.experts
     if model.one_head(name) is not None:
         return model.config.n_heads
@@ -196,8 +196,8 @@ def _attention_flops(config: ModelConfig, workload: Workload) -> int:
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:
-    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values. Of
-    experts, as many as are chosen for all sequences if no two choose the same; of adapters those in use."""
+    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values.
+    Experts count as if no two sequences chose the same; adapters, those in use."""
     embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
     if LAYER_TABLE in model.weights:
         embedding += model.weights[LAYER_TABLE].nbytes
@@ -210,8 +210,8 @@ def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: in
 
 
 def kv_read_rate(deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) -> float:
-    """Bytes of keys and values a second, of decoding behind a depth. By what it takes longer than the same
-    test without one, which reads the same weights. 0 where that is no time: other work was longer."""
+    """Bytes of keys and values read per second while decoding behind a depth, from the extra time over the
+    same test without depth. 0: there was no extra time."""
     workload, longer_s = deep.workload, deep.median_s - shallow.median_s
     assert workload.n_prompt == 0, "of decoding alone"
     assert shallow.workload == replace(workload, n_depth=0), "the same test"
@@ -220,8 +220,7 @@ def kv_read_rate(deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) 
 
 
 def compute_kind(model: PackedModel) -> str:
-    """The peak that bounds this model's prefill: that of the format holding most of its layers'
-    multiplies."""
+    """The peak that bounds this model's prefill: that of the format with most of its layers' multiplies."""
     work: dict[str, int] = {}
     for name, weight in model.weights.items():
         if name.startswith("layers."):

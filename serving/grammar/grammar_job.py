@@ -1,8 +1,6 @@
-"""The grammar job of the confined process: it compiles grammars, to learn whether they can be compiled.
-
-A compiled grammar cannot be handed to another process, so the server compiles once more what has been proven
-here to take neither long nor much memory.
-"""
+"""The grammar job of the confined process, which compiles grammars to prove that they compile within bounds.
+A compiled grammar cannot be passed to another process, so that the server compiles a proven grammar once
+more."""
 
 from __future__ import annotations
 
@@ -28,9 +26,9 @@ _INFO_FIELDS = (
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job: a grammar's kind and text in, the bytes that it takes once it is compiled out. Texts that a
-    grammar forces are cut into the longest tokens, not as the model would: that changes nothing of what a
-    compilation costs, and no tokenizer need be loaded here."""
+    """The job: takes a grammar's kind and text, and returns the bytes that the compiled grammar takes. Text
+    that a grammar forces is cut into the longest tokens, not as the tokenizer would: the costs are the same,
+    and no tokenizer is loaded."""
     vocabulary = json.loads(told)
     pieces = [piece.encode("latin-1") for piece in vocabulary["pieces"]]
     ends, specials = frozenset(vocabulary["ends"]), frozenset(vocabulary["specials"])
@@ -51,9 +49,8 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 
 
 def allocations() -> Callable[[], int]:
-    """Tells the bytes that malloc has given out in this process of one arena, its own tables aside. Growth of
-    resident memory is no measure of a grammar: where it takes the place of one that has gone, there is
-    none."""
+    """A function that tells the bytes that malloc has given out in this process. Resident memory would not
+    measure a grammar that takes the place of a freed one."""
     library = ctypes.CDLL(None)
     has_wide = hasattr(library, "mallinfo2")
     number = ctypes.c_size_t if has_wide else ctypes.c_uint

@@ -1,8 +1,5 @@
-"""The limits of a grammar from outside. Checked before anything is built of it, in time linear in it.
-
-The bounds keep what follows short: compiling one is a matter of milliseconds, a step of it of a few, and no
-reference can nest so deep that the compiler's stack ends.
-"""
+"""Limits of grammars from requests, checked before a grammar is compiled, in linear time. The bounds keep
+compilation and each step to milliseconds, and references from overflowing the compiler's stack."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ MOST_TEXT_CHARACTERS = 4096  # of one key, value or pattern inside a schema
 MOST_PATTERN_CHARACTERS = 4096  # with its repetitions written out: (a{10}){3} counts 30
 MOST_CHOICES = 1000
 MOST_INTERSECTION = 1 << 18
-"""States of an automaton, more or less: constraints on one value multiply where all of them must hold."""
+"""Most automaton states, roughly: constraints that must hold together on one value multiply."""
 _LARGEST_STEP = 2**53
 
 _ESCAPE = re.compile(r"\\[pPxu]\{[^}]*\}|\\.?", re.DOTALL)
@@ -32,7 +29,7 @@ _QUANTIFIER = re.compile(r"\{(\d{0,18})(,?)(\d{0,18})\}")
 
 
 def checked_schema(schema: Any) -> str:
-    """The schema as compact JSON, or RequestError saying which bound it breaks."""
+    """The schema as compact JSON. RequestError: it breaks a bound, which the message names."""
     if not isinstance(schema, dict):
         raise RequestError("a schema must be a JSON object")
     depth = 0
@@ -65,7 +62,7 @@ def checked_schema(schema: Any) -> str:
 
 
 def checked_pattern(pattern: str) -> str:
-    """The pattern, or RequestError where it is too long, its repetitions written out."""
+    """The pattern itself. RequestError: it is too long with its repetitions written out."""
     if pattern_weight(pattern) > MOST_PATTERN_CHARACTERS:
         raise RequestError(
             f"the pattern, its repetitions written out, has more than {MOST_PATTERN_CHARACTERS} characters; "
@@ -81,8 +78,8 @@ _VALUES = frozenset({"enum", "const", "default", "examples"})
 
 
 def holdable(schema: Any) -> Any:
-    """The schema with patterns that the engine of grammars can hold: without words' boundaries, and without
-    those that look around or that are none."""
+    """The schema with only patterns that the grammar engine supports: word boundaries are removed from
+    patterns, and patterns with lookaround or of invalid syntax are dropped."""
     if isinstance(schema, list):
         return [holdable(item) for item in schema]
     if not isinstance(schema, dict):
@@ -101,7 +98,7 @@ def holdable(schema: Any) -> Any:
 
 
 def keywords_of(schema: Any) -> Iterator[str]:
-    """Every keyword in a schema and those within it."""
+    """Yield every keyword in a schema and its subschemas."""
     if isinstance(schema, list):
         for item in schema:
             yield from keywords_of(item)
@@ -124,7 +121,7 @@ def _can_be_held(pattern: str) -> bool:
 
 
 def checked_choices(choices: list[str]) -> str:
-    """The pattern that allows exactly these texts."""
+    """A pattern that matches exactly these texts. RequestError: there are too many."""
     if len(choices) > MOST_CHOICES:
         raise RequestError(
             f"there are {counted(len(choices), 'choice')}; at most {MOST_CHOICES} can be offered"
@@ -138,7 +135,8 @@ def checked_choices(choices: list[str]) -> str:
 
 
 def pattern_weight(pattern: str) -> int:
-    """Characters of a regular expression after its counted repetitions were written out; never too few."""
+    """Number of characters of a regular expression with its counted repetitions written out; an upper
+    bound."""
     sums, last = [0], 0  # of the groups that are open; the weight of the atom that a quantifier would repeat
     position = 0
     while position < len(pattern):
@@ -161,7 +159,7 @@ def pattern_weight(pattern: str) -> int:
 
 
 def _atom_end(pattern: str, position: int) -> int:
-    """Behind the character, escape or class that begins at `position`."""
+    """End of the character, escape or class that begins at `position`."""
     if pattern[position] == "\\":
         escape = _ESCAPE.match(pattern, position)
         return escape.end() if escape else position + 1
@@ -181,7 +179,8 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _check_value(value: Any, references: set[str]) -> int:
-    """Check one value of the schema by itself; the characters of the patterns that it names."""
+    """Check one value of the schema by itself, add its reference to `references`, and return the characters
+    of its patterns."""
     if isinstance(value, str):
         _check_text(value)
     if not isinstance(value, dict):
@@ -204,7 +203,8 @@ def _check_value(value: Any, references: set[str]) -> int:
 
 
 def _check_intersections(levels: list[list[Any]]) -> None:
-    """Refuse a schema that holds one value to too much at a time. `levels`: the deepest last."""
+    """Refuse a schema that puts too many constraints on one value. `levels`: values by depth, the deepest
+    last."""
     weights: dict[int, int] = {}
     for level in reversed(levels):
         for value in level:
@@ -218,7 +218,7 @@ def _check_intersections(levels: list[list[Any]]) -> None:
 
 
 def _intersection(schema: dict[str, Any], weights: dict[int, int]) -> int:
-    """The weight of the constraints on one value together: alternatives add up, all else multiplies."""
+    """Combined weight of the constraints on one value: alternatives add up, all others multiply."""
 
     def parts(name: str) -> list[int]:
         listed = schema.get(name)
@@ -233,7 +233,8 @@ def _intersection(schema: dict[str, Any], weights: dict[int, int]) -> int:
 
 
 def _n_remainders(step: Any) -> int:
-    """States that tell the multiples of a number: its digits without the point and the zeros behind them."""
+    """Automaton states that recognise the multiples of `step`: its digits without point and trailing
+    zeros."""
     if (
         isinstance(step, bool)
         or not isinstance(step, int | float)

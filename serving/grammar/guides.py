@@ -1,8 +1,6 @@
-"""Structured output: a grammar that forbids, token by token, whatever would break it.
-
-llguidance does the parsing; here is what surrounds it: our vocabulary as it wants to see it, the bounds that
-a grammar from outside is held to, the compiled grammars kept, and the masks put on logits.
-"""
+"""Structured output: guides forbid, token by token, whatever would break a grammar. llguidance parses; this
+module adds our vocabulary in llguidance's form, the bounds of grammars from requests, a cache of compiled
+grammars, and the masks on logits."""
 
 from __future__ import annotations
 
@@ -39,11 +37,11 @@ _MOST_COMPILED = 32
 _MOST_COMPILED_BYTES = 24 << 20
 _MOST_LARK_CHARACTERS = 256 * 1024
 BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
-"""Limits of one compilation. An everyday schema takes some milliseconds and megabytes."""
+"""Limits of one compilation. A common schema takes some milliseconds and megabytes."""
 _STACK_BYTES = 64 * 1024 * 1024  # llguidance follows references by recursion
 _LONGEST_TOKEN_BYTES = 64
 _UNHELD = re.compile(r'"(\w+)"|Unknown (format)|^(oneOf)', re.MULTILINE)
-"""Keywords in llguidance's warnings."""
+"""Matches the keywords in llguidance's warnings."""
 
 _LIMITS = {
     "initial_lexer_fuel": 200_000,
@@ -64,57 +62,58 @@ _JSON_OPTIONS = {
 
 @runtime_checkable
 class Guide(Protocol):
-    """The place that one answer has reached in its grammar. Used by one thread at a time."""
+    """Position of one answer in its grammar. Used by one thread at a time."""
 
     def fresh(self) -> Guide:
-        """The same grammar at its beginning. Any thread may ask a guide that is never advanced."""
+        """A guide at the grammar's beginning. May be called from any thread on a guide that is never
+        advanced."""
         ...
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
-        """Set to -inf what may not come next. False where nothing may: `logits` are then left as they are."""
+        """Set the logits of forbidden tokens to -inf. False: every token is forbidden, and `logits` is
+        unchanged."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """The answer goes on with this token, which `forbid` has let through."""
+        """Advance by the answer's next token, which `forbid` has allowed."""
         ...
 
     @property
     def end_token_id(self) -> int:
-        """The token that ends an answer where nothing else can come."""
+        """The token that ends an answer when no other token can follow."""
         ...
 
     @property
     def recipe(self) -> GuideRecipe:
-        """The sources that it is made of; another process makes an equal guide of it
-        (`late_guides.guide_of`)."""
+        """The guide as data, from which another process makes an equal guide (`late_guides.guide_of`)."""
         ...
 
 
 class Grammar(NamedTuple):
-    """The required form of an answer: JSON that a schema describes, a text that a pattern matches as a
-    whole, or what a grammar of ours in llguidance's Lark describes."""
+    """Required form of an answer: JSON for a schema, text that a pattern matches as a whole, or text of our
+    own grammar in llguidance's Lark."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
 
     @classmethod
     def of_schema(cls, schema: object) -> Grammar:
-        """RequestError where the schema is too large."""
+        """Grammar of a JSON schema. RequestError: the schema is too large."""
         return cls("json_schema", checked_schema(schema))
 
     @classmethod
     def of_pattern(cls, pattern: str) -> Grammar:
-        """RequestError where the pattern is too large."""
+        """Grammar of a regular expression. RequestError: the pattern is too large."""
         return cls("regex", checked_pattern(pattern))
 
     @classmethod
     def of_choices(cls, choices: list[str]) -> Grammar:
-        """Exactly one of these texts."""
+        """Grammar of exactly one of these texts. RequestError: there are too many."""
         return cls("regex", checked_choices(choices))
 
     @classmethod
     def of_lark(cls, text: str) -> Grammar:
-        """One that we wrote around schemas from outside. RequestError where it is too large."""
+        """Grammar in Lark that we wrote around schemas of a request. RequestError: it is too large."""
         if len(text) > _MOST_LARK_CHARACTERS:
             raise RequestError(
                 f"the schemas of all tools have more than {_MOST_LARK_CHARACTERS} characters together; "
@@ -125,7 +124,8 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The beginnings of calls. only_first: one counts only where nothing but white space precedes it."""
+    """Texts that begin tool calls. `only_first`: True: they count only if nothing but white space precedes
+    them."""
 
     triggers: tuple[bytes, ...]
     only_first: bool
@@ -133,8 +133,8 @@ class CallMarks:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks around thoughts. is_open: the prompt has begun them. opening_token: spells `opening` and may
-    be the first of the answer whatever its grammar says; None: no single token does."""
+    """Marks around a model's thoughts. `is_open`: True: the prompt has begun a thought. `opening_token`:
+    single token that spells `opening`, allowed first whatever the grammar says; None: there is none."""
 
     opening: bytes
     closing: bytes
@@ -144,11 +144,11 @@ class ThoughtMarks:
 
 @dataclass(frozen=True, slots=True)
 class GuideRecipe:
-    """A guide as data: its grammar, and what may come before it. Thoughts come before calls."""
+    """A guide as data: its grammar, and what may precede it. Thoughts come before calls."""
 
     grammar: Grammar
     n_bytes: int = 0
-    """Memory of the compiled grammar, as the process has measured that has proven it."""
+    """Bytes of the compiled grammar, as measured by the process that proved it."""
     calls: CallMarks | None = None
     thoughts: ThoughtMarks | None = None
 
@@ -158,7 +158,8 @@ ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 @dataclass(frozen=True)
 class TokenView:
-    """A vocabulary as grammars see it. `vocab_size`: columns of the logits; ids without a name are empty."""
+    """A vocabulary as grammars see it. `vocab_size`: columns of the logits; ids without a token have empty
+    pieces."""
 
     vocab_size: int
     end_token_ids: frozenset[int]
@@ -171,7 +172,7 @@ class TokenView:
         return [self.piece(token_id) for token_id in range(self.vocab_size)]
 
     def as_told(self) -> bytes:
-        """The facts of it that the grammar job of the confined process must know."""
+        """The vocabulary as JSON for the grammar job of the confined process."""
         return json.dumps(
             {
                 "pieces": [piece.decode("latin-1") for piece in self.pieces],
@@ -181,8 +182,8 @@ class TokenView:
         ).encode()
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """The tokens that spell exactly these bytes in mid-text, cut as the model itself would cut them. No
-        special token is among them: a text that names one is data here, and must not end an answer."""
+        """Tokens that spell exactly these bytes within a text, cut as the tokenizer would if possible.
+        Special tokens are excluded: their text is data here, and must not end an answer."""
         try:
             ids = self._encode_within(text.decode())
         except UnicodeDecodeError:
@@ -200,7 +201,8 @@ class TokenView:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """The replacement of a line's end, where the vocabulary puts a space before a text; else nothing."""
+        """Tokens of a newline, put before a text if the tokenizer adds a space to its beginning; else
+        empty."""
         spelled = b"".join(self.pieces[token_id] for token_id in self.encode("a", False))
         return [] if spelled == b"a" else self.encode("\n", False)
 
@@ -228,20 +230,20 @@ class TokenView:
 
 
 class _Kept(NamedTuple):
-    """The outcome of one grammar: a matcher at its beginning, or why it is refused; and its memory."""
+    """Cached outcome of one grammar: a matcher at its beginning, or the reason for its refusal; and its
+    bytes."""
 
     outcome: LLMatcher | str
     n_bytes: int
 
 
 class GuideCompiler:
-    """From grammars to guides, for one vocabulary. Any thread may ask; nothing is loaded before the first. A
-    confined process compiles each grammar first, within bounds of memory and time (`confined`). What it has
-    proven is compiled again here: that takes as long and as much, and lets other threads of Python run."""
+    """Compiles grammars into guides for one vocabulary. Thread-safe; nothing is loaded before the first call.
+    A confined process compiles each grammar first, within bounds of memory and time (`confined`); a proven
+    grammar is compiled again here."""
 
     def __init__(self, tokens: TokenView, bounds: Bounds = BOUNDS) -> None:
         self.tokens = tokens
-        """The vocabulary."""
         self._bounds = bounds
         self._first_use = threading.Lock()
         self._compiling = threading.Lock()
@@ -249,7 +251,7 @@ class GuideCompiler:
         self._cache: OrderedDict[Grammar, _Kept] = OrderedDict()
 
     def warm(self) -> None:
-        """Do beforehand what the first grammar would have to wait for: some tenths of a second."""
+        """Load everything now that the first grammar would wait for: some tenths of a second."""
         with suppress(ServingError):  # the first grammar will say what is wrong
             self.compile(ANY_OBJECT)
 
@@ -259,27 +261,27 @@ class GuideCompiler:
             self._prover.start()
 
     def close(self) -> None:
-        """End the confined process; the next grammar would start it again."""
+        """End the confined process; the next grammar restarts it."""
         with self._first_use:
             self._prover.close()
 
     def compile(self, grammar: Grammar, cancel: CancelToken | None = None) -> MatcherGuide:
         """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
-        cancel: ends the compilation when it ends. RequestError where the grammar is refused, QueueFull where
-        the machine does not get to it, Abandoned where `cancel` has ended."""
+        `cancel`: ends the compilation. RequestError: the grammar is refused. QueueFull: the machine did not
+        get to it. Abandoned: `cancel` has ended."""
         if not self.tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
         return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, cancel))
 
     def compile_proven(self, grammar: Grammar, n_bytes: int) -> Guide:
-        """The same where another process has compiled this grammar within its bounds before, to `n_bytes`.
-        RequestError where the grammar is refused."""
+        """A guide for a grammar that another process has compiled within bounds, to `n_bytes`. RequestError:
+        the grammar is refused."""
         with self._first_use:
             _ = self._tokenizer
         return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, n_bytes))
 
     def known(self, grammar: Grammar) -> MatcherGuide | None:
-        """The guide of a grammar that was compiled of late; else None, and at once."""
+        """The guide of a grammar in the cache; None: it is not there. Does not block."""
         kept = self._known(grammar)
         return None if kept is None or isinstance(kept.outcome, str) else self._guide(grammar, kept)
 
@@ -308,7 +310,8 @@ class GuideCompiler:
         return kept
 
     def _compile_checked(self, grammar: Grammar, cancel: CancelToken | None) -> _Kept:
-        """One at a time, so that grammars never take more than one core from answers."""
+        """Compile a grammar in the confined process, then here, one at a time: grammars take at most one core
+        from answers."""
         self._load()
         try:
             n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), cancel))
@@ -338,7 +341,7 @@ class GuideCompiler:
 
 
 def open_tokenizer(tokens: TokenView) -> LLTokenizer:
-    """The vocabulary's tree, as llguidance walks it."""
+    """The vocabulary as llguidance's token tree."""
     from llguidance import LLTokenizer
 
     ends = sorted(tokens.end_token_ids)
@@ -346,7 +349,7 @@ def open_tokenizer(tokens: TokenView) -> LLTokenizer:
 
 
 class _Wrapped:
-    """A TokenView with the names that llguidance looks for."""
+    """A TokenView with the attributes that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -373,7 +376,7 @@ class MatcherGuide:
 
     @property
     def unheld(self) -> frozenset[str]:
-        """Keywords of its schemas that answers are not held to."""
+        """Keywords of the schemas that the grammar does not enforce."""
         told = "\n".join(self._matcher.get_grammar_warnings())
         return frozenset(filter(None, chain.from_iterable(_UNHELD.findall(told))))
 
@@ -404,7 +407,7 @@ def _allowed(matcher: LLMatcher, mask: npt.NDArray[np.uint32], vocab_size: int) 
 
 
 def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer, vocab_size: int) -> LLMatcher | str:
-    """The grammar's matcher, its first mask computed, or why there is none."""
+    """The grammar's matcher with its first mask computed, or the reason why there is none."""
     from llguidance import LLMatcher
 
     try:
@@ -441,7 +444,7 @@ def _in_one_line(message: str) -> str:
 
 
 def _with_stack(work: Callable[[], LLMatcher | str]) -> LLMatcher | str:
-    """Return the result of `work`, run on a thread with a large stack."""
+    """Run `work` on a thread with a large stack, and return its result."""
     outcome: Future[LLMatcher | str] = Future()
 
     def run() -> None:

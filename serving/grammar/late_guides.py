@@ -1,4 +1,4 @@
-"""Guides that let an answer say anything at first: until a call begins, or until thoughts have ended."""
+"""Guides that leave an answer free at first: until a tool call begins, or until thoughts have ended."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from phasewise.serving.grammar.guides import (
 from phasewise.serving.scheduling.waiting_line import ClientTurns
 
 _LONGEST_TOKEN = 256
-"""Bytes of a token that are looked at for a mark."""
+"""Bytes of a token that are searched for a mark."""
 
 
 class CallGuide:
-    """Free until one of the triggers stands in the answer; from its first byte on `inner` holds."""
+    """Leaves the answer free until a trigger appears in it, and holds it to `inner` from the trigger's first
+    byte on."""
 
     def __init__(self, inner: Guide, marks: CallMarks, tokens: TokenView) -> None:
         self._inner, self._marks, self._tokens = inner, marks, tokens
         self._triggers, self._only_first = marks.triggers, marks.only_first
         self._longest = max(map(len, self._triggers), default=0)
         self._recent: list[tuple[int, int]] = []
-        """(Token, where its piece begins in `_tail`), of all tokens that `_tail` holds."""
+        """(Token, start of its piece in `_tail`) for all tokens in `_tail`."""
         self._tail = b""
         self._is_held = self._is_free = False
 
@@ -74,7 +75,8 @@ class CallGuide:
             self._forget()
 
     def _begin(self, call_start: int) -> None:
-        """Give `inner` what the call's text has come to. It may not accept: then it is no call, but text."""
+        """Advance `inner` by the tokens of the call so far. If `inner` cannot accept them, the text is no
+        call."""
         for number, (token_id, begin) in enumerate(self._recent):
             end = self._recent[number + 1][1] if number + 1 < len(self._recent) else len(self._tail)
             if end <= call_start:
@@ -86,7 +88,7 @@ class CallGuide:
         self._recent.clear()
 
     def _forget(self) -> None:
-        """Forget the text that can be no part of a trigger any more."""
+        """Drop text from `_tail` that can no longer be part of a trigger."""
         keep = max(0, len(self._tail) - self._longest - _LONGEST_TOKEN)
         while len(self._recent) > 1 and self._recent[1][1] <= keep:
             self._recent.pop(0)
@@ -96,7 +98,8 @@ class CallGuide:
 
 
 class ThoughtGuide:
-    """Free while the model thinks, between its marks; then `inner` holds. No end token comes before that."""
+    """Leaves the answer free within the marks of a thought, with end tokens forbidden, and then holds it to
+    `inner`."""
 
     def __init__(self, inner: Guide, marks: ThoughtMarks, tokens: TokenView) -> None:
         self._inner, self._marks, self._tokens = inner, marks, tokens
@@ -145,13 +148,13 @@ class ThoughtGuide:
 
 
 def guide_of(recipe: GuideRecipe, compiler: GuideCompiler) -> Guide:
-    """The guide that a recipe describes; its grammar was compiled within bounds by another process.
-    RequestError where the grammar is refused."""
+    """The guide of a recipe whose grammar another process compiled within bounds. RequestError: the grammar
+    is refused."""
     return begun_guide(recipe, compiler.compile_proven(recipe.grammar, recipe.n_bytes), compiler.tokens)
 
 
 def begun_guide(recipe: GuideRecipe, guide: Guide, tokens: TokenView) -> Guide:
-    """The guide that a recipe describes, of the guide of its grammar."""
+    """The guide of a recipe, around the guide of its grammar."""
     if recipe.calls is not None:
         guide = CallGuide(guide, recipe.calls, tokens)
     return guide if recipe.thoughts is None else ThoughtGuide(guide, recipe.thoughts, tokens)
@@ -168,20 +171,20 @@ class GuideWanted:
     owner: str
     recipe: GuideRecipe
     use: Callable[[Guide], None]
-    """Called on the thread, or at once where the grammar is known; not after `forget`."""
+    """Called on the guide thread, or at once if the grammar is cached; never after `forget`."""
     refuse: Callable[[ServingError], None]
-    """Called in place of `use`."""
+    """Called in place of `use` if there is no guide."""
 
 
 class GuideThread:
-    """Compiles one grammar at a time: the thread that asks goes on. Clients take turns, a grammar each."""
+    """Compiles grammars on a thread, one at a time, so that the caller does not wait. Clients take turns."""
 
     def __init__(self, compiler: GuideCompiler) -> None:
         self._compiler = compiler
         self._changed = threading.Condition()
         self._turns: ClientTurns[GuideWanted] = ClientTurns()
         self._wanted: dict[str, GuideWanted] = {}
-        """The wanted guides that are neither compiled nor forgotten."""
+        """Wanted guides, by request id, that are neither compiled nor forgotten."""
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="phasewise-guides")
 
@@ -189,15 +192,15 @@ class GuideThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Make no more guides. The one that is being made is not waited for, and not used;
-        the process ends after it."""
+        """Make no more guides. The guide in progress is finished, but not used; the process ends after
+        that."""
         with self._changed:
             self._is_stopping = True
             self._wanted.clear()
             self._changed.notify()
 
     def want(self, wanted: GuideWanted) -> None:
-        """Make a guide in its client's turn; at once where the grammar was compiled of late."""
+        """Make a guide in its client's turn, or at once if the grammar is cached."""
         guide = self._compiler.known(wanted.recipe.grammar)
         if guide is not None:
             wanted.use(begun_guide(wanted.recipe, guide, self._compiler.tokens))
@@ -208,7 +211,7 @@ class GuideThread:
             self._changed.notify()
 
     def forget(self, request_id: str) -> None:
-        """The request has ended: once this returns, its guide is not used. Others are no mistake."""
+        """Forget an ended request: its guide is not used after this call. Unknown ids are ignored."""
         with self._changed:
             self._wanted.pop(request_id, None)
 
@@ -232,7 +235,7 @@ class GuideThread:
                     wanted.use(guide_or_error)
 
     def _next(self) -> GuideWanted | None:
-        """The next that still waits; None: stop."""
+        """The next guide that is still wanted; None: stop."""
         with self._changed:
             while True:
                 while not self._turns and not self._is_stopping:

@@ -1,5 +1,3 @@
-"""KV memory in slots: who holds which, under several policies behind one contract (`contract.KvPool`).
-
-Pure, as the scheduler above it: integers in, integers out. `opening.open_pool` gives a pool by its
-policy's name.
+"""KV memory in slots: pools that give blocks of slots to requests, under several policies behind one contract
+(`contract.KvPool`). Pure: integers in, integers out. `opening.open_pool` makes a pool by its policy's name.
 """

@@ -1,8 +1,6 @@
-"""Allocator of blocks in one range of slots, neighbours joined when they come back.
-
-What ended requests have computed can be taken over as long as possible (decisions 0120 and 0136): slots that
-nobody had go first, then those that were given back longest ago; among equal ones it goes round.
-"""
+"""Allocator of blocks in one range of slots; freed neighbours are joined. Keys and values of ended requests
+stay readable as long as possible (decisions 0120 and 0136): never-used slots are taken first, then those
+freed longest ago, in round-robin order among equals."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from typing import NamedTuple, TypeAlias
 from phasewise.serving.pools.contract import ALIGNMENT, PoolError
 
 NEVER_USED, STALE = 0, 1
-"""Times before all others: of slots that nobody had, and of those whose content has moved."""
+"""Freeing times before all others: of slots never used, and of slots whose content has moved."""
 MOST_PARTS = 128
-"""Parts that are told apart: neighbours of which the later is oldest become one."""
+"""Most free parts that are told apart; beyond that the two oldest neighbours are joined."""
 
 
 class FreePart(NamedTuple):
-    """Free slots that were given back at one time, or no later."""
+    """Free slots [base, end) that were all freed at `time` or before."""
 
     base: int
     end: int
@@ -29,7 +27,7 @@ class FreePart(NamedTuple):
 
 
 class Freed:
-    """All free slots of an arena."""
+    """The free slots of an arena, in parts by freeing time."""
 
     def __init__(self, n_slots: int) -> None:
         self._parts = [FreePart(0, n_slots, NEVER_USED)]  # by base
@@ -39,7 +37,7 @@ class Freed:
         return tuple(self._parts)
 
     def add(self, base: int, end: int, time: int) -> None:
-        """Add slots that were given back."""
+        """Add slots that were freed."""
         self._parts.insert(bisect_left(self._parts, (base,)), FreePart(base, end, time))
         if len(self._parts) > MOST_PARTS:
             self._join()
@@ -55,8 +53,8 @@ class Freed:
         self._parts[first:last] = rest
 
     def places(self, base: int, end: int, length: int) -> Iterator[tuple[int, int]]:
-        """The places within these free slots at which `length` slots can begin, where a part does: the latest
-        time within them, and their base."""
+        """Possible bases, at the beginnings of parts, for `length` slots within free slots [base, end), each
+        with the latest freeing time of its slots."""
         parts = self._parts
         for first in range(bisect_left(parts, (base,)), len(parts)):
             begin, last, time = parts[first]
@@ -70,7 +68,7 @@ class Freed:
             yield time, begin
 
     def time(self, base: int, end: int) -> int:
-        """The latest time within these free slots."""
+        """Latest freeing time within free slots [base, end)."""
         first = bisect_left(self._parts, (base + 1,)) - 1
         latest = NEVER_USED
         for begin, _, time in self._parts[first:]:
@@ -80,11 +78,11 @@ class Freed:
         return latest
 
     def has_unused(self, n_slots: int) -> bool:
-        """True if nobody ever had so many slots in a row."""
+        """True if there are `n_slots` slots in a row that were never used."""
         return any(part.time == NEVER_USED and part.end - part.base >= n_slots for part in self._parts)
 
     def _join(self) -> None:
-        """Join two neighbouring parts, those of the least value."""
+        """Join the two neighbouring parts that were freed longest ago."""
         pairs = [
             (max(left.time, right.time), index)
             for index, (left, right) in enumerate(zip(self._parts, self._parts[1:], strict=False))
@@ -97,7 +95,7 @@ class Freed:
 
 
 class Block(NamedTuple):
-    """Slots base .. base + n_slots - 1."""
+    """Slots `base` to `base + n_slots - 1`."""
 
     base: int
     n_slots: int
@@ -108,12 +106,12 @@ class Block(NamedTuple):
 
 
 def aligned(n_slots: int) -> int:
-    """Slots of the shortest block that holds `n` slots."""
+    """Round a number of slots up to a multiple of ALIGNMENT."""
     return -(-n_slots // ALIGNMENT) * ALIGNMENT
 
 
 class Arena:
-    """The free slots. A block is given back exactly as it was taken."""
+    """Allocates blocks in a range of slots. A block is given back exactly as it was taken."""
 
     def __init__(self, n_slots: int) -> None:
         self.n_slots = n_slots // ALIGNMENT * ALIGNMENT
@@ -122,18 +120,18 @@ class Arena:
         self._gaps = [Block(0, self.n_slots)]  # by base; never two that touch
         self._freed = Freed(self.n_slots)
         self._now = STALE
-        """Times at which blocks were given back so far."""
+        """The last freeing time given out."""
         self.n_free = self.n_slots
         self._next = 0
-        """The end of the block that was taken last, or of the room behind it."""
+        """End of the block taken last, or of the room behind it."""
 
     def gaps(self) -> tuple[Block, ...]:
         """Free ranges, ascending; no two touch."""
         return tuple(self._gaps)
 
     def take(self, n_slots: int, room_slots: int = 0) -> Block | None:
-        """A free block of `n` slots (rounded up); None while no gap is long enough. One that nobody had goes
-        before one that has `room_slots` to grow into, and this before one that was given back earlier."""
+        """Take a free block of `n_slots` (rounded up); None: no gap is long enough. Preferred are never-used
+        slots, then a block with `room_slots` to grow into, then the block freed longest ago."""
         length = aligned(n_slots)
         if length < 1:
             return None
@@ -156,23 +154,23 @@ class Arena:
         return block
 
     def _places(self, gap: Block, length: int) -> Iterator[tuple[int, int]]:
-        """The places in a gap at which a block may begin, each with the time of what lies there."""
+        """Possible bases in a gap for a block, each with the latest freeing time of its slots."""
         yield from self._freed.places(gap.base, gap.end, length)
         if gap.base < self._next <= gap.end - length:
             yield self._freed.time(self._next, self._next + length), self._next
 
     def has_unused(self, n_slots: int) -> bool:
-        """True if nobody ever had a block of `n` slots that is free."""
+        """True if a block of `n_slots` is free that was never used."""
         return self._freed.has_unused(aligned(n_slots))
 
     def now(self) -> int:
-        """A time after all others, for `give`."""
+        """A new freeing time, later than all others, for `give`."""
         self._now += 1
         return self._now
 
     def give(self, block: Block, time: int | None = None) -> None:
-        """Take `block` back, and join it with the gaps on either side. time: at which its request ended;
-        None: now."""
+        """Take `block` back, and join it with neighbouring gaps. `time`: when its request ended; None:
+        now."""
         self._freed.add(block.base, block.end, self.now() if time is None else time)
         index = bisect_left(self._gaps, block)
         base, end = block.base, block.end
@@ -185,7 +183,7 @@ class Arena:
         self.n_free += block.n_slots
 
     def extend(self, block: Block, n_slots: int) -> Block | None:
-        """`block` with more slots at its end, where those are free."""
+        """Lengthen `block` to `n_slots` at its end; None: the slots there are not free."""
         length = aligned(n_slots) - block.n_slots
         index = bisect_left(self._gaps, Block(block.end, 0))
         if index < len(self._gaps):
@@ -196,7 +194,7 @@ class Arena:
         return None
 
     def move(self, block: Block, n_slots: int, room_slots: int = 0) -> Block | None:
-        """A longer block for `block`, which it may overlap; None, and nothing changed, if none fits."""
+        """A longer block in place of `block`, which it may overlap; None: none fits, and nothing changes."""
         self.give(block, STALE)
         slot = self.take(n_slots, room_slots)
         if slot is None:
@@ -213,7 +211,7 @@ class Arena:
         self.n_free -= block.n_slots
 
     def check(self, taken: Iterable[Block]) -> None:
-        """Raise, with the numbers, unless gaps and `taken` together are every slot once."""
+        """Raise PoolError, with the numbers, unless gaps and `taken` together cover every slot once."""
         position = 0
         for block in sorted([*self._gaps, *taken]):
             if block.base != position or block.n_slots % ALIGNMENT or block.n_slots < 1:
@@ -239,17 +237,17 @@ class Arena:
 
 
 Bucket: TypeAlias = int | None
-"""Its index among the bounds; None: the large bucket."""
+"""Index of a bucket among the bounds; None: the large bucket."""
 
 
 class Shelves:
-    """One free list for each bucket and length of block. They never withhold: whenever the arena has no room
-    for a block, all that lies here goes back to it first."""
+    """Free lists of an arena, one for each bucket and block length. Idle blocks all go back to the arena
+    whenever it has no room for a block."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._idle: dict[tuple[Bucket, int], deque[tuple[Block, int]]] = {}
-        """Each with the time at which it came back."""
+        """Idle blocks, each with its freeing time."""
         self._n_idle_slots = 0
 
     @property
@@ -257,9 +255,8 @@ class Shelves:
         return self.arena.n_free + self._n_idle_slots
 
     def take(self, bucket: Bucket, n_slots: int, room_slots: int = 0) -> Block | None:
-        """A block of `n` slots (rounded up): one that nobody had, else of this bucket's list, if any waits
-        there, the one that has waited longest, so that what it held can be read as long as possible. Else as
-        `Arena.take`."""
+        """Take a block of `n_slots` (rounded up): a never-used one, else the block longest in this bucket's
+        list, so that keys and values stay readable as long as possible, else as in `Arena.take`."""
         idle = self._idle.get((bucket, aligned(n_slots)))
         if idle and not self.arena.has_unused(n_slots):
             block, _ = idle.popleft()
@@ -272,7 +269,7 @@ class Shelves:
         return slot
 
     def keep(self, bucket: Bucket, block: Block) -> None:
-        """Shelve a block for the next request of this bucket."""
+        """Keep a freed block for the next request of this bucket."""
         self._idle.setdefault((bucket, block.n_slots), deque()).append((block, self.arena.now()))
         self._n_idle_slots += block.n_slots
 
@@ -285,12 +282,11 @@ class Shelves:
         self._n_idle_slots = 0
 
     def blocks(self) -> Iterator[Block]:
-        """The idle blocks."""
         for idle in self._idle.values():
             yield from (block for block, _ in idle)
 
     def largest_free(self) -> int:
-        """The length of the longest block that can be taken now."""
+        """Length of the longest block that can be taken now."""
         longest = run = end = 0
         for block in sorted([*self.arena.gaps(), *self.blocks()]):
             run = run + block.n_slots if block.base == end else block.n_slots

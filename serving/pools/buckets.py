@@ -1,14 +1,11 @@
-"""ODMA's buckets: their bounds follow recent answers (Zou et al., section III), and blocks climb them.
+"""ODMA's buckets (Zou et al., section III), whose bounds follow recent answers.
 
-An estimate of uncertainty u counts 1 + alpha u times, and the smallest bucket that holds it is its request's.
-A request without an estimate is expected to get as long as the recent answers that lasted as long as this one
-has, on average, and no longer than its max_tokens. The large bucket takes requests whose u exceeds tau, and
-answers that outgrow every bound. It has no one size: it hands out a quantile of the recent answers that were
-as long as this one is already, so that a high max_tokens that few answers reach costs nothing.
-
-A request of a bucket begins with a block for the smallest bound, and gets the next larger one when it is
-full, up to its own: a block is as long as it has to be by then, not as long as it will have to be. The pool
-above lets a request in by what all are thought to need.
+An estimate of uncertainty u counts 1 + alpha u times, and its request belongs to the smallest bucket that
+holds it. A request without an estimate is expected to become as long as the mean of recent answers that
+lasted as long as it has. The large bucket takes requests whose u exceeds tau, and answers that outgrow every
+bound; its blocks have a quantile of the recent answers at least as long, so that an unused high max_tokens
+costs nothing. A request begins with a block for the smallest bound, and gets the next larger one when that is
+full, up to its own bucket. The pool admits requests by the expected needs of all.
 """
 
 from __future__ import annotations
@@ -23,11 +20,11 @@ from phasewise.serving.pools.contiguous import Size
 from phasewise.serving.pools.contract import ALIGNMENT, Demand, PoolSettings
 
 FEWEST = 16
-"""Answers before anything is learnt from them."""
+"""Fewest answers from which bounds are learnt."""
 
 
 class LengthWindow:
-    """The last `window` answers' lengths, in order of size as well."""
+    """Lengths of the last `window` answers, also in order of size."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -41,45 +38,46 @@ class LengthWindow:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def frozen(self) -> tuple[int, ...]:
-        """The lengths in order of size, as a copy."""
+        """A sorted copy of the lengths."""
         return tuple(self._sorted)
 
 
 class PoolBounds(NamedTuple):
-    """The bounds that allocation decides by, all learnt at one time; swapped as a whole."""
+    """The learnt bounds that allocation uses, replaced as a whole."""
 
     buckets: tuple[int, ...] = ()
-    """Longest answers of the buckets, ascending, multiples of the alignment. None learnt yet: empty."""
+    """Longest answers of the buckets, ascending, multiples of ALIGNMENT; empty: nothing is learnt yet."""
     lengths: tuple[int, ...] = ()
-    """The lengths that the bounds were learnt from, in order of size."""
+    """The answer lengths from which the bounds were learnt, sorted."""
     sums: tuple[int, ...] = ()
     """Prefix sums: `sums[i]` is the sum of the first i lengths."""
 
     def bucket_for(self, answer_tokens: float) -> int | None:
-        """The smallest bucket that holds such an answer; None where only the large one does."""
+        """Index of the smallest bucket that holds such an answer; None: only the large bucket does."""
         index = bisect_left(self.buckets, answer_tokens)
         return index if index < len(self.buckets) else None
 
     def outlived(self, answer_tokens: int, level: float) -> int | None:
-        """Quantile `level` of the recent answers of at least `answer_tokens`; None where there are none."""
+        """Quantile `level` of the recent answers of at least `answer_tokens`; None: there are none."""
         start = bisect_left(self.lengths, answer_tokens)
         n_longer = len(self.lengths) - start
         return self.lengths[start + _rank(n_longer, level)] if n_longer else None
 
     def mean_outlived(self, answer_tokens: int) -> float | None:
-        """Mean length of the recent answers of at least `answer_tokens`; None where there are none."""
+        """Mean length of the recent answers of at least `answer_tokens`; None: there are none."""
         start = bisect_left(self.lengths, answer_tokens)
         n_longer = len(self.lengths) - start
         return (self.sums[-1] - self.sums[start]) / n_longer if n_longer else None
 
 
 def _rank(n: int, level: float) -> int:
-    """The index among `n` ordered values of the least that a share `level` of them does not exceed."""
+    """Index, among `n` sorted values, of the least value that a share `level` of them does not exceed."""
     return min(n, max(1, math.ceil(level * n))) - 1
 
 
 def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> PoolBounds:
-    """At most `n_buckets` bounds that equally many answers fall between, the last at quantile `top_level`."""
+    """Learn at most `n_buckets` bounds with equally many answers between them, the last bound at quantile
+    `top_level`."""
     if len(lengths) < FEWEST:
         return PoolBounds()
     levels = (top_level * (bucket + 1) / n_buckets for bucket in range(n_buckets))
@@ -88,11 +86,11 @@ def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> PoolBo
 
 
 UNLEARNT_ANSWER_TOKENS = 128
-"""Room for an answer that nothing is known of, before any answer has ended."""
+"""Answer tokens to reserve at least in the large bucket before any answer has ended."""
 
 
 class LearntSizes:
-    """Sizes of buckets that `refresh` learns anew from what has ended."""
+    """Block sizes by buckets, whose bounds `refresh` learns from ended answers."""
 
     policy = "odma"
     squeezes = True
@@ -148,25 +146,25 @@ class LearntSizes:
         }
 
     def _typical(self, demand: Demand, needed: int) -> float | None:
-        """Mean of recent answers of at least `needed` tokens, at most what the request may become; None where
-        no recent answer was as long."""
+        """Mean of recent answers of at least `needed` tokens, at most the request's own limit; None: no
+        recent answer was as long."""
         mean = self._learnt.mean_outlived(needed)
         return None if mean is None else min(mean, demand.most_tokens - demand.prompt_tokens)
 
     def _expected(self, demand: Demand) -> float | None:
-        """The estimated length, increased by its uncertainty; None without an estimate."""
+        """The estimated answer length, increased by its uncertainty; None: there is no usable estimate."""
         estimate = demand.estimate
         if estimate is None or estimate.uncertainty > self._settings.tau:
             return None
         return estimate.output_tokens * (1 + self._settings.alpha * estimate.uncertainty)
 
     def _expected_beyond(self, demand: Demand, needed: int) -> float | None:
-        """The estimate; None once the answer has outgrown it, since it tells nothing any more."""
+        """The estimated answer length; None: there is none, or the answer has outgrown it."""
         expected = self._expected(demand)
         return None if expected is not None and expected < needed else expected
 
     def _size(self, demand: Demand, needed: int) -> Size:
-        """The size of a block for an answer of at least `needed` tokens."""
+        """Size of a block for an answer of at least `needed` tokens."""
         bounds = self._learnt
         expected = self._expected_beyond(demand, needed)
         bucket = None if expected is None else bounds.bucket_for(expected)
@@ -183,13 +181,13 @@ class LearntSizes:
         return limited_to(demand, block if expected is None else min(block, end), end, bucket)
 
     def _large(self, at_least: int) -> int:
-        """A quantile of the lengths of recent answers at least this long, else twice `at_least`."""
+        """A quantile of recent answers of at least `at_least` tokens, else twice `at_least`."""
         became = self._learnt.outlived(at_least, self._settings.large_level)
         return max(2 * at_least, UNLEARNT_ANSWER_TOKENS) if became is None else became
 
 
 def limited_to(demand: Demand, answer_tokens: int, end_tokens: int, bucket: int | None) -> Size:
-    """A length, limited to what the request can ever fill."""
+    """A size of prompt and answer, limited to what the request can ever fill."""
     most = demand.most_tokens
     prompt = demand.prompt_tokens
     return Size(min(most, prompt + answer_tokens), min(most, prompt + end_tokens), bucket)

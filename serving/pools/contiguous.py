@@ -1,9 +1,6 @@
-"""A pool of contiguous blocks. How long a block is, and the next one when it is full, its `Sizes` say.
-
-Blocks may be shorter than what their requests will need. So a request is let in only if the most slots that
-all are thought to hold at any one time, were each to go on to its expected end, fit beside the reserve
-(`peak`).
-"""
+"""A pool of contiguous blocks, whose lengths its `Sizes` decide. Blocks may be shorter than their requests
+will need: a request is admitted only if the most slots that all would hold at any one time, each growing to
+its expected end, fit beside the reserve (`peak`)."""
 
 from __future__ import annotations
 
@@ -30,15 +27,15 @@ from phasewise.serving.pools.contract import (
 
 
 class Shift(NamedTuple):
-    """A copy from `source` to `target`, as long as it was; the two may overlap."""
+    """Copy of a block's slots to `target`, which may overlap the source."""
 
     source: Block
     target: int
 
 
 def opened(blocks: Sequence[Block], n_slots: int, needed: int) -> tuple[list[Shift], int] | None:
-    """Shifts, in order, after which `needed` slots are free in one run, and where that begins. blocks: all
-    that are held, ascending, among `n_slots`. None where too little is free."""
+    """The cheapest shifts, in order, after which `needed` slots are free in one run, and the run's base.
+    `blocks`: all held blocks, ascending. None: too few slots are free."""
     ends = [0, *(block.end for block in blocks)]
     gaps = [base - end for end, base in zip(ends, [*(block.base for block in blocks), n_slots], strict=True)]
     held = _sums(blocks)
@@ -62,8 +59,8 @@ def opened(blocks: Sequence[Block], n_slots: int, needed: int) -> tuple[list[Shi
 
 
 def enlarged(blocks: Sequence[Block], n_slots: int, growing: int, needed: int) -> list[Shift] | None:
-    """Shifts, in order, after which `needed` slots are free behind the block of index `growing`. It may be
-    shifted itself. None where too little is free."""
+    """The cheapest shifts, in order, after which `needed` slots are free behind the block of index `growing`,
+    which may be shifted too. None: too few slots are free."""
     start = blocks[growing]
     walls = [*(block.base for block in blocks[growing + 1 :]), n_slots]
     after, before = _sums(blocks[growing + 1 :]), _sums(blocks[:growing])
@@ -94,12 +91,12 @@ def _end_before(blocks: Sequence[Block], index: int) -> int:
 
 
 def _sums(blocks: Sequence[Block]) -> list[int]:
-    """Running sums of the blocks' slots, from 0 on."""
+    """Running sums of the blocks' slots, starting with 0."""
     return [0, *accumulate(block.n_slots for block in blocks)]
 
 
 def _packed(blocks: Sequence[Block], end: int) -> tuple[list[Shift], int]:
-    """Each block as low as it can lie above `end`, and the end of the last."""
+    """Shifts that pack the blocks as low as possible above `end`, and the end of the last block."""
     shifts = []
     for block in blocks:
         if block.base != end:
@@ -109,28 +106,28 @@ def _packed(blocks: Sequence[Block], end: int) -> tuple[list[Shift], int]:
 
 
 class Size(NamedTuple):
-    """The size of a block, and what its request is expected to need in the end."""
+    """Size of a block, and the positions that its request is expected to need in the end."""
 
     n_positions: int
     end_positions: int
     bucket: Bucket
-    """The bucket that the request belongs to."""
+    """Bucket that the request belongs to."""
 
 
 class Sizes(Protocol):
-    """The sizes by which one policy of contiguous blocks differs from another."""
+    """Block sizes of a policy of contiguous blocks."""
 
     @property
     def policy(self) -> str: ...
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Bounds of the buckets for new requests, ascending. A new object whenever they have changed."""
+        """Bounds of the buckets for new requests, ascending; a new object whenever they change."""
         ...
 
     @property
     def large_bound(self) -> int:
-        """Bound of the large bucket."""
+        """Longest answer expected in the large bucket."""
         ...
 
     @property
@@ -140,26 +137,26 @@ class Sizes(Protocol):
 
     @property
     def squeezes(self) -> bool:
-        """True if requests are moved where another needs slots that are free, but lie apart."""
+        """True if requests are moved to join free slots that lie apart."""
         ...
 
     def first(self, demand: Demand) -> Size:
-        """The block of a request that begins, or begins again."""
+        """Size of the block for a request that begins, or begins again."""
         ...
 
     def next(self, demand: Demand, n_positions: int) -> Size:
-        """The next block of a request whose block is full and that needs `n_positions` now."""
+        """Size of the next block for a request whose block is full and that needs `n_positions`."""
         ...
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
         """Learn from a request that ended by itself."""
 
     def refresh(self) -> bool:
-        """As KvPool.refresh."""
+        """Learn from ended requests, like `KvPool.refresh`."""
         ...
 
     def counts(self) -> dict[str, Any]:
-        """The fields of PoolStats that these sizes maintain."""
+        """The fields of PoolStats that depend on the sizes."""
         ...
 
 
@@ -168,23 +165,23 @@ class _Holding:
     block: Block
     size: Size
     bounds: tuple[int, ...]
-    """The buckets' bounds at the time that the block was taken."""
+    """The buckets' bounds when the block was taken."""
     demand: Demand
     is_pinned: bool = False
 
     @property
     def n_to_come(self) -> int:
-        """The positions beyond the block that are expected to be needed."""
+        """Expected number of positions beyond the block."""
         return max(0, self.size.end_positions - self.block.n_slots)
 
     @property
     def n_at_most_to_come(self) -> int:
-        """The most positions beyond the block that can be needed."""
+        """Largest possible number of positions beyond the block."""
         return max(0, self.demand.most_tokens - self.block.n_slots)
 
 
 class ContiguousPool:
-    """A KvPool whose placements are one run each."""
+    """A KvPool whose placements are one contiguous block each."""
 
     def __init__(self, n_slots: int, sizes: Sizes) -> None:
         self._arena = Arena(n_slots)
@@ -300,8 +297,8 @@ class ContiguousPool:
         return promised <= self.n_slots - min(self.n_slots * self._sizes.reserve_share, max(0, at_most))
 
     def _enlarge(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
-        """Enlarge a block in place if the slots behind it are free, else move it; to the wanted length, else
-        the shortest."""
+        """Lengthen a block in place if the slots behind it are free, else move it; to the policy's size, else
+        just to `n_positions`. None: there is no room."""
         size = self._sizes.next(held.demand, n_positions)
         moves = self._longer(owner, held, self._possible(size, n_positions))
         if moves is None:
@@ -320,7 +317,7 @@ class ContiguousPool:
         return moves
 
     def _longer(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
-        """A longer block for `held`, where one is free."""
+        """Lengthen or move a block into free slots, without moving others; None: there is no room."""
         before = held.block
         block = self._arena.extend(before, n_positions)
         if block is None:
@@ -334,7 +331,7 @@ class ContiguousPool:
         return (Move(owner, Placement(*block), KvCopy(before.base, block.base, before.n_slots)),)
 
     def _squeezed(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
-        """Move other blocks together until `held` can have a longer one."""
+        """Move other blocks together until the block can be lengthened; None: impossible."""
         owners, blocks = self._in_order()
         needed = aligned(n_positions) - held.block.n_slots
         shifts = enlarged(blocks, self.n_slots, owners.index(owner), needed)
@@ -349,7 +346,7 @@ class ContiguousPool:
         )
 
     def _opened(self, n_positions: int) -> tuple[tuple[Move, ...], Block | None]:
-        """Move other blocks together until a new block fits."""
+        """Move other blocks together until a new block fits; (), None: impossible."""
         owners, blocks = self._in_order()
         gap = opened(blocks, self.n_slots, aligned(n_positions))
         if gap is None:
@@ -364,7 +361,7 @@ class ContiguousPool:
         return moves, block
 
     def _in_order(self) -> tuple[list[str], list[Block]]:
-        """Owners and their blocks, in the order of their places."""
+        """Owners and their blocks, in slot order."""
         held = sorted((holding.block, owner) for owner, holding in self._held.items())
         return [owner for _, owner in held], [block for block, _ in held]
 
@@ -384,8 +381,8 @@ class ContiguousPool:
         return tuple(moves)
 
     def _room(self, demand: Demand) -> int:
-        """Slots in which a block may grow up to the longest answer of late: one that moves writes over what
-        others could take over, all that it holds once more. 0: blocks do not climb."""
+        """Slots to leave behind a block for growth up to the longest recent answer: a block that moves
+        overwrites slots that others could reuse. 0: blocks of this policy do not grow step by step."""
         longest = min(demand.most_tokens, demand.prompt_tokens + self._sizes.large_bound)
         return longest if self._sizes.squeezes else 0
 
@@ -400,7 +397,7 @@ class ContiguousPool:
         self._slots_wasted[held.size.bucket] += max(0, held.block.n_slots - filled)
 
     def _follow_bounds(self) -> None:
-        """Blocks that wait for buckets of old bounds go back to the arena."""
+        """Return idle blocks to the arena when the bounds have changed."""
         if self._bounds is not self._sizes.bounds:
             self._bounds = self._sizes.bounds
             self._shelves.clear()
@@ -435,8 +432,8 @@ class ContiguousPool:
 
 def peak(requests: Iterable[tuple[int, int]]) -> int:
     """Most slots held at any one time by requests of (slots to come, slots held) that grow at one pace, and
-    give back all at their end. Just before a request ends, those with more to come have each grown by what it
-    has grown."""
+    give back all at their end. Just before a request ends, those with more to come have grown as much as it
+    has."""
     most = held = 0
     for count, (to_come, slots) in enumerate(sorted(requests, reverse=True), 1):
         held += slots

@@ -1,14 +1,18 @@
 """The contract of every KV pool, whatever its policy. Integers only; no clock, no tensor, no thread.
 
-Positions of the cache are slots. Every block that a pool hands out begins at a multiple of `ALIGNMENT` slots
-and is a multiple of it long. Five promises, which `tests/serving/pools` holds against every policy:
+A slot holds one position of the KV cache. Every block begins at a multiple of `ALIGNMENT` slots, and its
+length is a multiple too. Five promises, which `tests/serving/pools` checks for every policy:
 
 - no slot has two owners, and free + used = all, after every call;
+
 - an empty pool takes any request of at most `longest` positions and lets it grow to its end;
-- what a call answers with None has changed nothing;
+
+- a call that returns None has changed nothing;
+
 - a pinned block stays where it is;
-- the copies of successive grants may be carried out later, in their order, as long as nothing is computed in
-  between: a copy's source is given back by the very call that returns it.
+
+- the copies of successive grants may be done later, in order, if nothing is computed in between: a copy's
+source is freed by the very call that returns it.
 """
 
 from __future__ import annotations
@@ -28,50 +32,50 @@ KV_CHUNK = 128
 
 
 class PoolError(AssertionError):
-    """The pool was misused or has lost count: a bug in its caller, never a user's mistake."""
+    """The pool was misused or has lost count: a bug, never a user's mistake."""
 
 
 class Estimate(NamedTuple):
-    """The expected length of an answer."""
+    """Expected length of an answer."""
 
     output_tokens: float
     uncertainty: float
-    """0: sure; 1: no idea."""
+    """From 0 (certain) to 1 (unknown)."""
 
 
 class Demand(NamedTuple):
-    """The need of a request. `held_tokens <= most_tokens`."""
+    """Slots that a request needs. `held_tokens <= most_tokens`."""
 
     held_tokens: int
-    """Positions needed at once: the prompt, and the answer so far where the request ran before."""
+    """Positions needed at once: the prompt, and the answer so far if the request ran before."""
     most_tokens: int
-    """Prompt and max_tokens: never exceeded."""
+    """Prompt and max_tokens together: never exceeded."""
     prompt_tokens: int
     estimate: Estimate | None = None
 
 
 class Placement(NamedTuple):
-    """The place of a request's positions: slot `base + position`, or by `table`."""
+    """Slots of a request's positions: slot `base + position`, or by `table`."""
 
     base: int
     n_slots: int
-    """Positions that it can hold."""
+    """Positions that fit."""
     table: tuple[int, ...] | None = None
-    """Slots at which its runs of `KV_CHUNK` positions begin; None where all are one run."""
+    """First slots of the runs of `KV_CHUNK` positions; None: one contiguous run."""
     ring: tuple[int, int] | None = None
-    """First slot and slots of its ring, in layers that keep rings (`pools.wrapped`). It never moves."""
+    """First slot and number of slots of the request's ring, in layers that keep rings (`pools.wrapped`); it
+    never moves."""
     state: int | None = None
-    """The place of its state, in layers that keep one (`pools.wrapped`)."""
+    """Place of the request's state, in layers that keep one (`pools.wrapped`)."""
 
     def slot(self, position: int) -> int:
-        """The slot of a position."""
         if self.table is None:
             return self.base + position
         return self.table[position // KV_CHUNK] + position % KV_CHUNK
 
 
 class Move(NamedTuple):
-    """`owner` lies at `placement` now; what it had written is to be copied there."""
+    """New placement of `owner`, to which its keys and values must be copied."""
 
     owner: str
     placement: Placement
@@ -79,29 +83,29 @@ class Move(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Room that was given, and the moves that made it, in the order of the copies."""
+    """A placement, and the moves that made room for it, in the order of their copies."""
 
     placement: Placement
     moves: tuple[Move, ...] = ()
 
 
 class BucketStats(NamedTuple):
-    """One size of block that new requests get, and what became of those that ended by themselves."""
+    """Figures of one bucket: its present blocks, and those of requests that ended by themselves."""
 
     name: str
-    """"1" is the smallest; the last is "large". Bounds move under a name as they are learnt."""
+    """"1" is the smallest bucket, the last is "large". A name's bound changes as bounds are learnt."""
     bound_tokens: int
-    """Longest answer it is meant for."""
+    """Longest answer of the bucket."""
     blocks_used: int
     slots_used: int
     slots_ended: int
-    """Slots of all blocks that finished requests have given back. Never falls."""
+    """Counter of slots that ended requests gave back."""
     slots_wasted: int
-    """Part of `slots_ended` that neither prompt nor answer filled. Never falls."""
+    """Counter of `slots_ended` that neither prompt nor answer filled."""
 
 
 class PoolStats(NamedTuple):
-    """The state of a pool, and what has happened in it. Counts never fall."""
+    """Present figures of a pool, and counters that never fall."""
 
     policy: str
     slots_used: int
@@ -109,29 +113,29 @@ class PoolStats(NamedTuple):
     largest_reservable: int
     buckets: tuple[BucketStats, ...] = ()
     migrations: int = 0
-    """Times that a request was moved, for its own growth or for another's room."""
+    """Number of times that a request was moved, to grow or to make room."""
     overflows: int = 0
-    """Requests that outgrew their first block."""
+    """Number of requests that outgrew their first bucket."""
     to_large: int = 0
-    """Requests that began in the large bucket: too unsure, or expected to become longer than
-    every bound."""
+    """Number of requests that began in the large bucket: too uncertain, or expected longer than every
+    bound."""
     estimated: int = 0
-    """Requests with an estimate that ended by themselves."""
+    """Number of requests with an estimate that ended by themselves."""
     mispredicted: int = 0
-    """Answers that ended in another bucket than the one estimated."""
+    """Number of answers that ended in another bucket than the estimated one."""
     refreshes: int = 0
-    """Times that new bounds came into use."""
+    """Number of times that new bounds came into use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """Slots of all rings, and of the longest: enough for the largest window and what one step writes."""
+    """Rings of layers with windows: `longest` holds the largest window and what one step writes."""
 
     first_slot: int
-    """Slots of the other layers come before."""
+    """First slot of the rings, after the slots of all other layers."""
     n_slots: int
     longest: int
-    """A multiple of KV_CHUNK."""
+    """Slots of the longest ring, a multiple of KV_CHUNK."""
     window: int
     """The largest window of the layers that keep rings."""
 
@@ -142,33 +146,33 @@ class Rings:
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Settings of all policies; each reads its own."""
+    """Settings of all policies; each policy reads its own."""
 
     longest_request: int
-    """Positions of the longest request that may come: the model's context, or less."""
+    """Positions of the longest request to expect: the model's context, or less."""
     n_buckets: int = 8
-    """odma: most learnt buckets below the large one."""
+    """odma: most learnt buckets, without the large one."""
     alpha: float = 0.25
     """odma: an estimate of uncertainty u counts 1 + alpha u times."""
     tau: float = 0.98
-    """odma: an estimate less sure than this is none."""
+    """odma: uncertainty above which an estimate is ignored."""
     top_level: float = 0.98
-    """odma: share of the answers that the buckets hold; the large one has the rest."""
+    """odma: share of answers that fit the learnt buckets; the large one has the rest."""
     large_level: float = 0.9
-    """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
+    """odma: quantile of the answers at least as long that sets a block's size in the large bucket."""
     reserve_share: float = 0.15
-    """odma: share of the slots that no request is promised: the large bucket's reserve. Less, where
-    all that run could not ask for that many more."""
+    """odma: share of the slots that no request is promised, the large bucket's reserve; less if the running
+    requests could not need as much."""
     window: int = 1024
-    """odma: realised lengths that the bounds are learnt from."""
+    """odma: number of recent answers from which bounds are learnt."""
     refresh_every: int = 16
-    """odma: new realised lengths before bounds are learnt again."""
+    """odma: number of new answers before bounds are learnt again."""
     page_slots: int = KV_CHUNK
     """paged: positions of a page."""
 
 
 def check_demand(owner: str, demand: Demand, owners: Container[str]) -> None:
-    """Raise unless this can be a new owner's demand."""
+    """Raise PoolError unless this is a possible demand of a new owner."""
     if owner in owners:
         raise PoolError(f"{owner!r} holds slots already")
     if not 1 <= demand.held_tokens <= demand.most_tokens or demand.prompt_tokens > demand.held_tokens:
@@ -176,7 +180,7 @@ def check_demand(owner: str, demand: Demand, owners: Container[str]) -> None:
 
 
 class KvPool(Protocol):
-    """`n_slots` KV slots under one policy. One thread calls all of it but `refresh`."""
+    """`n_slots` KV slots under one policy. All calls but `refresh` are on one thread."""
 
     @property
     def n_slots(self) -> int: ...
@@ -188,32 +192,34 @@ class KvPool(Protocol):
 
     @property
     def rings(self) -> Rings | None:
-        """The rings that its placements have; None: they have none."""
+        """Rings of the pool's placements; None: there are none."""
         ...
 
     @property
     def states(self) -> StatePlaces | None:
-        """The places for states that its placements have; None: they have none."""
+        """State places of the pool's placements; None: there are none."""
         ...
 
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
-        """Room for `demand.held_tokens` at least, or None: not now. One placement per owner."""
+        """Give `owner` room for at least `demand.held_tokens`; None: there is no room now. One placement per
+        owner."""
 
     def grow(self, owner: str, n_positions: int) -> Grant | None:
-        """Room for `n_positions` (at most the demand's `most_tokens`), or None: not now."""
+        """Give `owner` room for `n_positions` (at most the demand's `most_tokens`); None: there is no room
+        now."""
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
-        """Give back all that `owner` holds. `answer_tokens`: how long its answer became, to learn from;
-        None where it did not end by itself."""
+        """Give back all slots of `owner`. `answer_tokens`: length of its answer, to learn from; None: it did
+        not end by itself."""
 
     def pin(self, owner: str) -> None:
-        """Leave the block of `owner` where it is, until `unpin` or `release`. It must not grow meanwhile."""
+        """Keep the block of `owner` in place until `unpin` or `release`; it must not grow meanwhile."""
 
     def unpin(self, owner: str) -> None:
-        """The block of `owner` may move again."""
+        """Allow the block of `owner` to move again."""
 
     def placements(self) -> dict[str, Placement]:
-        """The placement of each request, as a copy."""
+        """The placement of each owner, as a copy."""
         ...
 
     def stats(self) -> PoolStats: ...
@@ -222,6 +228,6 @@ class KvPool(Protocol):
         """Raise PoolError, with the numbers, unless every slot is either free or has exactly one owner."""
 
     def refresh(self) -> bool:
-        """Learn from what was released, for requests to come; whether anything changed. Cheap where there is
-        nothing new."""
+        """Learn from released requests for later ones, and return True if anything changed. Cheap if nothing
+        is new."""
         ...

@@ -32,14 +32,15 @@ class _Pages:
 
 
 class PagedPool:
-    """A KvPool of pages of equal size. Kernels read pages of KV_CHUNK; other sizes are to simulate."""
+    """A KvPool of pages of equal size. Kernels read pages of KV_CHUNK; other sizes are for simulation."""
 
     def __init__(self, n_slots: int, page_slots: int = KV_CHUNK) -> None:
         if page_slots < 1 or page_slots % ALIGNMENT:
             raise PoolError(f"a page is a multiple of {ALIGNMENT} slots, not {page_slots}")
         self._page_slots = page_slots
         self._free = deque(range(0, n_slots // page_slots * page_slots, page_slots))
-        """The page that has been free longest first: what it held can be taken over as long as possible."""
+        """First slots of the free pages, the one freed longest ago first, so that its content stays
+        readable."""
         if not self._free:
             raise PoolError(
                 f"a pool of pages of {page_slots} needs one at least, not {counted(n_slots, 'slot')}"
@@ -86,7 +87,7 @@ class PagedPool:
             self._slots_wasted += n_slots - pages.demand.prompt_tokens - answer_tokens
 
     def pin(self, owner: str) -> None:
-        """Pages never move."""
+        """Do nothing: pages never move."""
         self._pages(owner)
 
     def unpin(self, owner: str) -> None:
@@ -96,7 +97,7 @@ class PagedPool:
         return {owner: self._placement(pages) for owner, pages in self._held.items()}
 
     def refresh(self) -> bool:
-        """Nothing is learnt."""
+        """False: nothing is learnt."""
         return False
 
     def stats(self) -> PoolStats:
@@ -141,7 +142,7 @@ DEFAULT_POLICY = "odma"
 
 
 def open_pool(policy: str, n_slots: int, settings: PoolSettings) -> KvPool:
-    """`n_slots` slots (rounded down to whole blocks) under one of `POLICIES`."""
+    """A pool of `n_slots` slots (rounded down to whole blocks) under one of `POLICIES`."""
     if policy not in POLICIES:
         raise PoolError(f"no KV policy is called {policy!r}: there are {', '.join(POLICIES)}")
     return POLICIES[policy](n_slots, settings)

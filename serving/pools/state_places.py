@@ -1,9 +1,6 @@
-"""Places for states: of layers that keep, in place of keys and values, a state of constant size for each
-sequence.
-
-A place is free, belongs to a request, is set aside for a copy that the step under way makes, or holds such a
-copy ("kept"). Copies give way to requests: they cost nobody a place. Integers alone.
-"""
+"""Places for states of constant size, which some layers keep for each sequence in place of keys and values. A
+place is free, belongs to a request, is set aside for a copy in the step under way, or holds a kept copy. Kept
+copies give way to requests. Integers only."""
 
 from __future__ import annotations
 
@@ -31,13 +28,13 @@ class KeptCopy(Protocol):
 
 
 class StatePlaces:
-    """Places for states, and the owner of each. first_slot: the number of the first place."""
+    """Places for states, and the use of each. `first_slot`: number of the first place."""
 
     def __init__(self, n_places: int, first_slot: int) -> None:
         self.n_places = n_places
         self.first_slot = first_slot
         self.give_way: Callable[[], int] | None = None
-        """Chooses the copy that gives way, and forgets it; None: none is kept."""
+        """Chooses and forgets a kept copy, and returns its place; None: no copies are kept."""
         self._free = list(range(n_places - 1, -1, -1))
         self._owned: dict[str, int] = {}
         self._set_aside: set[int] = set()
@@ -45,7 +42,7 @@ class StatePlaces:
 
     @property
     def n_spare(self) -> int:
-        """The number of places that can be set aside now."""
+        """Number of places that can be set aside now."""
         return len(self._free) + len(self._kept)
 
     @property
@@ -53,7 +50,7 @@ class StatePlaces:
         return bool(self._free)
 
     def give(self, owner: str) -> int | None:
-        """Give a request a place; None where requests have all."""
+        """Give `owner` a place; None: requests have them all."""
         place = self._take()
         if place is not None:
             self._owned[owner] = place
@@ -63,13 +60,13 @@ class StatePlaces:
         return self._owned[owner]
 
     def return_of(self, owner: str) -> None:
-        """Free the place of a request that has ended, unless its state is kept there."""
+        """Free the place of an ended request, unless its state is kept there."""
         place = self._owned.pop(owner, None)
         if place is not None:
             self._free.append(place)
 
     def set_aside(self) -> int:
-        """Set a place aside for a copy. StatesError where none is spare."""
+        """Set a place aside for a copy. StatesError: none is spare."""
         place = self._take()
         if place is None:
             raise StatesError("no place for a copy of a state is spare")
@@ -82,13 +79,13 @@ class StatePlaces:
         self._kept.add(place)
 
     def keep_of(self, owner: str) -> int:
-        """Keep the state at a request's place, until the place is needed; the request then has none."""
+        """Keep the state of `owner`, until its place is needed; the request then has no place."""
         place = self._owned.pop(owner)
         self._kept.add(place)
         return place
 
     def swap(self, owner: str, place: int) -> None:
-        """Make a copy that was set aside the state of the request; its former place is free."""
+        """Make a copy that was set aside the state of `owner`, and free the former place."""
         self._set_aside.remove(place)
         self._free.append(self._owned[owner])
         self._owned[owner] = place
@@ -99,12 +96,12 @@ class StatePlaces:
         self._free.append(place)
 
     def free(self, place: int) -> None:
-        """Free the place of a copy that is of no more use."""
+        """Free the place of a kept copy."""
         self._kept.remove(place)
         self._free.append(place)
 
     def check(self) -> None:
-        """StatesError unless every place has exactly one use."""
+        """Raise StatesError unless every place has exactly one use."""
         places = [*self._free, *self._owned.values(), *self._set_aside, *self._kept]
         if sorted(places) != list(range(self.n_places)):
             raise StatesError(f"of {counted(self.n_places, 'place')} for states: {sorted(places)}")

@@ -1,4 +1,4 @@
-"""A pool over another one, whose placements have something beside slots: a ring, or a place for a state."""
+"""Pools around another pool that add a ring, or a place for a state, to its placements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WrappedPool(ABC):
 
     @abstractmethod
     def _dressed(self, owner: str, placement: Placement) -> Placement:
-        """A placement of the inner pool with the owner's ring or state added."""
+        """The inner pool's placement with the owner's ring or state added."""
 
     @property
     def n_slots(self) -> int:
@@ -56,10 +56,9 @@ class WrappedPool(ABC):
 
 
 class RingedPool(WrappedPool):
-    """A KvPool over another one, whose placements have rings for sliding-window layers. A later position
-    takes the place of one that no token sees any more, so that a request keeps no more than its window, and
-    what one step writes, in those layers (decision 0047). A ring is given once and stays where it is; one of
-    a request that cannot become as long is as long as the request can become."""
+    """A KvPool around another one that adds rings for sliding-window layers. A later position overwrites one
+    that no token sees any more, so that a request keeps only its window and what one step writes (decision
+    0047). A ring never moves; for a shorter request it is as long as the request can become."""
 
     def __init__(self, pool: KvPool, rings: Rings) -> None:
         super().__init__(pool)
@@ -69,7 +68,6 @@ class RingedPool(WrappedPool):
 
     @property
     def rings(self) -> Rings:
-        """All rings."""
         return self._rings
 
     @property
@@ -101,7 +99,7 @@ class RingedPool(WrappedPool):
 
 
 class StatefulPool(WrappedPool):
-    """A KvPool over another one, whose placements have a place for a state."""
+    """A KvPool around another one that adds a place for a state to each placement."""
 
     def __init__(self, pool: KvPool, places: StatePlaces) -> None:
         super().__init__(pool)
@@ -113,7 +111,6 @@ class StatefulPool(WrappedPool):
 
     @property
     def states(self) -> StatePlaces:
-        """All places."""
         return self._places
 
     def reserve(self, owner: str, demand: Demand) -> Grant | None:

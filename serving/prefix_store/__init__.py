@@ -1,1 +1,1 @@
-"""Keys and values of prompts' beginnings on disk, in a folder that servers share."""
+"""Keys and values of prompt prefixes on disk, in a folder that servers share."""

@@ -1,13 +1,10 @@
-"""Blocks of a prompt's beginning, named by what they hold, and the form in which a block is written.
+"""Blocks of a prompt prefix: their names, and the format of their records.
 
-A block is at most `BLOCK_TOKENS` positions, whole panels, after a known beginning. Its name is a keyed digest
-of the name before it and of its tokens; the first one's, of all that decides the bits and of whose prompts
-may have it. So equal names have equal keys and values, and a name tells nothing of a prompt to those without
-the key.
-
-A record is a header, the tokens, the rows as they go between processes (`KvMemory`), and a keyed digest of
-all of it. The state that a model with states has after a block is a record of its own, opaque bytes in the
-place of tokens and rows. Every length is known before anything is read.
+A block is at most `BLOCK_TOKENS` positions, whole panels, after a known prefix. Its name is a keyed digest of
+the name before it and its tokens; the first block's, of the identity and the cache space. So equal names mean
+equal keys and values, and a name reveals nothing to those without the key. A record is a header, the tokens,
+the rows as sent between processes (`KvMemory`), and a keyed digest of it all. For models with states the
+state after a block is a record of its own, with opaque bytes in place of tokens and rows.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ NAME_BYTES = 32
 VERSION = 1
 
 _HEADER = struct.Struct("<8sIIQQd32s32s32s")
-"""Magic, version, tokens, first position, bytes of a state, seconds saved, identity, name before it, name."""
+"""Magic, version, tokens, first position, bytes of a state, seconds saved, identity, parent name, name."""
 _MAGIC = b"PWPREFIX"
 HEADER_BYTES = _HEADER.size
 TAG_BYTES = 32
@@ -41,7 +38,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class BadRecord(Exception):
-    """A record that cannot be used. `reason` is one word for a counter."""
+    """The record cannot be used. `reason`: one word for a counter."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -49,7 +46,7 @@ class BadRecord(Exception):
 
 
 class PrefixBlock(NamedTuple):
-    """Positions [begin, end) of a sequence, and their tokens; none of either: the state at `end`."""
+    """Positions [begin, end) of a sequence and their tokens; without tokens: the state at `end`."""
 
     name: bytes
     parent: bytes
@@ -67,12 +64,12 @@ class PrefixBlock(NamedTuple):
 
 
 class RecordHead(NamedTuple):
-    """The part of a record's header that says what it is worth."""
+    """The fields of a record's header that decide its worth for eviction."""
 
     begin: int
     n_tokens: int
     seconds: float
-    """Time to compute the block, as it was measured."""
+    """Measured time to compute the block."""
     identity: bytes
     parent: bytes
     name: bytes
@@ -80,7 +77,7 @@ class RecordHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordShape:
-    """The size of what is written. state_bytes: of a state, where a model has states."""
+    """Sizes of records. `state_bytes`: bytes of a state; 0: the model has none."""
 
     n_layers: int
     slot_bytes: int
@@ -88,39 +85,38 @@ class RecordShape:
     state_bytes: int = 0
 
     def rows_bytes(self, n_tokens: int) -> int:
-        """Bytes of the keys and values of that many positions, all layers: whole panels."""
+        """Bytes of the keys and values of `n_tokens` positions in all layers, in whole panels."""
         return self.n_layers * self.slot_bytes * aligned(n_tokens)
 
     def record_bytes(self, n_tokens: int) -> int:
-        """Bytes of a whole record; of a state's without tokens."""
+        """Bytes of a whole record; `n_tokens` 0: of a state's record."""
         held = self.rows_bytes(n_tokens) if n_tokens else self.state_bytes
         return HEADER_BYTES + 4 * n_tokens + held + TAG_BYTES
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the longest record."""
         return max(self.record_bytes(BLOCK_TOKENS), self.record_bytes(0))
 
 
 def identity_digest(identity: Mapping[str, Any]) -> bytes:
-    """32 bytes for the components of an identity."""
+    """SHA-256 (32 bytes) of the components of an identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Names of one identity. key: secret where names must tell nothing; identity: 32 bytes, a digest of all
-    that decides the bits of keys and values."""
+    """Makes block names of one identity. `key`: secret key, so that names reveal nothing. `identity`: 32-byte
+    digest of all that decides the bits of keys and values."""
 
     key: bytes
     identity: bytes
 
     def root(self, space: str) -> bytes:
-        """The name before the first block, for prompts of one space."""
+        """Name before the first block, for prompts of one cache space."""
         return self._digest(b"root", self.identity, space.encode())
 
     def whole_blocks(self, token_ids: Sequence[int], space: str) -> list[PrefixBlock]:
-        """The blocks of a sequence that are full, in order."""
+        """The full blocks of a sequence, in order."""
         blocks: list[PrefixBlock] = []
         name = self.root(space)
         for begin in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -129,7 +125,7 @@ class BlockNames:
         return blocks
 
     def all_blocks(self, token_ids: Sequence[int], space: str) -> list[PrefixBlock]:
-        """The blocks of all whole panels of a sequence: full ones, and one that is not."""
+        """The blocks of all whole panels of a sequence: full blocks, and at most one shorter block."""
         blocks = self.whole_blocks(token_ids, space)
         n_full = len(blocks) * BLOCK_TOKENS
         for end in tails(n_full, len(token_ids))[:1]:
@@ -138,12 +134,12 @@ class BlockNames:
         return blocks
 
     def after(self, parent: bytes, begin: int, token_ids: tuple[int, ...]) -> PrefixBlock:
-        """The block of these tokens after `parent`."""
+        """The block of `token_ids` after the block named `parent`."""
         name = self._digest(b"block", parent, _packed(token_ids))
         return PrefixBlock(name, parent, begin, begin + len(token_ids), token_ids)
 
     def state_after(self, parent: bytes, end: int) -> PrefixBlock:
-        """The state after the block `parent`, whose end this is."""
+        """The state after the block named `parent`, which ends at `end`."""
         return PrefixBlock(self._digest(b"state", parent), parent, end, end, ())
 
     def _digest(self, *parts: bytes) -> bytes:
@@ -154,7 +150,7 @@ class BlockNames:
 
 
 def tails(n_begin: int, n_tokens: int) -> list[int]:
-    """Ends of blocks that are not full, after `n_begin` positions of `n_tokens`; the longest first."""
+    """Possible ends of a shorter block after position `n_begin`, the longest first."""
     last = min(n_tokens, n_begin + BLOCK_TOKENS - 1) // ALIGNMENT * ALIGNMENT
     return list(range(last, n_begin, -ALIGNMENT))
 
@@ -162,7 +158,8 @@ def tails(n_begin: int, n_tokens: int) -> list[int]:
 def through_states(
     naming: BlockNames, token_ids: Sequence[int], space: str, ends: Iterable[int]
 ) -> list[PrefixBlock]:
-    """The blocks that lead to the states after so many tokens each, and these states, in order."""
+    """The blocks that lead to the states after these numbers of tokens, and the states themselves, in
+    order."""
     blocks: list[PrefixBlock] = []
     whole, name = naming.whole_blocks(token_ids, space), naming.root(space)
     n_whole = 0
@@ -186,8 +183,8 @@ def to_last_state(
     space: str,
     is_kept: Callable[[bytes], bool],
 ) -> list[PrefixBlock]:
-    """The blocks that lead to the last state of a beginning of these tokens that is kept, and this state.
-    whole: its full blocks that are kept. A state inside a block is looked for behind the last two of them."""
+    """The blocks that lead to the last stored state of a prefix, and that state. `whole`: the prefix's stored
+    full blocks. A state inside a block is searched only behind the last two full blocks."""
     for n_whole in range(len(whole), -1, -1):
         before, begin = list(whole[:n_whole]), n_whole * BLOCK_TOKENS
         name = before[-1].name if before else naming.root(space)
@@ -204,7 +201,7 @@ def to_last_state(
 
 
 def write_record(naming: BlockNames, block: PrefixBlock, seconds: float, held: Bytes) -> list[Bytes]:
-    """The parts of a record, in order. held: the rows, or the state."""
+    """Parts of a record, in order. `held`: the block's rows, or the state."""
     header = _HEADER.pack(
         _MAGIC,
         VERSION,
@@ -221,7 +218,7 @@ def write_record(naming: BlockNames, block: PrefixBlock, seconds: float, held: B
 
 
 def read_record(naming: BlockNames, shape: RecordShape, block: PrefixBlock, record: memoryview) -> memoryview:
-    """The rows of the record of `block`, or its state. BadRecord."""
+    """The rows of a block, or its state, from its record. BadRecord: the record does not match."""
     n_tokens = block.n_tokens
     if len(record) != shape.record_bytes(n_tokens):
         raise BadRecord(
@@ -244,8 +241,7 @@ def read_record(naming: BlockNames, shape: RecordShape, block: PrefixBlock, reco
 
 
 def read_head(header: bytes) -> RecordHead | None:
-    """The head of a record whose digest nobody has checked; None where it is none. Nothing trusts it but the
-    order of eviction."""
+    """The head of a record, whose digest is not checked: only for eviction. None: it is no record."""
     if len(header) != HEADER_BYTES:
         return None
     magic, version, n_tokens, begin, n_state, seconds, identity, parent, name = _HEADER.unpack(header)
@@ -294,8 +290,8 @@ class ComputedRows(Protocol):
 def copied(
     computed: ComputedRows, block: PrefixBlock, shape: RecordShape, rows: KvRows, buffer: memoryview
 ) -> Bytes | None:
-    """A block's rows, in `buffer`, or its state. None: it was written over before it was read, or
-    meanwhile."""
+    """Copy a block's rows into `buffer`, or its state. None: the rows were overwritten before or during the
+    copy."""
     if block.is_state:
         return _copied_state(computed, block.end, shape, rows)
     if not computed.is_there(block.begin, block.end):

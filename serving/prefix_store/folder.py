@@ -1,8 +1,8 @@
 """A folder of records that servers of one host share, each a file that appears whole or not at all.
 
-Files are named by their blocks, mode 0600 in a folder of mode 0700, and written beside their place and moved
-there: who is killed leaves a file that nobody reads and that the next one removes. Nothing is locked. The
-folder's key, which names and digests depend on, is a file of its own.
+A file has its block's name and mode 0600, in a folder of mode 0700. It is written under another name and then
+moved, so that a killed server leaves only a file that nobody reads and a later server removes. Nothing is
+locked. The folder's key, on which names and digests depend, is a file of its own.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ SUFFIX = ".kv"
 IDENTITY_SUFFIX = ".json"
 _BESIDE = ".new-"
 _LEFT_BEHIND_S = 600.0
-"""The age at which a file that was not moved to its place belongs to nobody."""
+"""Seconds after which an unfinished file is considered abandoned."""
 _SCANS = 32
-"""The folder is looked through again after this part of its limit was written: others write too."""
+"""The folder is scanned again after this fraction of its limit was written, since other servers write too."""
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(slots=True)
 class PrefixFolder:
-    """One server's view of a folder. `find` is for any thread; `write` and `make_room` for one."""
+    """One server's view of a folder. `find` may be called from any thread; `write` and `make_room` from
+    one."""
 
     path: Path
     key: bytes
     limit_bytes: int
     n_evicted: int = 0
     _n_bytes: int | None = None
-    """As it was when the folder was looked through, and what was written since; None: never looked."""
+    """Bytes at the last scan plus those written since; None: never scanned."""
     _n_unseen: int = 0
     _heads: dict[bytes, RecordHead] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path, limit_bytes: int) -> PrefixFolder:
-        """Make it where it is not there. ServingError, in one line, where this user cannot use it."""
+        """Open a folder, creating it if missing. ServingError, in one line: this user cannot use the
+        folder."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             there = path.stat()
@@ -65,15 +67,16 @@ class PrefixFolder:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its records, as far as this server knows."""
+        """Bytes of the folder's records, as far as this server knows."""
         return self._n_bytes or 0
 
     def find(self, name: bytes) -> bool:
-        """True if there is a file of this name."""
+        """True if the folder has a readable record of this name."""
         return os.access(self._place(name), os.R_OK)
 
     def read_into(self, name: bytes, buffer: memoryview) -> int:
-        """Bytes of the file, which `buffer` has then; one more than it holds is too many. OSError."""
+        """Read a record into `buffer`, and return its size; one more than the buffer's: the record is too
+        long. Raises OSError."""
         descriptor = os.open(self._place(name), _READ)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             there = os.fstat(descriptor)
@@ -88,7 +91,8 @@ class PrefixFolder:
             return n_read
 
     def write(self, name: bytes, parts: Sequence[Bytes]) -> int:
-        """Write a file, its bytes. OSError where there is no room; nothing is left of it then."""
+        """Write a record, and return its size. OSError: there is no room; nothing is left of the record
+        then."""
         n_bytes = sum(map(len, parts))
         self.make_room(n_bytes)
         beside = self.path / f"{_BESIDE}{os.getpid()}-{secrets.token_hex(4)}"
@@ -109,21 +113,21 @@ class PrefixFolder:
         return n_bytes
 
     def touch(self, name: bytes) -> None:
-        """It was read, or would have been."""
+        """Mark a record as just used."""
         with suppress(OSError):
             os.utime(self._place(name), follow_symlinks=False)
 
     def count(self) -> None:
-        """Look through it, so that `n_bytes` is what is there before anything is written."""
+        """Scan the folder, so that `n_bytes` is known before anything is written."""
         self._n_bytes, self._n_unseen = sum(block.n_bytes for _, block in self.kept()), 0
 
     def remove(self, name: bytes) -> None:
-        """It holds nothing that can be used."""
+        """Remove a record that cannot be used."""
         with suppress(OSError):
             os.unlink(self._place(name))
 
     def make_room(self, n_bytes: int) -> None:
-        """Remove what is worth least, until so much more fits. OSError where it does not at all."""
+        """Evict the records of least worth until `n_bytes` more fit. OSError: `n_bytes` exceeds the limit."""
         step = self.limit_bytes // _SCANS
         if self._n_bytes is None or self._n_unseen >= step or self._n_bytes + n_bytes > self.limit_bytes:
             blocks = dict(self.kept())
@@ -138,7 +142,7 @@ class PrefixFolder:
             raise OSError(errno.ENOSPC, f"a block of {counted(n_bytes, 'byte')} exceeds the folder's limit")
 
     def kept(self) -> Iterator[tuple[bytes, KeptBlock]]:
-        """Its blocks. What others left unfinished long ago is removed."""
+        """Yield the folder's blocks by name, and remove abandoned files."""
         now, heads = time.time(), dict[bytes, RecordHead]()
         for entry in os.scandir(self.path):
             with suppress(OSError):
@@ -160,7 +164,7 @@ class PrefixFolder:
         self._heads = heads
 
     def head(self, name: bytes) -> RecordHead | None:
-        """The head of a record, unchecked; None where it is none. OSError."""
+        """The unchecked head of a record; None: it is no record. Raises OSError."""
         descriptor = os.open(self._place(name), _READ)
         try:
             return read_head(os.read(descriptor, HEADER_BYTES))
@@ -168,7 +172,7 @@ class PrefixFolder:
             os.close(descriptor)
 
     def describe_identity(self, digest: bytes, model: str, identity: Mapping[str, Any]) -> None:
-        """Keep what an identity is made of, for those who list the folder."""
+        """Write the components of an identity to a file, for listings of the folder."""
         place = self.path / f"{digest.hex()}{IDENTITY_SUFFIX}"
         with suppress(OSError):
             if not os.path.lexists(place):
@@ -188,7 +192,7 @@ def _name_of(file_name: str) -> bytes | None:
 
 
 def _key_of(path: Path) -> bytes:
-    """The folder's key: that of the server that came first. ServingError where it is damaged."""
+    """The folder's key, created by the first server. ServingError: the key file is damaged."""
     place = path / KEY_FILE
     for _ in range(2):
         try:
@@ -205,7 +209,7 @@ def _key_of(path: Path) -> bytes:
 
 
 def _write_once(place: Path, content: bytes) -> None:
-    """Write a file whole where there is none yet; what is there stays, a link that leads nowhere too."""
+    """Create a file with all its content at once; an existing file, even a broken link, stays."""
     beside = place.with_name(f"{_BESIDE}{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -218,11 +222,12 @@ def _write_once(place: Path, content: bytes) -> None:
 
 
 YOUNG_S = 600.0
-"""The age at which a block's worth is half of that of a new one."""
+"""Age in seconds at which a block is worth half of a new one."""
 
 
 class KeptBlock(NamedTuple):
-    """A block in a folder. parent: the name before it; seconds: to compute it; age_s: since it was read."""
+    """A block in a folder. `parent`: name before it. `seconds`: time to compute it. `age_s`: seconds since
+    last use."""
 
     parent: bytes
     begin: int
@@ -232,13 +237,13 @@ class KeptBlock(NamedTuple):
 
 
 def worth(block: KeptBlock) -> float:
-    """Seconds a byte, by age."""
+    """Computing seconds saved per byte, reduced by age."""
     return block.seconds / max(1, block.n_bytes) / (1 + max(0.0, block.age_s) / YOUNG_S)
 
 
 def order_of_leaving(blocks: Mapping[bytes, KeptBlock]) -> list[bytes]:
-    """Names, the least worth first, and what comes after a block before it. Blocks whose beginning is gone
-    leave first of all."""
+    """Block names in order of eviction: orphans (their prefix is gone) first, then by least worth, each block
+    after the blocks that follow it."""
     deepest_first = sorted(blocks, key=lambda name: blocks[name].begin, reverse=True)
     value = {name: worth(block) for name, block in blocks.items()}
     for name in deepest_first:
@@ -253,7 +258,7 @@ def order_of_leaving(blocks: Mapping[bytes, KeptBlock]) -> list[bytes]:
 
 
 def to_leave(blocks: Mapping[bytes, KeptBlock], most_bytes: int) -> Iterable[bytes]:
-    """The names that must leave, so that the others have at most `most_bytes`."""
+    """Names of the blocks to evict so that the others have at most `most_bytes`."""
     n_bytes = sum(block.n_bytes for block in blocks.values())
     for name in order_of_leaving(blocks):
         if n_bytes <= most_bytes:

@@ -13,12 +13,12 @@ from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.store import PrefixStore
 
 LEAST_BLOCKS = 4
-"""A smaller folder would evict what it has just written."""
+"""Fewest blocks that a folder must have room for: a smaller one would evict what it has just written."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """The folder that beginnings of prompts are kept in, a path of the host that computes."""
+    """Settings of the folder for prompt prefixes, a path on the host that computes."""
 
     folder: str
     limit_bytes: int = 8 << 30
@@ -27,8 +27,8 @@ class PrefixSettings:
 def open_store(
     settings: PrefixSettings, model: str, identity: Mapping[str, Any], shape: RecordShape
 ) -> PrefixStore:
-    """A store for a model's keys and values of this identity and shape; start it, and close it. ServingError
-    for a folder that cannot be used."""
+    """A store for keys and values of this identity and shape; the caller starts and closes it. ServingError:
+    the folder cannot be used."""
     if settings.limit_bytes < LEAST_BLOCKS * shape.most_bytes:
         least = -(-LEAST_BLOCKS * shape.most_bytes >> 20)
         raise ServingError(

@@ -1,10 +1,10 @@
-"""The store of one engine: finds beginnings of prompts, reads them into blocks, and writes behind.
+"""The prefix store of one engine: finds prompt prefixes, reads them into KV blocks, and writes computed ones
+in the background.
 
-Two threads of its own. The reader fills blocks that are pinned, record by record, each checked before a byte
-of it is used; nothing is written to a block once `cancel` has returned. The writer copies what was computed
-from where it lies, at a low priority, and believes a copy only if nothing was written there meanwhile
-(`Computed.is_there`): it holds no slot, and no step waits for it. Where the folder fails it rests, and the
-server goes on without.
+The reader thread fills pinned blocks record by record, each checked before use; nothing is written to a block
+once `cancel` has returned. The writer thread copies computed rows at low priority, and keeps a copy only if
+the rows were not overwritten meanwhile (`Computed.is_there`): no slot is held, and no step waits. If the
+folder fails the writer rests, and the server goes on without it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from phasewise.serving.prefix_store.blocks import (
 from phasewise.serving.prefix_store.folder import PrefixFolder
 
 MOST_KEPT = 64
-"""Sequences that are remembered."""
+"""Most sequences that are remembered."""
 
 
 @dataclass(slots=True, eq=False)
 class KeptBeginning:
-    """The first `n_tokens` of these can be read."""
+    """A sequence whose first `n_tokens` tokens can be read from the folder."""
 
     token_ids: tuple[int, ...]
     space: str
@@ -53,8 +53,8 @@ class KeptBeginning:
 
 
 class KeptBeginnings:
-    """n_stored: the number of the first of these tokens that the folder has. `note` and `look_again` are
-    called on the writer's thread."""
+    """Sequences that this engine wrote to the folder. `n_stored`: number of first tokens that the folder has.
+    `note` and `look_again` are called on the writer's thread."""
 
     def __init__(self, n_stored: Callable[[tuple[int, ...], str], int]) -> None:
         self._n_stored = n_stored
@@ -63,7 +63,7 @@ class KeptBeginnings:
         self.n_changes = 0
 
     def note(self, token_ids: tuple[int, ...], space: str) -> None:
-        """All of it was written, or had been."""
+        """Add a sequence whose records are all in the folder."""
         n_tokens = self._n_stored(token_ids, space)
         with self._lock:
             self._kept = [
@@ -76,7 +76,7 @@ class KeptBeginnings:
             self.n_changes += 1
 
     def look_again(self) -> None:
-        """Something was removed from the folder."""
+        """Count the readable tokens again, after records were removed from the folder."""
         for kept in self.now():
             n_tokens = self._n_stored(kept.token_ids, kept.space)
             if n_tokens != kept.n_tokens:
@@ -84,24 +84,24 @@ class KeptBeginnings:
                 self.n_changes += 1
 
     def now(self) -> list[KeptBeginning]:
-        """All of them; any thread may ask."""
+        """All remembered sequences; may be called from any thread."""
         with self._lock:
             return list(self._kept)
 
 
 MOST_JOBS = 1024
-"""Sequences that wait to be written; the one that waits longest is given up."""
+"""Most sequences that wait to be written; the one waiting longest is dropped."""
 REST_S = 30.0
-"""The writer's rest after the folder failed."""
+"""Seconds for which the writer rests after the folder failed."""
 CLOSE_S = 5.0
-"""The most time for writing what waits when the store is closed."""
+"""Most seconds of writing after the store is closed."""
 _LOW = 10
 
 log = logging.getLogger(__name__)
 
 
 class StoreCounts(NamedTuple):
-    """Counts since the start, which never fall, and the folder's bytes as they are known."""
+    """Counters since the start, none of which ever falls, and the folder's known bytes."""
 
     hits: int = 0
     tokens_restored: int = 0
@@ -111,11 +111,11 @@ class StoreCounts(NamedTuple):
     writes_failed: int = 0
     bytes_kept: int = 0
     refused: dict[str, int] | None = None
-    """Records that were not believed, by reason."""
+    """Number of refused records by reason."""
 
 
 def summed(counts: Sequence[StoreCounts]) -> StoreCounts | None:
-    """The counts of several stores over one folder; None where there are none."""
+    """Sum of the counters of several stores over one folder; None: there are none."""
     if not counts:
         return None
     refused = sum((Counter(count.refused) for count in counts), Counter[str]())
@@ -129,7 +129,7 @@ def summed(counts: Sequence[StoreCounts]) -> StoreCounts | None:
 
 @dataclass(slots=True, eq=False)
 class Restored:
-    """A request whose block is being filled, or is. The first `n_tokens` of its tokens are in it."""
+    """A request whose block is being filled from the store, with its first `n_tokens` tokens so far."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -138,12 +138,12 @@ class Restored:
     rows: KvRows
     n_tokens: int = 0
     names: list[bytes] = field(default_factory=list)
-    """Names of the records that are in it."""
+    """Names of the records read into the block."""
     is_cancelled: bool = False
 
 
 class _Job(NamedTuple):
-    """A sequence to be written. token_s: time to compute a token of a prompt."""
+    """A sequence to write. `token_s`: seconds to compute a prompt token."""
 
     computed: ComputedRows
     rows: KvRows
@@ -151,7 +151,7 @@ class _Job(NamedTuple):
 
 
 class PrefixStore:
-    """Over a folder. identity: the digest of all that decides the bits."""
+    """Prefix store over a folder. `identity`: digest of all that decides the bits of keys and values."""
 
     def __init__(self, identity: bytes, shape: RecordShape, folder: PrefixFolder) -> None:
         self.shape = shape
@@ -159,9 +159,9 @@ class PrefixStore:
         self._naming = BlockNames(folder.key, identity)
         self._on_restored: Callable[[], None] = lambda: None
         self.kept = KeptBeginnings(lambda token_ids, space: _end(self._blocks_in_folder(token_ids, space)))
-        """Keys of records that this engine wrote to the folder."""
+        """Sequences that this engine wrote to the folder."""
         self._changed = threading.Condition()
-        """Holds the queues that follow."""
+        """Guards the queues below."""
         self._filling = threading.Lock()
         """Held while rows of one record are written into a block."""
         self._to_read: deque[Restored] = deque()
@@ -179,16 +179,16 @@ class PrefixStore:
         ]
 
     def start(self) -> None:
-        """The threads run on the CPUs of the caller."""
+        """Start the threads, which run on the caller's cores."""
         for thread in self._threads:
             thread.start()
 
     def watch(self, on_restored: Callable[[], None]) -> None:
-        """`on_restored` is called, on the reader's thread, when `take_restored` has something."""
+        """Set the function that the reader's thread calls when `take_restored` has something."""
         self._on_restored = on_restored
 
     def close(self) -> None:
-        """End the threads, and write what still waits, for CLOSE_S at most. Twice is harmless."""
+        """End the threads, and write what still waits for at most CLOSE_S. May be called twice."""
         with self._changed:
             self._closing_at = time.monotonic() + CLOSE_S
             self._changed.notify_all()
@@ -206,18 +206,18 @@ class PrefixStore:
     # ---- on the engine's thread --------------------------------------------------------------------------
 
     def find(self, token_ids: tuple[int, ...], space: str) -> int:
-        """The number of the first of these tokens that can be read, but never all of them."""
+        """Number of first tokens that can be read, never all of them."""
         return _end(self._blocks_in_folder(token_ids[:-1], space))
 
     def restore(self, restored: Restored) -> None:
-        """Read the beginning of a request into its block."""
+        """Queue a request whose prefix is to be read into its block."""
         with self._changed:
             self._reading[restored.request_id] = restored
             self._to_read.append(restored)
             self._changed.notify_all()
 
     def take_restored(self) -> list[Restored]:
-        """Those whose blocks are filled, as far as records could be read, since it was asked last."""
+        """Requests whose blocks were filled, as far as records could be read, since the last call."""
         if not self._restored:
             return []
         with self._changed:
@@ -228,7 +228,7 @@ class PrefixStore:
             return taken
 
     def cancel(self, request_id: str) -> None:
-        """Nothing is written to its block once this returns."""
+        """Stop filling a request's block: nothing is written to it after this call."""
         if request_id not in self._reading:
             return
         with self._changed:
@@ -238,12 +238,12 @@ class PrefixStore:
                 reading.is_cancelled = True
 
     def believe(self, restored: Restored) -> None:
-        """A row of it was computed again and found equal."""
+        """Count a restored prefix whose check succeeded: rows computed again were equal."""
         self._counts["hits"] += 1
         self._counts["tokens"] += restored.n_tokens
 
     def refuse(self, restored: Restored) -> None:
-        """A row of it was computed again and found different: its records are removed."""
+        """Remove the records of a restored prefix whose check failed: a row computed again differed."""
         log.warning(
             "a prefix of %s in %s was refused: a row that was computed again is another one",
             counted(restored.n_tokens, "token"),
@@ -254,14 +254,14 @@ class PrefixStore:
             self.folder.remove(name)
 
     def keep(self, computed: ComputedRows, rows: KvRows, token_s: float) -> None:
-        """Write what is not kept yet, later. token_s: time to compute a token of a prompt."""
+        """Queue a computed sequence for writing. `token_s`: seconds to compute a prompt token."""
         with self._changed:
             self._to_write.append(_Job(computed, rows, token_s))
             self._changed.notify_all()
 
     @property
     def is_writing(self) -> bool:
-        """True while anything waits to be written, or is."""
+        """True while sequences wait to be written or are being written."""
         with self._changed:
             return bool(self._to_write) or self._is_busy
 
@@ -313,7 +313,8 @@ class PrefixStore:
             self.folder.touch(block.name)
 
     def _put(self, restored: Restored, block: PrefixBlock, held: memoryview) -> None:
-        """With states a beginning is of no use before the state at its end is there."""
+        """Write a record's rows or state into the request's block. With states a prefix counts only up to its
+        last state."""
         if block.is_state:
             assert restored.placement.state is not None
             restored.rows.write_state(restored.placement.state, 0, held)
@@ -333,8 +334,8 @@ class PrefixStore:
         self.folder.remove(block.name)
 
     def _blocks_in_folder(self, usable: tuple[int, ...], space: str) -> list[PrefixBlock]:
-        """The blocks of a beginning that the folder has, with states those up to the last. A block is there
-        where a later one is, or the reader finds that it is not."""
+        """The blocks of a prefix that the folder has; with states, those up to the last state. Found by
+        bisection: a missing earlier block is noticed by the reader."""
         folder, naming = self.folder, self._naming
         blocks = naming.whole_blocks(usable, space)
         low, high = 0, len(blocks)
@@ -375,7 +376,7 @@ class PrefixStore:
                 self._to_write.appendleft(job)
 
     def _write_behind(self, job: _Job, buffer: memoryview, is_over: Callable[[], bool]) -> bool:
-        """Write the blocks that the folder has not. False: it was over before that."""
+        """Write the blocks that the folder lacks. False: `is_over` became true before the end."""
         folder, naming = self.folder, self._naming
         if time.monotonic() < self._rests_until:
             self._counts["failed"] += 1
@@ -406,12 +407,13 @@ class PrefixStore:
         return True
 
     def _to_keep(self, computed: ComputedRows) -> tuple[int, ...]:
-        """A prompt's last token is computed in any case; where a state is after it, it counts."""
+        """The tokens worth writing: a prompt's last token is always computed, unless a state after it is
+        kept."""
         return computed.token_ids if self.shape.state_bytes else computed.token_ids[:-1]
 
     def _worth_keeping(self, computed: ComputedRows, token_s: float) -> Iterator[tuple[PrefixBlock, float]]:
-        """Blocks of a sequence, each with the seconds that it saves. Where there are states, they save the
-        time since the one before, and what leads to them is worth as much."""
+        """The blocks to write, each with the seconds that it saves. With states, a state saves the time since
+        the state before it, and the blocks that lead to it are worth as much."""
         if not self.shape.state_bytes:
             for block in self._naming.all_blocks(self._to_keep(computed), computed.space):
                 yield block, token_s * block.n_tokens
@@ -423,5 +425,5 @@ class PrefixStore:
 
 
 def _end(blocks: Sequence[PrefixBlock]) -> int:
-    """The tokens of a beginning that has these blocks."""
+    """Number of tokens in these blocks."""
     return blocks[-1].end if blocks else 0

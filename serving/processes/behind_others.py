@@ -1,9 +1,9 @@
-"""A thread that gives way to all other work of this host, for what takes long while others answer.
+"""Background work on a thread with low priority, for long work beside answers.
 
-Priority and cores are a thread's own on Linux, and niceness is not lowered again without privileges: so work
-that is to give way for a while has a thread of its own, and the process is as it was when that has ended.
-A kernel that divides time by sessions first (autogroup, outside of containers and services) weighs niceness
-within a session alone: there the thread's cores are what keeps it out of the way.
+Priority and core affinity belong to a thread on Linux, and niceness cannot be lowered again without
+privileges: temporary background work therefore gets a thread of its own. A kernel that schedules by sessions
+(autogroup, outside of containers and services) weighs niceness within a session only: there the thread's
+cores keep it out of the way.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """The kernel kills this process, also where it is stopped, when the thread that started it ends. A parent
-    that had ended before is not noticed: compare `os.getppid()` with what it told of itself."""
+    """Have the kernel kill this process, even a stopped one, when the thread that started it ends. A parent
+    that ended before this call is not noticed: compare `os.getppid()` with the id that the parent passed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 NICENESS = 10
-"""A core that others want as well is theirs to nine tenths."""
+"""Niceness of background threads: other work gets nine tenths of a shared core."""
 
 Run = Callable[..., Any]
-"""Call a function with these arguments on the thread, and give what it returns or raises."""
+"""Call a function with these arguments on the background thread, and return or raise its result."""
 
 
 @contextlib.contextmanager
 def behind_others(cores: Collection[int] = ()) -> Iterator[Run]:
-    """A thread for a while. cores: those that it keeps to; none: it may run where this one may."""
+    """Run calls on a low-priority thread within the `with` block. `cores`: cores that the thread keeps to;
+    empty: the caller's."""
     with ThreadPoolExecutor(1, "phasewise-behind", _give_way, (cores,)) as thread:
 
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -45,7 +46,8 @@ def behind_others(cores: Collection[int] = ()) -> Iterator[Run]:
 
 
 def keep_to(cores: Collection[int]) -> None:
-    """The calling thread, and those that it starts, run on these alone; where that cannot be, as before."""
+    """Restrict the calling thread, and the threads that it starts, to `cores`; unchanged if the system
+    refuses."""
     with contextlib.suppress(OSError):  # a plan whose cores are not there is refused where it is read
         if cores:
             os.sched_setaffinity(0, cores)

@@ -1,7 +1,7 @@
-"""Cores of a host, each of which one process at a time may claim, whoever started it.
+"""Claims of a host's cores: one process at a time has a core, whoever started it.
 
 A claim is a Unix socket with an abstract name, which the kernel gives to one process of a network namespace
-and takes back when the process ends, however that is. No file stays behind, and no third process keeps books.
+and frees when that process ends. No file stays behind.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from phasewise.serving.errors import RanksError
 
 CHOOSING_S = 10.0
-"""Another process that chooses cores is waited for so long; choosing takes it less than a millisecond."""
+"""Longest wait for another process that is choosing cores; choosing takes less than a millisecond."""
 SCOPE = "phasewise-cores"
 _CHOOSING = "choosing"
 
 
 @dataclass(slots=True)
 class CoreClaims:
-    """Cores that this process has until it ends, or `close`."""
+    """Cores that this process has claimed until it ends or calls `close`."""
 
     cores: tuple[int, ...]
     shared: tuple[int, ...] = ()
-    """Those of them that a process of another node of the same host has as well."""
+    """Claimed cores that a process of another node on the same host has claimed as well."""
     _sockets: list[socket.socket] = field(default_factory=list)
 
     def close(self) -> None:
@@ -38,10 +38,10 @@ class CoreClaims:
 def claim_cores(
     node: str, cores: Sequence[int], count: int, first: Sequence[int] = (), scope: str = SCOPE
 ) -> CoreClaims:
-    """Claim `count` of `cores`, in their order, none of which another process of `node` has. node: what
-    counts its cores as one; several nodes of one host are kept apart as far as its cores reach. first: cores
-    that are taken before all others, if every one is free. scope: begins the names of the claims. RanksError
-    where too few are free."""
+    """Claim `count` of `cores`, in their order, that no other process of `node` has. `node`: name of the set
+    of processes that never share a core; several nodes of one host share cores only where there are too few.
+    `first`: cores to take before all others, if all are free. `scope`: prefix of the claims' names.
+    RanksError: too few are free."""
     choosing = _wait_for(f"{scope}/{_CHOOSING}")
     try:
         of_node = {core: claim for core in cores if (claim := _bind(f"{scope}/{node}/{core}")) is not None}
@@ -67,7 +67,8 @@ def claim_cores(
 
 @contextlib.contextmanager
 def claimed_on_host(cores: Iterable[int], scope: str = SCOPE) -> Iterator[None]:
-    """Cores that this process computes on: instances of this host take others, as far as there are others."""
+    """Claim the cores that this process computes on within the `with` block, so that instances of this host
+    choose other cores if they can."""
     claims = [claim for core in cores if (claim := _bind(f"{scope}/{core}")) is not None]
     try:
         yield
@@ -86,7 +87,7 @@ def _wait_for(name: str) -> socket.socket:
 
 
 def _bind(name: str) -> socket.socket | None:
-    """None: another process has it."""
+    """Bind an abstract socket name; None: another process has it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:
         claim.bind(f"\0{name}")

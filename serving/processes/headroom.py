@@ -13,13 +13,14 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """The least of what the machine and this process's cgroups have left; None where none says."""
+    """Least number of bytes that the machine and this process's cgroups have left; None: neither reports
+    any."""
     limits = (_machine_bytes(root), *_cgroup_bytes(root), _old_cgroup_bytes(root))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_memory(name: str, needed: int, kv_slots: int) -> None:
-    """RanksError if fewer bytes than `n_bytes` are free."""
+    """Raise RanksError, naming `name` and the slots, if fewer than `needed` bytes are free."""
     left = available_bytes()
     if left is not None and needed > left:
         raise RanksError(
@@ -34,7 +35,7 @@ def _machine_bytes(root: Path) -> int | None:
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """Bytes left by this process's cgroup (version 2) and by each one above it."""
+    """Bytes left in this process's cgroup (version 2) and in each cgroup above it."""
     folder, top = root / _CGROUPS / _own_cgroup(root, "0::"), root / _CGROUPS
     while folder.is_relative_to(top):
         with suppress(OSError, ValueError):  # no such controller, or "max"
@@ -46,7 +47,7 @@ def _cgroup_bytes(root: Path) -> Iterator[int]:
 
 
 def _old_cgroup_bytes(root: Path) -> int | None:
-    """Bytes left by cgroup version 1, which tells the least limit of this group and those above."""
+    """Bytes left by cgroup version 1, which reports the least limit of this group and those above."""
     own = root / _CGROUPS / "memory" / _own_cgroup(root, ":memory:")
     told = _fields(own / "memory.stat")
     limit = told.get("hierarchical_memory_limit")
@@ -54,7 +55,7 @@ def _old_cgroup_bytes(root: Path) -> int | None:
 
 
 def _own_cgroup(root: Path, hierarchy: str) -> str:
-    """The path within a hierarchy, named as in /proc/self/cgroup."""
+    """Path of this process's cgroup in a hierarchy, named as in /proc/self/cgroup."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -64,7 +65,7 @@ def _own_cgroup(root: Path, hierarchy: str) -> str:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """`name number ...` lines; an absent file has none."""
+    """Numbers by name from a file of `name number ...` lines; an absent file has none."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -90,8 +91,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def malloc_bytes_in_use() -> int | None:
-    """The bytes that malloc has given out and not got back; None where the C library does not say (glibc 2.33
-    does). Python's arenas are not in it: they come from the system."""
+    """Bytes that malloc has allocated; None if the C library does not report them (glibc 2.33 does). Python's
+    arenas are not counted: they come from the system."""
     if not hasattr(_LIBC, "mallinfo2"):
         return None
     _LIBC.mallinfo2.restype = _MallInfo
@@ -100,8 +101,7 @@ def malloc_bytes_in_use() -> int | None:
 
 
 def use_one_heap() -> None:
-    """Keep glibc's malloc to one heap. Call it before threads begin: a heap that a thread has stays. Nearly
-    all that allocate here hold Python's lock meanwhile, so they have no use for several heaps, each with free
-    pages of its own."""
+    """Limit glibc's malloc to one heap. Call before threads start: a thread keeps its heap. Almost all
+    allocations here hold Python's lock, so that several heaps would only waste free pages."""
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_ARENA_MAX, 1)

@@ -1,8 +1,6 @@
-"""All that a server writes to stderr, as JSON: a line of its own, of a rank or of an instance is an object.
-
-A process stands between them and stderr, so that also the last words of a process that crashes are told: it
-ends after the last one that could write.
-"""
+"""JSON lines on stderr: each line that a server, its ranks or its instances write becomes an object. A
+separate process converts the lines, so that the last words of a process that crashes are kept too; it ends
+after the last process that could write."""
 
 from __future__ import annotations
 
@@ -17,11 +15,12 @@ from typing import BinaryIO
 from phasewise._json import read_json
 
 _MOST_BYTES = 64 * 1024
-"""The most bytes of a line; a longer one is written as several."""
+"""Most bytes of a line; a longer line is written as several."""
 
 
 def make_stderr_json() -> None:
-    """From now on, for this process and those that it starts; where Python's stderr is a file of its own."""
+    """Convert stderr of this process and its children to JSON lines from now on. No effect if Python's stderr
+    has no file descriptor."""
     try:
         descriptor = sys.stderr.fileno()
     except OSError:
@@ -39,7 +38,7 @@ def make_stderr_json() -> None:
 
 
 def as_json(line: bytes, now: datetime) -> bytes:
-    """The object of a line; a line of the access log is one already."""
+    """The JSON object of a line; a line that is an object already (of the access log) stays as it is."""
     try:
         if isinstance(read_json(line), dict):
             return line.rstrip(b"\n") + b"\n"
@@ -54,7 +53,7 @@ def as_json(line: bytes, now: datetime) -> bytes:
 
 
 def copy_lines(lines: BinaryIO, to: BinaryIO) -> None:
-    """Until nobody can write any more. Empty lines say nothing."""
+    """Convert lines until no process can write any more; empty lines are dropped."""
     while line := lines.readline(_MOST_BYTES):
         if line.strip():
             to.write(as_json(line, datetime.now(UTC)))

@@ -1,8 +1,6 @@
-"""A log that lines are appended to while a server runs: the one owner of what becomes of them.
-
-A thread writes them, so that no request waits for a disk or a terminal. A disk that is full or gone costs
-lines, no request: the first that is lost is told, and all are counted. No half line is left in a file.
-"""
+"""Log files that a server appends lines to. A thread writes the lines, so that no request waits for a disk or
+terminal. A full or missing disk costs lines, not requests: the first loss is reported, and all are counted.
+No half line is left in a file."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ _END_S = 5.0
 _PRIVATE, _FOR_GROUP = 0o600, 0o640
 
 MakeLine: TypeAlias = Callable[[], bytes]
-"""Makes a line, its newline included; called on the log's thread."""
+"""Makes a line, newline included; called on the log's thread."""
 
 
 Log = TypeVar("Log", bound="LineLog")
 
 
 class LineLog:
-    """Appends to `path`, or to stderr, from `with` to its end. ServingError where it cannot be opened. A link
-    is not followed, wherever it leads. is_private: a file that others could read is theirs no more. `report`
-    gets one line when a line is lost first."""
+    """Appends lines to `path`, or to stderr if None, within `with`. ServingError: the file cannot be opened,
+    or is a symbolic link. `is_private`: the file's mode is set to 0600 if others could read it. `report`:
+    gets one message at the first lost line."""
 
     def __init__(
         self, name: str, path: Path | None, report: Callable[[str], None], *, is_private: bool = False
@@ -45,7 +43,7 @@ class LineLog:
         self._descriptor: int | None = None
         self._has_warned = False
         self.n_lost = 0
-        """Lines that could not be written, or that came faster than they could be."""
+        """Number of lines lost because they could not be written or came too fast."""
         try:
             self._open()
         except OSError as error:
@@ -56,11 +54,11 @@ class LineLog:
         )
 
     def write(self, line: MakeLine) -> None:
-        """From any thread; never waits."""
+        """Queue a line, from any thread, without waiting."""
         self._ask(line)
 
     def reopen(self) -> None:
-        """Go on in a new file of this name, the old one having been moved away."""
+        """Reopen the log's path, after the old file was moved away."""
         if self.path is not None:
             self._report(f"the {self._name} is opened anew: {self.path}")
             self._ask("reopen")
@@ -76,7 +74,6 @@ class LineLog:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Flush queued lines; give up after `_END_S`."""
         try:
             self._waiting.put("end", timeout=_END_S)
         except queue.Full:
@@ -122,7 +119,8 @@ class LineLog:
         self._descriptor = None
 
     def _append(self, line: bytes) -> None:
-        """A whole line or, where the disk fills up within it, none that the next line would continue."""
+        """Write a whole line; if the disk fills up within it, remove the part that was written. OSError
+        then."""
         if self._descriptor is None:
             self._open()
         assert self._descriptor is not None

@@ -1,4 +1,5 @@
-"""Restarts of ranks: how often before they are given up, and the pause before each. The time is told."""
+"""Restarts of ranks: the number of tries before giving up, and the pause before each. The caller passes the
+time."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MOST_RERUNS = 2
-"""Times that a request runs again after a loss under it without a new token, for each engine that could
-compute it: it may be what kills the ranks."""
+"""Times that a request runs again after ranks were lost while it had no new token, for each engine that could
+compute it: the request may be what kills the ranks."""
 
 
 @dataclass(slots=True)
 class Restarts:
-    """At most `most` within `window_s`. The first waits for nothing, each further one twice as long."""
+    """Allows at most `most` restarts within `window_s`: the first at once, each further one after twice the
+    pause."""
 
     most: int = 5
     window_s: float = 300.0
@@ -21,7 +23,7 @@ class Restarts:
     _at_s: deque[float] = field(default_factory=deque)
 
     def pause_s(self, now_s: float) -> float | None:
-        """The pause before the next restart; it counts from now on. None: there were too many."""
+        """Count a restart at `now_s`, and return the pause before it. None: there were too many."""
         while self._at_s and now_s - self._at_s[0] >= self.window_s:
             self._at_s.popleft()
         n_before = len(self._at_s)

@@ -1,4 +1,4 @@
-"""Secrets of this process that others must not see: keys on its command line, values in its environment."""
+"""Secrets of this process: API keys on its command line, values in its environment."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SECRET_VARIABLES = frozenset({"PHASEWISE_API_KEY", "PHASEWISE_DB"})
-"""Child processes need none of them. A database's URL may have a password in it."""
+"""Environment variables that child processes do not get. A database URL may contain a password."""
 
 _ARG_START, _ARG_END = 48 - 3, 49 - 3
-"""Fields of /proc/PID/stat (proc(5) counts from 1), of those after the command's name."""
+"""Indexes of fields of /proc/PID/stat (numbered from 1 in proc(5)) after the command's name."""
 
 
 def environment_for_children(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`environment` without secrets."""
+    """Environment of child processes: `environment` without secrets."""
     return {name: value for name, value in environment.items() if name not in SECRET_VARIABLES}
 
 
 def hide_values_of(option: str) -> bool:
-    """Overwrite what follows `option` in the command line that `ps` shows; whether there was anything. Linux
-    shows the memory that the arguments lie in, which is this process's own. Until now everybody on the
-    machine could read them."""
+    """Overwrite the values of `option` in the command line that `ps` shows. Returns True if there were any.
+    On Linux the shown arguments lie in this process's own memory; until this call any user of the machine
+    could read them."""
     try:
         start, end = _argument_memory()
         shown = Path("/proc/self/cmdline").read_bytes()
@@ -37,7 +37,7 @@ def hide_values_of(option: str) -> bool:
 
 
 def _values(arguments: bytes, option: bytes) -> Iterator[tuple[int, int]]:
-    """(Offset, length) of each value of `--option VALUE` and `--option=VALUE`, arguments ending in NUL."""
+    """(Offset, length) of each value of `--option VALUE` and `--option=VALUE` in NUL-terminated arguments."""
     offset, is_value = 0, False
     for argument in arguments.split(b"\0"):
         if is_value:

@@ -1,7 +1,5 @@
-"""Memory that several processes map. It has no name: it goes when the last process that holds it does.
-
-So nothing can be left behind by an engine that is killed, and no other process can open it.
-"""
+"""Anonymous memory that several processes map. It has no name: the kernel frees it with the last process that
+holds it, and no other process can open it."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ PAGE = mmap.PAGESIZE
 
 
 def prefer_huge_pages(mapped: mmap.mmap) -> None:
-    """Ask that a file be read into large pages; where that is refused, small ones serve too."""
+    """Ask for large pages for a mapping; a refusal is ignored."""
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 class Mapped:
-    """Memory that arrays are views of. What is built over `memory` keeps it mapped."""
+    """Memory that arrays are views of. An array over `memory` keeps it mapped."""
 
     def __init__(self, memory: mmap.mmap, n_bytes: int) -> None:
         self.memory = memory
@@ -33,7 +31,8 @@ class Mapped:
 
     @classmethod
     def own(cls, n_bytes: int) -> Mapped:
-        """Zeroed memory of this process alone, in large pages where it gets them. RanksError if refused."""
+        """Zeroed memory of this process alone, in large pages if available. RanksError: the system
+        refuses."""
         n_bytes = -(-n_bytes // PAGE) * PAGE
         try:
             memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -46,7 +45,7 @@ class Mapped:
         return cls(memory, n_bytes)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array over a part of it. ValueError outside of it."""
+        """An array over a part of the memory. ValueError: the part lies outside."""
         kind = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         if offset < 0 or offset + count * kind.itemsize > self.n_bytes:
@@ -55,8 +54,8 @@ class Mapped:
 
 
 class Segment(Mapped):
-    """Zeroed shared memory behind a descriptor. Pages exist from their first touch on. `close` gives up the
-    descriptor alone."""
+    """Zeroed shared memory behind a file descriptor. Pages are allocated at their first touch. `close` closes
+    only the descriptor."""
 
     def __init__(self, fd: int, n_bytes: int, writable: bool = True) -> None:
         self.fd = fd
@@ -67,7 +66,7 @@ class Segment(Mapped):
 
     @classmethod
     def create(cls, n_bytes: int, purpose: str) -> Segment:
-        """RanksError if the system does not grant the memory."""
+        """A new segment of at least `n_bytes`. RanksError: the system refuses the memory."""
         n_bytes = -(-n_bytes // PAGE) * PAGE
         fd = None
         try:
@@ -83,7 +82,7 @@ class Segment(Mapped):
             ) from error
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close the descriptor, if it is open."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1

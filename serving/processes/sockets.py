@@ -1,8 +1,8 @@
 """ZeroMQ sockets between the processes of one server, encrypted and authenticated between hosts.
 
 On one host they are Unix sockets in a folder that only this user can enter. Between hosts they are TCP with
-CURVE: the front makes one pair of keys for those that listen and one for those that connect, anew at each
-start, and hands both to its instances; a peer without them is not heard.
+CURVE: at each start the front makes a key pair for listeners and one for connecting peers, and gives both to
+its instances; a peer without the keys is ignored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from zmq.auth.thread import ThreadAuthenticator
 MOST_MESSAGE_BYTES = 256 << 20
 LINGER_MS = 500
 HANDSHAKE_MS = 10_000
-"""A peer that has not shown its keys by then is cut off; ZeroMQ would wait for half a minute."""
+"""Time after which a peer that has not shown its keys is disconnected; ZeroMQ's default is half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """CURVE keys in Z85: of all that listen, and of all that connect."""
+    """CURVE keys in Z85: one pair for all listening sockets, one for all connecting sockets."""
 
     server_public: str
     server_secret: str = field(repr=False)
@@ -40,7 +40,7 @@ def has_input(socket: zmq.Socket[bytes]) -> bool:
 
 
 class _OneClient:
-    """Admits each peer that holds the one key of clients (`configure_curve_callback`)."""
+    """Admits peers that hold the clients' one public key (`configure_curve_callback`)."""
 
     def __init__(self, public: str) -> None:
         self._public = public.encode()
@@ -51,7 +51,8 @@ class _OneClient:
 
 
 class Sockets:
-    """The sockets of one process. keys: None on one host. Close it, or use it in `with`."""
+    """The sockets of one process, closed at the end of `with` or by `close`. `keys`: CURVE keys; None on one
+    host."""
 
     def __init__(self, keys: Keys | None) -> None:
         self._keys = keys
@@ -63,7 +64,8 @@ class Sockets:
             self._authenticator.configure_curve_callback("*", _OneClient(keys.client_public))
 
     def listen(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
-        """A socket bound to `endpoint`, where a port of `*` is any free one; and what peers connect to."""
+        """A socket bound to `endpoint`, where port `*` means any free port, and the endpoint that peers
+        connect to."""
         socket = self._socket(kind)
         if self._keys is not None:
             socket.curve_server = True
@@ -75,7 +77,7 @@ class Sockets:
     def connect(
         self, kind: int, endpoint: str, identity: str | None = None, most_unsent: int | None = None
     ) -> zmq.Socket[bytes]:
-        """A socket connected to `endpoint`. most_unsent: messages that may wait; None: any number."""
+        """A socket connected to `endpoint`. `most_unsent`: most messages that may queue; None: any number."""
         socket = self._socket(kind)
         socket.sndhwm = most_unsent or 0
         if identity is not None:
@@ -96,7 +98,7 @@ class Sockets:
         return socket
 
     def close(self) -> None:
-        """Every socket; what was sent last has `LINGER_MS` to go."""
+        """Close every socket; messages sent last have `LINGER_MS` to leave."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self.context.destroy(LINGER_MS)

@@ -1,1 +1,1 @@
-"""Ranks compute batches: threads of this process, or processes over shared memory."""
+"""Ranks compute batches: on threads of this process, or in processes over shared memory."""

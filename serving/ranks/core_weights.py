@@ -1,9 +1,9 @@
-"""Shares of products by what cores were measured to do, where a team has cores of several kinds.
+"""Weights that divide work by measured core speed, for teams with cores of several kinds.
 
-The members of a team take pieces of attention, of experts and of large products as they come free. Of a
-product that memory limits each has one piece, and the slowest core would hold up all: by weights its piece is
-smaller. Ranks of one plan divide columns and heads by what their cores weigh together. No bit of a result
-depends on either.
+Team members take pieces of attention, experts and large products as they become free. A product that memory
+limits has one piece for each member, so that the slowest core would hold up all: weights make its piece
+smaller. Ranks of one plan divide columns and heads by the sum of their cores' weights. No bit of a result
+depends on the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phasewise.topology import CpuKind, read_core_kinds
 from phasewise.tuner.plans import Phase, ServicePlan
 
 FULL = 1000
-"""The weight of the fastest kind."""
+"""Weight of a core of the fastest kind."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ def weigh_by_kind(
     kinds: Sequence[CpuKind],
     measure: Callable[[Team], MemberRates] = rates_of_members,
 ) -> None:
-    """Weigh the members of a team by the kinds of `cores`; cores of one kind weigh the same."""
+    """Measure the kinds of `cores`, and weigh the team's members by them; no effect if all cores are of one
+    kind."""
     numbers = kinds_of(cores, kinds)
     if len(set(numbers)) < 2:
         return
@@ -57,8 +58,8 @@ def weights_of_ranks(
     kinds: Sequence[CpuKind],
     measure: Callable[[Sequence[int]], MemberRates] = rates_of_pus,
 ) -> tuple[int, ...]:
-    """The weight of each rank on these cores: the sum over its cores, when reading in decode and when
-    computing in prefill. As many as its cores where these are alike, or cannot be measured."""
+    """The weight of each rank: the sum over its cores, by reading speed in decode and computing speed in
+    prefill. Equal to the number of its cores where all are of one kind, or cannot be measured."""
     cores, sizes = [*chain(*ranks)], tuple(map(len, ranks))
     numbers = kinds_of(cores, kinds)
     if len(ranks) < 2 or len(set(numbers)) < 2:
@@ -73,7 +74,7 @@ def weights_of_ranks(
 
 
 def weights_here(plan: ServicePlan) -> tuple[int, ...]:
-    """`weights_of_ranks` of a plan on this machine, measured once by a process. TopologyError."""
+    """`weights_of_ranks` of a plan on this machine, measured once in a process. Raises TopologyError."""
     return _weights_here(plan.phase, tuple(rank.cores for rank in plan.ranks))
 
 
@@ -83,6 +84,6 @@ def _weights_here(phase: Phase, ranks: tuple[tuple[int, ...], ...]) -> tuple[int
 
 
 def kinds_of(cores: Sequence[int], kinds: Sequence[CpuKind]) -> list[int]:
-    """The number of each core's kind; a core of no known kind has the number behind the last."""
+    """Index of each core's kind in `kinds`; for a core of unknown kind, `len(kinds)`."""
     by_core = {cpu: number for number, kind in enumerate(kinds) for cpu in kind.cpus}
     return [by_core.get(core, len(kinds)) for core in cores]

@@ -1,8 +1,6 @@
-"""The rank that every plan has: its steps are started by the engine's own thread, on a pinned team per phase.
-
-It cuts batches into steps, runs the program, and sends the team of the other phase to rest. Whether other
-ranks take part in a step is the program's business.
-"""
+"""The first rank, which every plan has: the engine's thread starts its steps, on a pinned team per phase. It
+cuts batches into steps, runs the program, and rests the team of the other phase. The program itself involves
+other ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ from phasewise.tuner.plans import PHASES, Phase
 Logits = npt.NDArray[np.float32]
 
 ALL_LOGITS_ROWS = 64
-"""Rows of logits that `all_logits` computes at once."""
+"""Most rows of logits that `all_logits` computes at once."""
 
 
 def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
-    """The room that a program must have. `threads`: the most that a rank has in any phase. kv_format: the
-    resolved one."""
+    """Capacity that a rank's program must have. `threads`: most threads of the rank in any phase.
+    `kv_format`: resolved format."""
     max_sequences = options.max_sequences
     threads = max(threads, options.threads)
     step_tokens = min(options.max_batch_tokens, STEP_TOKENS)
@@ -49,8 +47,8 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
 
 
 class Teams:
-    """Teams by table of schedules, for one program or for several that take turns. starts: the sequences from
-    which decode runs by the tables behind the phases'."""
+    """Thread teams by schedule table, for one program or several that take turns. `starts`: numbers of
+    sequences from which decode uses each further table."""
 
     def __init__(self, by_table: Mapping[int, Team], starts: Sequence[int] = ()) -> None:
         self.by_table = by_table
@@ -59,51 +57,49 @@ class Teams:
         self._last_tables: dict[Phase, int] = {}
 
     def table_of(self, phase: Phase, n_sequences: int) -> int:
-        """The table of steps of a phase with so many sequences."""
+        """Index of the schedule table for a step of `phase` with `n_sequences`."""
         band = bisect_right(self._starts, n_sequences) if phase == "decode" else 0
         return len(TABLES) + band - 1 if band else TABLES[phase]
 
     def last_table(self, phase: Phase) -> int:
-        """The table of the newest step of a phase; before it, that of one sequence."""
+        """Index of the table of the phase's last step; before it, of the table for one sequence."""
         return self._last_tables.get(phase, TABLES[phase])
 
     def note(self, phase: Phase, table: int) -> None:
-        """Record the table by which a step of the phase runs now."""
+        """Record that a step of `phase` runs by `table`."""
         self._last_tables[phase] = table
 
     @property
     def most_threads(self) -> int:
-        """Threads of the largest team."""
         return max(team.size for team in self.by_table.values())
 
     def take_turn(self, team: Team) -> Team | None:
-        """Let `team` run next, after the team that ran last, if that is another one."""
+        """Let `team` run next. Returns the team that ran last, if it is another one."""
         last, self._last = self._last, team
         return None if last is team else last
 
     @property
     def crossings(self) -> int:
-        """Arrivals at barriers so far that may have found the counter in another NUMA node's caches."""
+        """Number of barrier arrivals so far that may have found the counter in another NUMA node's caches."""
         return sum(team.passed * team.crossings for team in set(self.by_table.values()))
 
     def change(self, by_table: Mapping[int, Team], starts: Sequence[int]) -> None:
-        """Replace the teams; the threads of the former ones end."""
+        """Replace the teams, and end the threads of the former ones."""
         former, self.by_table, self._last = self.by_table, by_table, None
         self._starts, self._last_tables = starts, {}
         for team in former.values():
             team.close()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the teams' threads."""
         for team in self.by_table.values():
             team.close()
 
 
 class FirstRank:
-    """Calls are for one thread at a time; that thread stays pinned until `close`. host: the rank whose teams
-    these are, which run this program too, between its own steps; None: they are this one's. fed: the rows
-    that a head reads of it; None: none does. nodes: the NUMA nodes of its memory; none: wherever it is
-    touched."""
+    """Runs one program's steps. Calls are for one thread at a time, which stays pinned until `close`. `host`:
+    the rank that owns `teams`, and runs its own steps in between; None: this one. `fed`: the rows that a
+    draft head reads; None: there is no head. `nodes`: NUMA nodes of the rank's memory; (): any."""
 
     def __init__(
         self,
@@ -127,8 +123,8 @@ class FirstRank:
         self._warned = False
 
     def forward(self, batch: Batch) -> Logits:
-        """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call. ValueError
-        if a token, position or slot is out of range, if slices overlap or there are too many."""
+        """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call.
+        ValueError: a token, position or slot is out of range, or slices overlap or are too many."""
         self._running(self.table_of(batch))  # or say why not, however few its tokens
         self._fed_parts.clear()
         if batch.phase == "decode" or batch.n_tokens <= self._step_tokens:
@@ -154,7 +150,7 @@ class FirstRank:
         return out
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
-        """Copy keys and values of all layers; the ranges may overlap. ValueError outside the slots."""
+        """Copy keys and values of all layers; the ranges may overlap. ValueError: a slot is out of range."""
         program, team = self._running(self.teams.last_table("decode"))
         resting = self.teams.take_turn(team)
         if resting is not None:
@@ -162,7 +158,7 @@ class FirstRank:
         program.copy_kv(team, source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """The CPUs on which each phase's threads were last seen working; -1 before their first step."""
+        """CPUs on which each phase's threads were last seen working; -1 before their first step."""
         seen: dict[Phase, tuple[int, ...]] = {}
         for phase in PHASES:
             team = self.teams.by_table.get(self.teams.last_table(phase))
@@ -172,16 +168,17 @@ class FirstRank:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Steps begun, and layers of the newest whose keys and values are all stored. Any thread may ask."""
+        """Number of steps begun, and of layers of the last step whose keys and values are all stored.
+        Thread-safe."""
         return self.program.progress
 
     def follow(self, follower: Follower | None) -> None:
-        """Tell `follower` of every step from now on."""
+        """Set the follower that is told of every step; None: nobody is."""
         self._follower = follower
 
     def take_fed_rows(self, n_tokens: int) -> RowVectors | None:
-        """Rows behind the last norm of the newest batch, one for each of its tokens; None where it had
-        another number of them, or where no head reads them."""
+        """Rows after the last norm of the last batch, one for each of its tokens. None: the batch had another
+        number of tokens than `n_tokens`, or no draft head reads the rows."""
         parts, self._fed_parts = self._fed_parts, []
         if sum(map(len, parts)) != n_tokens or not parts:
             return None
@@ -189,25 +186,25 @@ class FirstRank:
 
     @property
     def native_ns(self) -> int:
-        """Time spent computing steps outside Python, since the start. RanksError after `close`."""
+        """Nanoseconds spent computing steps outside Python since the start. RanksError after `close`."""
         return self.program.native_ns
 
     @property
     def program(self) -> Program:
-        """RanksError after `close`."""
+        """The rank's program. RanksError after `close`."""
         if self._program is None:
             raise RanksError("the ranks have been closed")
         return self._program
 
     def close(self) -> None:
-        """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
+        """End the threads and release the memory; logits still held stay valid. May be called twice."""
         self._program = self._fed = None
         self._logits = np.empty((0, 0), np.float32)
         if not self._is_guest:
             self.teams.close()
 
     def table_of(self, batch: Batch) -> int:
-        """The table of schedules that the batch runs by."""
+        """Index of the schedule table that the batch runs by."""
         return self.teams.table_of(batch.phase, len(batch.slices))
 
     def _running(self, table: int) -> tuple[Program, Team]:
@@ -232,7 +229,7 @@ class FirstRank:
 
 
 def slices_at_once(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[SequenceSlice]]:
-    """The same slices in runs of at most `most_tokens` tokens, cut where a run is full."""
+    """Regroup slices into runs of at most `most_tokens` tokens, cutting a slice where a run is full."""
     step: list[SequenceSlice] = []
     room = most_tokens
     for piece in slices:

@@ -1,8 +1,6 @@
-"""Keys, values and states of an instance in memory that other instances of the same user may map.
-
-An instance names its memory by a path under /proc, which only processes of the same user and the same PID
-namespace can open. So nothing is left behind by an instance that is killed.
-"""
+"""Keys, values and states of an instance in memory that other instances of the same user can map. The memory
+is named by a path under /proc, which only processes of the same user and PID namespace can open; nothing is
+left behind by a killed instance."""
 
 from __future__ import annotations
 
@@ -18,16 +16,16 @@ from phasewise.serving.processes.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The shape that two instances must agree on before keys and values go from one to the other."""
+    """Shape of keys and values, which must be equal in two instances before one sends them to the other."""
 
     n_layers: int
     n_kv_heads: int
     head_dim: int
     kv_format: str
     latent: bool = False
-    """True if one vector is the key and the value of a token."""
+    """True if one vector is both key and value of a token."""
     state_bytes: int = 0
-    """Bytes of a sequence's state beside its keys and values."""
+    """Bytes of a sequence's state beside its keys and values; 0: none."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_format: str) -> KvShape:
@@ -37,7 +35,7 @@ class KvShape:
     def memory(
         self, segment: Segment, offset: int, kv_slots: int, state_places: int, copies: tuple[int, ...]
     ) -> KvMemory:
-        """Keys, values and states from byte `offset` of a segment on. ValueError outside it."""
+        """Keys, values and states from byte `offset` of `segment` on. ValueError: they lie outside."""
         return KvMemory(
             segment.memory,
             offset,
@@ -55,7 +53,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class KvPlace:
-    """The place at which a process finds the keys and values of another one."""
+    """Location of a process's keys and values, for other processes."""
 
     path: str
     n_bytes: int
@@ -63,12 +61,12 @@ class KvPlace:
     kv_slots: int
     state_places: int = 1
     copies: tuple[int, ...] = ()
-    """Copies that it keeps of each KV head, where its ranks share these; (): one."""
+    """Number of copies of each KV head, if ranks share heads; (): one each."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShare:
-    """Keys and values of this process, and where others find them."""
+    """Keys and values of this process, and the location that others map."""
 
     segment: Segment
     offset: int
@@ -76,7 +74,7 @@ class KvShare:
     state_places: int
     shape: KvShape
     copies: tuple[int, ...] = ()
-    """As `KvPlace.copies`."""
+    """Number of copies of each KV head, if ranks share heads; (): one each."""
 
     @property
     def memory(self) -> KvMemory:
@@ -89,7 +87,7 @@ class KvShare:
 
 
 def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
-    """Map the other process's keys and values. RanksError where this process cannot."""
+    """Map another process's keys and values. RanksError: this process cannot."""
     try:
         fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

@@ -1,10 +1,6 @@
-"""Ranks, which compute batches: one in this process, or several in processes of their own, over one set
-of weights and KV.
-
-Both phases run the same program over the same memory, so switching between them copies nothing, whatever
-ranks and cores each of them has, nor does a switch between the bands of decode's plan. Teams that would use
-the same cores are one team.
-"""
+"""Opening of ranks: one in this process, or several in processes of their own over one set of weights and KV.
+Both phases, and the bands of decode's plan, run one program over the same memory, so that switching copies
+nothing. Teams on the same cores are one team."""
 
 from __future__ import annotations
 
@@ -47,9 +43,8 @@ __all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "KvSettings", "LocalRanks", "RankOp
 def open_ranks(
     model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions
 ) -> LocalRanks | ProcessRanks:
-    """The ranks that `plans` ask for: in this process where every phase has one rank, else one process per
-    rank. RanksError if a plan cannot be run here or the memory is not there; ModelError if no kernel computes
-    this model."""
+    """Open the ranks of `plans`: in this process if every phase has one rank, else in one process per rank.
+    RanksError: a plan cannot be run here, or memory is short. ModelError: no kernel computes this model."""
     if all(len(plan.ranks) == 1 for plan in plans.values()):
         return LocalRanks(model, plans, options)
     from phasewise.serving.ranks.process_ranks import ProcessRanks
@@ -58,7 +53,7 @@ def open_ranks(
 
 
 class LocalRanks(FirstRank):
-    """One rank, in this process. Arguments and errors: `open_ranks`."""
+    """The only rank of a plan, in this process. Arguments and errors: as `open_ranks`."""
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
         cores = _of_only_rank(plans)
@@ -105,30 +100,30 @@ class LocalRanks(FirstRank):
 
     @property
     def first_rank(self) -> FirstRank:
-        """The only rank."""
+        """The rank itself."""
         return self
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values. RanksError unless `KvSettings.shared`."""
+        """Location of keys and values. RanksError unless `KvSettings.shared`."""
         if self._kv_share is None:
             raise RanksError("these ranks do not share their keys and values")
         return self._kv_share
 
     def reschedule(self, schedules: Mapping[Phase, ScheduleLookup]) -> None:
-        """Run by other schedules from the next step on. No bit of a result changes."""
+        """Use other schedules from the next step on. No bit of a result changes."""
         lookups = _lookups_of_all_tables(schedules)
         reschedule(self.program, self._model, self._capacity, lookups, self._placed)
 
     @property
     def moves_in_place(self) -> bool:
-        """Always: this rank's threads are started on other cores, and its memory stays."""
+        """True: the threads move to other cores, and keys and values stay."""
         return True
 
     def move(
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
-        """Run by other plans, and schedules, from the next step on. RanksError where they cannot be run."""
+        """Use other plans and schedules from the next step on. RanksError: they cannot be run."""
         cores = _of_only_rank(plans)
         most = max(len(members) for members in cores.values())
         if most > self._capacity.threads:
@@ -139,7 +134,7 @@ class LocalRanks(FirstRank):
             self.reschedule(schedules)
 
     def close(self) -> None:
-        """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
+        """End the threads and release the memory; logits still held stay valid. May be called twice."""
         super().close()
         self._close_kv()
 
@@ -149,25 +144,25 @@ class LocalRanks(FirstRank):
 
     @property
     def lost(self) -> str | None:
-        """Never: this rank dies with its process."""
+        """None: this rank ends with its process."""
         return None
 
     def watch(self, on_loss: Callable[[], None]) -> None:
-        """Nothing to watch."""
+        """Do nothing: there is no other process to lose."""
 
     def reopen(self) -> None:
-        """RanksError: there is nothing that could be started anew."""
+        """Raise RanksError: the only rank is this process, which cannot be restarted."""
         raise RanksError("the only rank is this process; it cannot be started anew")
 
 
 def _lookups_of_all_tables(schedules: Mapping[Phase, ScheduleLookup] | None) -> list[ScheduleLookup]:
-    """The lookups of all tables, also of those that no plan has yet but later plans may have."""
+    """Lookups of all possible tables, with defaults for tables that only later plans may have."""
     lookups = lookups_by_table(schedules)
     return lookups and [*lookups, *[ScheduleLookup()] * (MOST_TABLES - len(lookups))]
 
 
 def _of_only_rank(plans: Mapping[Phase, ServicePlan]) -> dict[int, tuple[int, ...]]:
-    """The cores of the only rank, by table."""
+    """Cores of the only rank, by schedule table."""
     return {table: _only_rank(plan) for table, plan in plans_by_table(plans).items()}
 
 

@@ -1,9 +1,7 @@
-"""Several ranks: this process is the first, the others are processes that wait for its steps.
-
-They share memory (`segments`), not messages: a step is written there and a bell rung (group.h). A phase with
-R ranks uses processes 0 to R - 1; both phases see the same keys and values, so that a switch from one to the
-other copies nothing. Decision 0015 says why.
-"""
+"""Several ranks: this process is the first, the others are processes that wait for its steps. They share
+memory (`segments`), not messages: a step is written there and a bell rung (group.h). A phase of R ranks uses
+processes 0 to R - 1; both phases share keys and values, so that switching copies nothing. Decision 0015 has
+the reasons."""
 
 from __future__ import annotations
 
@@ -54,15 +52,15 @@ from phasewise.serving.ranks.written_schedules import WrittenSchedules
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 
 LEARN_S = 5.0
-"""The time after a failed step within which its cause is to be known."""
+"""Seconds to wait for the cause of a failed step."""
 LEAST_RESTART_S = 20.0
 RESTART_FACTOR = 5.0
-"""Reopened ranks may take this many times as long as they took at first; see LEAST_RESTART_S."""
+"""Reopened ranks may take so many times as long as the first start, or LEAST_RESTART_S if that is longer."""
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """The inputs from which the ranks are started, however often."""
+    """All that ranks are started from, at first and again."""
 
     layout: RankLayout
     capacities: tuple[Capacity, ...]
@@ -71,7 +69,7 @@ class _Setup:
     shared: SharedWeights
     kv_shared: bool
     is_spread: bool
-    """True if every rank has copied its weights to where it runs."""
+    """True if every rank has copied its weights to its own NUMA nodes."""
 
 
 @dataclass
@@ -82,8 +80,8 @@ class _Listener:
 
 
 class ProcessRanks:
-    """Ranks in processes of their own. Arguments and errors: `ranks.open_ranks`. A rank that dies ends every
-    wait of the others: the step under way, and all later ones, raise RankLost until they are opened again."""
+    """Ranks in processes of their own. Arguments and errors: as `open_ranks`. When a rank dies, the step
+    under way and all later ones raise RankLost until `reopen`."""
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
         self.kv_slots = options.kv.slots
@@ -98,7 +96,7 @@ class ProcessRanks:
         layout.check_divides(model)
         began = time.monotonic()
         self._life = ExitStack()
-        """The resources that end with these processes; `_close` also ends what the next ones are started
+        """Resources that end with these processes; `_close` also ends those that the next processes start
         from."""
         self._weights_life = ExitStack()
         with ExitStack() as ending:
@@ -111,7 +109,7 @@ class ProcessRanks:
         self._moves_to: tuple[RankLayout, Mapping[Phase, ScheduleLookup] | None] | None = None
 
     def _share(self, layout: RankLayout) -> SharedWeights:
-        """Share the weights among ranks divided like this, and let go of the former ones."""
+        """Share the weights among the ranks of `layout`, and release the formerly shared ones."""
         self._weights_life.close()
         return self._weights_life.enter_context(share_weights(self._model, layout))
 
@@ -130,8 +128,8 @@ class ProcessRanks:
         )
 
     def _start(self, setup: _Setup, within_s: float) -> None:
-        """Start the first rank, then the others. From then on all panels are where they belong, and the
-        packed file's pages, from which they came, are given back."""
+        """Start the first rank, then the others. Afterwards all panels are in place, and the packed file's
+        pages are released."""
         layout = setup.layout
         with ExitStack() as ending, ExitStack() as descriptors:
             with placing(layout.nodes(0)) as answer:
@@ -163,27 +161,27 @@ class ProcessRanks:
 
     @property
     def first_rank(self) -> FirstRank:
-        """The rank in this process; another one after `reopen`."""
+        """The rank in this process; `reopen` replaces it."""
         return self._first
 
     @property
     def kv_bytes_per_slot(self) -> int:
-        """Bytes of one position's keys and values in all copies. RanksError after `close`."""
+        """Bytes of one position's keys and values, in all copies. RanksError after `close`."""
         return kv_bytes_per_slot(self._model, self.kv_format, self._layout.teams)
 
     @property
     def lost(self) -> str | None:
-        """In one line, why these ranks are of no more use until `reopen`; None while all is well."""
+        """One line on why these ranks cannot be used until `reopen`; None: all are well."""
         return self._workers.lost
 
     def watch(self, on_loss: Callable[[], None]) -> None:
-        """`on_loss` is called, on a thread of the ranks', when one has died."""
+        """Set the function that a thread of the ranks calls when a rank has died."""
         self._listener.on_loss = on_loss
 
     def reopen(self) -> None:
-        """End what is left of the ranks and start them anew: same weights, no keys and values. The plans are
-        those of before, or the ones that `move` was given. RanksError if a rank cannot be started, or not in
-        time; it may be tried again then. Logits still held keep the former memory mapped."""
+        """End the remaining ranks and start all again, with the same weights and no keys and values, by the
+        former plans or those given to `move`. RanksError: a rank cannot be started in time; another try is
+        possible. Logits still held keep the former memory mapped."""
         self._check_process()
         if self._setup is None:
             raise RanksError("the ranks have been closed")
@@ -202,36 +200,37 @@ class ProcessRanks:
 
     @property
     def moves_in_place(self) -> bool:
-        """Never: other ranks divide weights, keys and values otherwise."""
+        """False: other ranks divide weights, keys and values differently."""
         return False
 
     def move(
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
-        """CoresMoved: `reopen` starts the ranks of these plans. RanksError where there are too few heads."""
+        """Raise CoresMoved, after which `reopen` starts the ranks of these plans. RanksError: there are too
+        few heads."""
         layout = RankLayout.here(plans, pinned=self._options.pinned)
         layout.check_divides(self._model)
         self._moves_to = layout, schedules
         raise CoresMoved(f"the ranks move to cores {list_cores(sorted(layout.all_cores))}")
 
     def forward(self, batch: Batch) -> Logits:
-        """As LocalRanks.forward. RankLost, naming the rank, once one has died."""
+        """Like `LocalRanks.forward`. RankLost, naming the rank: a rank has died."""
         logits = self._step(self._first.forward, batch)
         if not self._warned:
             self._check_places(self._first.table_of(batch))
         return logits
 
     def all_logits(self, batch: Batch) -> Logits:
-        """As LocalRanks.all_logits. RankLost, naming the rank, once one has died."""
+        """Like `LocalRanks.all_logits`. RankLost, naming the rank: a rank has died."""
         return self._step(self._first.all_logits, batch)
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
-        """As LocalRanks.copy_kv; the first rank does it alone."""
+        """Like `LocalRanks.copy_kv`; the first rank copies alone."""
         self._check_process()
         self._first.copy_kv(source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
+        """CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
         step."""
         program, layout = self._first.program, self._layout
         if layout.n_ranks == 1:
@@ -244,7 +243,7 @@ class ProcessRanks:
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
+        """Location of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
         setup = self._setup
         if setup is None or self._step_memory is None or not setup.kv_shared:
             raise RanksError("these ranks do not share their keys and values")
@@ -257,26 +256,26 @@ class ProcessRanks:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """As LocalRanks.progress; a layer is stored when every rank has stored its heads."""
+        """Like `LocalRanks.progress`; a layer counts as stored when every rank has stored its heads."""
         return self._first.progress
 
     def follow(self, follower: Follower | None) -> None:
-        """Tell `follower` of every step from now on, also those of ranks that are started anew."""
+        """Set the follower that is told of every step, also after `reopen`; None: nobody is."""
         self._follower = follower
         self._first.follow(follower)
 
     @property
     def native_ns(self) -> int:
-        """Time that the first rank spent computing steps outside Python. RanksError after `close`."""
+        """Nanoseconds that the first rank spent computing steps outside Python. RanksError after `close`."""
         return self._former_native_ns + self._first.native_ns
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of the other ranks, by rank."""
+        """Process ids of the other ranks, by rank."""
         return self._workers.pids
 
     def close(self) -> None:
-        """End threads and processes. Logits still held stay valid. Twice is harmless."""
+        """End threads and processes; logits still held stay valid. May be called twice."""
         self._close()
         self._setup = self._step_memory = None
 
@@ -292,7 +291,8 @@ class ProcessRanks:
             raise RanksError(f"these ranks are those of process {self._owner}: open others after a fork")
 
     def _check_places(self, table: int) -> None:
-        """Check the cores on which threads of the other ranks run; the first rank checks its own."""
+        """Warn, once, if threads of other ranks run on other cores than planned; the first rank checks its
+        own."""
         if self._layout.n_ranks > 1 and self._first.program.misplaced(table):
             self._warned = True
             seen = [cpu for cpus in self._first.program.observed(table) for cpu in cpus]
@@ -309,8 +309,8 @@ class ProcessRanks:
 
 
 def _first_program(setup: _Setup) -> tuple[Program, Segment]:
-    """The first rank's program, and the memory that it shares with the others: keys and values alone where it
-    is the only one, which `ProcessRanks.move` may come to."""
+    """The first rank's program, and the memory shared with the other ranks; for a single rank (possible after
+    `ProcessRanks.move`) only keys and values."""
     segments: list[Segment] = []
     layout, shared = setup.layout, setup.shared
 
@@ -353,8 +353,8 @@ def _on_death(program: Program, listener: _Listener) -> Callable[[], None]:
 
 
 def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Segment) -> None:
-    """Keys and values near the rank that reads them, wherever others write them from: in decode, and what no
-    rank reads then in prefill. A refusal is no news: it was the same for the ranks' other memory."""
+    """Place keys and values on the NUMA nodes of the rank that reads them in decode, or in prefill those that
+    no rank reads in decode. Refusals are ignored: they were reported for the ranks' other memory."""
     if not layout.places_memory:
         return
     layers = enumerate(model.config.keeping)
@@ -366,8 +366,8 @@ def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Se
 
 
 def _kv_homes(part: Attending, layout: RankLayout, table: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """KV heads of a layer that keeps them, the copy of each that a rank reads, and that rank's nodes. Latent
-    vectors lie on those of all by turns."""
+    """KV heads of a layer, the copy of each that a rank reads, and that rank's NUMA nodes. Latent vectors are
+    interleaved over the nodes of all ranks."""
     shares = layout.division(0).shares(table)
     nodes = [layout.nodes(rank) for rank in range(len(shares))]
     if part.is_latent:
@@ -410,7 +410,8 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
 def _tell_of_memory(
     layout: RankLayout, answers: Mapping[int, int], by_node: Mapping[int, ByNode | None]
 ) -> None:
-    """Warnings about memory that does not lie as the plan has it. answers: to each rank's memory policy."""
+    """Warn of memory that is not on the planned NUMA nodes. `answers`: errno or 0 of each rank's memory
+    policy."""
     warn_of_refusals(answers)
     for rank in range(layout.n_ranks if layout.places_memory else 0):
         tell_of_others(rank, layout.home(rank), layout.nodes(rank))
@@ -419,7 +420,7 @@ def _tell_of_memory(
 
 
 def _end(owner: int, program: Program, workers: WorkerProcesses) -> None:
-    """End the processes; in a forked copy of this process do nothing."""
+    """End the worker processes; in a forked copy of this process do nothing."""
     if os.getpid() == owner:
         if workers.pids:
             program.stop()

@@ -1,8 +1,6 @@
-"""The instructions of a rank's process: pickled in memory that it inherits as its standard input.
-
-So nothing of a model or a plan stands in a command line, and nothing is left when the process has ended. Its
-standard output is the way back: one line when it is ready, or why it cannot be; its end when it dies.
-"""
+"""Instructions of a rank's process, pickled in memory that it inherits as standard input: nothing of a model
+or plan is on a command line, and nothing is left behind. Its standard output reports back: one line when it
+is ready, or why it cannot be; end of file when it dies."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from phasewise.serving.ranks.written_schedules import WrittenSchedules
 
 @dataclass(frozen=True)
 class Instructions:
-    """All that one rank needs to know. Descriptors have the same numbers on both sides."""
+    """All that one rank's process needs to know. File descriptors have the same numbers in both processes."""
 
     rank: int
     parent_pid: int
@@ -29,26 +27,26 @@ class Instructions:
     config: ModelConfig
     weight_format: str
     isa: str
-    """In use by the parent; how a weight is computed by default depends on it."""
+    """Instruction set that the parent uses, on which default compute paths depend."""
     capacity: Capacity
     teams: tuple[tuple[int, ...], ...]
-    """Threads of every rank, for each table of schedules: `Division.teams`."""
+    """Threads of every rank, for each schedule table: `Division.teams`."""
     weights_of_ranks: tuple[tuple[int, ...], ...]
-    """`Division.weights`."""
+    """Weights of every rank, for each schedule table: `Division.weights`."""
     cores: Mapping[int, tuple[int, ...]]
-    """The CPUs of this rank's threads, by the tables that it takes part in."""
+    """CPUs of this rank's threads, by schedule table that the rank takes part in."""
     pinned: bool
     nodes: tuple[int, ...]
-    """The NUMA nodes of its memory; none: wherever it is touched."""
+    """NUMA nodes of the rank's memory; (): any."""
     step_fd: int
     step_bytes: int
-    """The memory that all ranks share: steps, rows, logits, keys and values."""
+    """Bytes of the memory that all ranks share: steps, rows, logits, keys and values."""
     weights: Holding
     weights_source: Holding | None
-    """From where this rank copies its panels of the weights to `weights`; None: they are there."""
+    """Source from which this rank copies its weight panels to `weights`; None: they are in place."""
     schedules: tuple[WrittenSchedules, ...]
     adapters: Holding | None = None
-    """The adapters that slices name by their numbers."""
+    """Weights of the adapters, which slices name by number; None: there are none."""
 
     @property
     def division(self) -> Division:
@@ -56,12 +54,12 @@ class Instructions:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors that the process inherits."""
+        """File descriptors that the process inherits."""
         holdings = (self.weights, self.weights_source, self.adapters)
         return self.step_fd, *(holding.fd for holding in holdings if holding is not None)
 
     def write(self) -> int:
-        """A descriptor of memory that holds them, to be read from its start."""
+        """Write the instructions to new memory, and return its descriptor, positioned at the start."""
         fd = os.memfd_create(f"phasewise-rank-{self.rank}")
         with os.fdopen(os.dup(fd), "wb") as file:
             pickle.dump(self, file)
@@ -71,13 +69,13 @@ class Instructions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The line that a rank's process writes. error: why it cannot run; None: it is ready."""
+    """The line that a rank's process writes. `error`: reason why it cannot run; None: it is ready."""
 
     error: str | None = None
     policy_errno: int = 0
-    """The kernel's answer to its memory policy; 0: granted, or none was asked for."""
+    """The kernel's errno for the rank's memory policy; 0: granted, or none was asked for."""
     weights: Mapping[int, int] | None = None
-    """Bytes by NUMA node of the weights that it has copied; None: none, or it is not told."""
+    """Bytes of copied weights by NUMA node; None: nothing was copied, or the system does not tell."""
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""The ranks of all plans as processes: which process takes part in which phase, with which cores."""
+"""Layout of the ranks of all plans: the processes of each phase, and their cores."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
 
 def teams_of(plans: Mapping[Phase, ServicePlan]) -> Teams:
-    """For each table of schedules the numbers of threads of its ranks: `Division.teams`."""
+    """Number of threads of each rank, by schedule table: `Division.teams`."""
     return _by_rank(plans, lambda plan: tuple(len(rank.cores) for rank in plan.ranks))
 
 
 def _by_rank(plans: Mapping[Phase, ServicePlan], of_ranks: Callable[[ServicePlan], tuple[int, ...]]) -> Teams:
-    """The ranks' numbers by table; none for a table that no plan has."""
+    """The ranks' numbers by schedule table; () for a table that no plan has."""
     by_table = plans_by_table(plans)
     n_tables = max(len(PHASES), *(table + 1 for table in by_table))
     return tuple(of_ranks(by_table[table]) if table in by_table else () for table in range(n_tables))
@@ -30,18 +30,19 @@ def _by_rank(plans: Mapping[Phase, ServicePlan], of_ranks: Callable[[ServicePlan
 
 @dataclass(frozen=True)
 class RankLayout:
-    """A phase of R ranks uses processes 0 to R - 1; process 0 is the engine's own."""
+    """Layout of ranks as processes: a phase of R ranks uses processes 0 to R - 1; process 0 is the engine's
+    own."""
 
     plans: Mapping[Phase, ServicePlan]
     memory: MemoryNodes | None = field(default=None)
-    """None: the machine has one node."""
+    """NUMA nodes with memory; None: the machine has one node."""
     weights: Teams = ()
-    """`Division.weights`."""
+    """Weights of the ranks by schedule table: `Division.weights`; (): by threads."""
 
     @classmethod
     def here(cls, plans: Mapping[Phase, ServicePlan], *, pinned: bool = True) -> RankLayout:
-        """On this machine, its cores measured where they are of several kinds. pinned: threads stay on them.
-        RanksError where the machine cannot be read."""
+        """The layout on this machine, with cores of several kinds measured. `pinned`: threads stay on their
+        cores. RanksError: the machine's topology cannot be read."""
         try:
             weights = _by_rank(plans, weights_here) if pinned else ()
             return cls(plans, read_memory_nodes(), weights)
@@ -58,7 +59,7 @@ class RankLayout:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """As `rank_teams.starts_of`."""
+        """Numbers of sequences from which decode uses each further table."""
         return starts_of(self.plans)
 
     @property
@@ -67,12 +68,11 @@ class RankLayout:
 
     @property
     def all_cores(self) -> frozenset[int]:
-        """The cores of every phase and band."""
         return frozenset(core for plan in self.plans.values() for core in plan.all_cores)
 
     @property
     def places_memory(self) -> bool:
-        """True if it matters on which NUMA nodes memory lies."""
+        """True if the machine has several NUMA nodes, or the ranks are on several."""
         homes = {node for rank in range(self.n_ranks) for node in self.home(rank)}
         return self.memory is not None or len(homes) > 1
 
@@ -80,28 +80,28 @@ class RankLayout:
         return Division(self.teams, rank, self.weights)
 
     def threads(self, rank: int) -> int:
-        """The most threads that a rank has in any phase or band."""
+        """Most threads of a rank in any phase or band."""
         return max(len(cores) for cores in self.cores(rank).values())
 
     def cores(self, rank: int) -> dict[int, tuple[int, ...]]:
-        """The cores of a rank by each table that it takes part in."""
+        """Cores of a rank, by schedule table that the rank takes part in."""
         return {
             table: plan.ranks[rank].cores for table, plan in self._by_table.items() if rank < len(plan.ranks)
         }
 
     def cores_by(self, table: int) -> tuple[int, ...]:
-        """The cores of all ranks by a table."""
+        """Cores of all ranks in the steps of a schedule table."""
         return self._by_table[table].cores
 
     def nodes(self, rank: int) -> tuple[int, ...]:
-        """The NUMA nodes of a rank's memory: near its cores in decode, which memory bounds. (): any."""
+        """NUMA nodes of a rank's memory, near its cores in decode, which memory limits; (): any."""
         home = self.home(rank)
         if not self.places_memory or self.memory is None:
             return home if self.places_memory else ()
         return tuple(sorted({self.memory.nearest(node) for node in home}))
 
     def home(self, rank: int) -> tuple[int, ...]:
-        """The NUMA nodes of these cores, also those without memory."""
+        """NUMA nodes of a rank's cores in decode (else prefill), including nodes without memory."""
         roles = {phase: plan.ranks[rank] for phase, plan in self.plans.items() if rank < len(plan.ranks)}
         role = roles.get("decode") or roles["prefill"]
         if role.numa_node is not None:
@@ -109,7 +109,7 @@ class RankLayout:
         return () if self.memory is None else self.memory.homes(role.cores)
 
     def check_divides(self, model: PackedModel) -> None:
-        """RanksError if a phase has more ranks than the model has query heads."""
+        """Raise RanksError if a phase has more ranks than the model has query heads."""
         heads = model.config.n_heads
         for plan in self.plans.values():
             if len(plan.ranks) > heads:

@@ -1,7 +1,5 @@
-"""On which NUMA nodes the memory of a rank lies: asked of the kernel, and told where it is not so.
-
-A denied policy costs speed at most: pinned ranks touch their own panels first, and pages go where they run.
-"""
+"""NUMA placement of a rank's memory: policies asked of the kernel, and warnings where they were not met. A
+denied policy costs at most speed: pinned ranks touch their own panels first, so that pages are near them."""
 
 from __future__ import annotations
 
@@ -16,22 +14,23 @@ from phasewise.cython_kernels._native import prefer_nodes
 from phasewise.tuner.plans import list_cores
 
 Nodes = tuple[int, ...]
-"""The nodes of some memory: one, or several by turns; none: wherever it is touched."""
+"""NUMA nodes of some memory: one, or several interleaved; (): any."""
 ByNode = Mapping[int, int]
-"""Bytes by node."""
+"""Bytes by NUMA node."""
 SetPolicy = Callable[[Nodes | None], int]
-"""The nodes of this thread's new pages (None: where it runs); 0 or an errno."""
+"""Sets the NUMA nodes of this thread's new pages (None: wherever it runs), and returns 0 or an errno."""
 
 DENIED = (errno.EPERM, errno.ENOSYS)
 STRAY_SHARE = 0.05
-"""The share of a rank's weights that may lie elsewhere without a word."""
+"""Share of a rank's weights that may lie on other nodes without a warning."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def placing(nodes: Nodes, set_policy: SetPolicy = prefer_nodes) -> Iterator[int]:
-    """Within the block, new pages of this thread and those it starts go to `nodes`. Gives 0 or an errno."""
+    """Put new pages of this thread, and of threads it starts, on `nodes` within the block. Yields 0 or an
+    errno."""
     if not nodes:
         yield 0
         return
@@ -44,7 +43,7 @@ def placing(nodes: Nodes, set_policy: SetPolicy = prefer_nodes) -> Iterator[int]
 
 
 def warn_of_refusals(answers: Mapping[int, int]) -> None:
-    """One warning for all ranks. answers: what the kernel said to each, 0 or an errno."""
+    """Log one warning about all refused memory policies. `answers`: errno or 0 of each rank."""
     refused = {rank: answer for rank, answer in answers.items() if answer}
     if not refused:
         return
@@ -58,13 +57,13 @@ def warn_of_refusals(answers: Mapping[int, int]) -> None:
 
 
 def stray_bytes(by_node: ByNode, nodes: Nodes) -> int:
-    """Bytes that would have to move for each of `nodes` to have as many as the others, and the rest none."""
+    """Bytes that would have to move for `nodes` to share all bytes equally."""
     due = sum(by_node.values()) / max(1, len(nodes))
     return round(sum(max(0.0, due - by_node.get(node, 0)) for node in nodes))
 
 
 def warn_of_strays(rank: int, by_node: ByNode | None, nodes: Nodes) -> None:
-    """Warn where a rank's weights found no room on its nodes. by_node: None: the system does not tell."""
+    """Warn if a rank's weights found no room on its nodes. `by_node`: None: the system does not tell."""
     total = sum((by_node or {}).values())
     stray = stray_bytes(by_node or {}, nodes)
     if stray > STRAY_SHARE * total:
@@ -80,7 +79,7 @@ def warn_of_strays(rank: int, by_node: ByNode | None, nodes: Nodes) -> None:
 
 
 def tell_of_others(rank: int, home: Nodes, nodes: Nodes) -> None:
-    """Warn where a rank's cores are on nodes without memory. nodes: those that serve instead."""
+    """Warn if a rank's cores are on nodes without memory. `nodes`: the nodes used in their place."""
     bare = sorted(set(home) - set(nodes))
     if bare:
         _log.warning(

@@ -1,6 +1,5 @@
-"""Thread teams, and the table of a program's schedules by which each runs: prefill's, decode's, and behind
-these one for each band of sequences of decode's plan.
-"""
+"""Thread teams, and the schedule tables by which they run: prefill's, decode's, and one for each further band
+of sequences in decode's plan."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ MOST_TABLES = len(TABLES) + MAX_BANDS
 
 
 def plans_by_table(plans: Mapping[Phase, ServicePlan]) -> dict[int, ServicePlan]:
-    """The plan, without bands, that each table's steps run by."""
+    """The plan, without bands, of each schedule table."""
     by_table = {TABLES[phase]: plan.each[0] for phase, plan in plans.items()}
     if "decode" in plans:
         by_table |= dict(enumerate(plans["decode"].each[1:], start=len(TABLES)))
@@ -38,20 +37,20 @@ def plans_by_table(plans: Mapping[Phase, ServicePlan]) -> dict[int, ServicePlan]
 
 
 def starts_of(plans: Mapping[Phase, ServicePlan]) -> tuple[int, ...]:
-    """The sequences from which decode runs by each table behind the phases'."""
+    """Numbers of sequences from which decode uses each further schedule table."""
     return plans["decode"].starts if "decode" in plans else ()
 
 
 def lookups_by_table(schedules: Mapping[Phase, ScheduleLookup] | None) -> list[ScheduleLookup]:
-    """The lookup of each table; none where everything runs by default schedules."""
+    """Schedule lookup of each table; empty: all use default schedules."""
     if not schedules:
         return []
     return [*(schedules[phase] for phase in PHASES), *schedules["decode"].bands]
 
 
 def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int, Team]:
-    """A team for each table; tables on the same cores share one. RanksError if a core cannot be had. Not
-    pinned: as many threads, which the system may move."""
+    """A team for each schedule table; tables on the same cores share one. `pinned` False: the system may move
+    the threads. RanksError: a core cannot be used."""
     teams: dict[TeamCores, Team] = {}
     try:
         for members in cores.values():
@@ -65,8 +64,8 @@ def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int,
 
 
 def weighed_team(cores: Sequence[int]) -> Team:
-    """A team with a thread on each core, weighed where these are of several kinds: the one that engines run
-    on, and that schedules are timed on."""
+    """A team with a thread on each core, weighed if the cores are of several kinds. Engines run on it, and
+    schedules are timed on it."""
     team = Team(cores)
     if len(cores) > 1 and (kinds := read_core_kinds()):
         _on_a_thread_that_ends(lambda: weigh_by_kind(team, cores, kinds))
@@ -74,7 +73,7 @@ def weighed_team(cores: Sequence[int]) -> Team:
 
 
 def tell_if_moved(team: Team) -> bool:
-    """Warn, and return True, where a thread of the team was seen on another core than its own."""
+    """Warn, and return True, if a thread of the team was seen on another core than its own."""
     if not team.misplaced():
         return False
     tell_moved(team.cpus or (), team.observed_cpus())
@@ -82,7 +81,7 @@ def tell_if_moved(team: Team) -> bool:
 
 
 def tell_moved(planned: Sequence[int], seen: Sequence[int]) -> None:
-    """Warn that a thread runs on another core than its own."""
+    """Warn that threads run on other cores than planned."""
     _log.warning(
         "threads planned for cores %s were seen on %s: another program or a cpuset moves them",
         list_cores(planned),
@@ -91,15 +90,15 @@ def tell_moved(planned: Sequence[int], seen: Sequence[int]) -> None:
 
 
 def _on_a_thread_that_ends(call: Callable[[], None]) -> None:
-    """A call that runs an engine's team. The team borrows the thread, and gives it its former affinity back
-    when it is closed: of a process's first thread that would undo a `taskset` in between."""
+    """Call a function that runs a team, on a temporary thread: a team restores its borrowed thread's affinity
+    when it is closed, which on the process's first thread would undo a `taskset` in between."""
     with ThreadPoolExecutor(1) as beside:
         beside.submit(call).result()
 
 
 @contextmanager
 def keeping_affinity() -> Iterator[None]:
-    """A thread that runs a step is pinned; afterwards the calling thread may run where it could before."""
+    """Restore the calling thread's affinity after the block, within which a step may pin the thread."""
     before = os.sched_getaffinity(0)
     try:
         yield
@@ -108,8 +107,8 @@ def keeping_affinity() -> Iterator[None]:
 
 
 def touch_memory(program: Program, teams: Mapping[int, Team]) -> None:
-    """Touch all memory of a program, near the cores that decode, or those that prefill. RanksError where the
-    system lacks memory that it has granted."""
+    """Touch all memory of a program from the cores that decode, else those that prefill. RanksError: the
+    system lacks memory that it had granted."""
     team = teams.get(TABLES["decode"]) or teams[TABLES["prefill"]]
     try:
         _on_a_thread_that_ends(lambda: program.touch(team))

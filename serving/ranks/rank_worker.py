@@ -1,9 +1,7 @@
-"""The process of one rank: `python -m phasewise.serving.ranks.rank_worker`, started by `worker_processes`.
-
-It maps what its parent has prepared, builds the same program, and then computes its part of every step in C
-until it is told to stop. It opens no file: all it reads is behind descriptors that it inherits. It ends with
-its parent. Little is imported here, so that it starts fast.
-"""
+"""The process of one rank: `python -m phasewise.serving.ranks.rank_worker`, started by `worker_processes`. It
+maps what its parent has prepared, builds the same program, and computes its part of every step in C until it
+is told to stop or its parent ends. It opens no file: all it reads is behind inherited descriptors. Few
+modules are imported, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -31,22 +29,24 @@ from phasewise.serving.ranks.rank_teams import open_teams, touch_memory
 from phasewise.serving.ranks.shared_weights import Holding, copy_panels, panels_by_node
 
 FOR_THE_ENGINE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Terminals and supervisors send them to all of a service; the engine ends its ranks when it is done."""
+"""Signals that terminals and supervisors send to all processes of a service; the engine ends its ranks
+itself."""
 
 
 @dataclass(frozen=True)
 class WorkerRank:
-    """A rank in a process of its own, ready to serve."""
+    """A rank in its own process, ready to serve."""
 
     program: Program
     teams: Sequence[Team | None]
-    """By table of schedules; None where it takes no part."""
+    """Team of each schedule table; None: the rank takes no part."""
     policy_errno: int
     weights: ByNode | None
-    """Bytes by node of the weights that it has copied."""
+    """Bytes of copied weights by NUMA node; None: nothing was copied, or the system does not tell."""
 
     def serve(self) -> None:
-        """Take part in every step that asks for this rank. GroupFailed if another rank died."""
+        """Take part in every step that needs this rank, until it is told to stop. GroupFailed: another rank
+        died."""
         self.program.serve(self.teams)
 
 
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def open_rank(told: Instructions) -> WorkerRank:
-    """Map the weights, copy the panels that are this rank's to copy, and build the program."""
+    """Map the weights, copy this rank's panels if told to, and build the program."""
     isa_select(told.isa)
     with placing(told.nodes) as policy_errno:
         step = Segment(told.step_fd, told.step_bytes)
@@ -97,7 +97,7 @@ def open_rank(told: Instructions) -> WorkerRank:
 
 
 def _model(told: Instructions) -> PackedModel:
-    """The model over the arrays that all ranks share, without what only the engine needs."""
+    """The model over the shared arrays, without tokenizer and template."""
     copies = told.weights_source is not None
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:

@@ -1,4 +1,4 @@
-"""The contract between engines and the ranks that compute a model's steps, and their options."""
+"""Contract between engines and the ranks that compute a model's steps, and the ranks' options."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from phasewise.tuner.plans import Phase, ServicePlan
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """The memory for keys and values, whoever computes them."""
+    """Settings of the memory for keys and values."""
 
     slots: int
     """Positions that all sequences together may hold."""
     format: str = AUTO
-    """The format of keys and values: `forward.resolve_kv_format`."""
+    """Format of keys and values, or `auto`: `forward.resolve_kv_format`."""
     touched: bool = False
-    """True if all memory is there from the start; else it comes as it is used, or is found missing then."""
+    """True if all memory is touched at the start; False: pages come as they are used, and may be missing
+    then."""
     shared: bool = False
-    """True if other processes may map the keys and values, as those of an instance of a pool do."""
+    """True if other processes may map the keys and values, as in an instance of a pool."""
     rings: Rings | None = None
-    """Slots of layers with windows, which keep their windows alone; None: all layers have `slots`."""
+    """Slots of layers with windows, which keep only their window; None: all layers have `slots`."""
 
     states: int = 1
-    """Places for states, where the model has layers that keep them."""
+    """Places for states, if the model has layers that keep them."""
 
     @property
     def ring_slots(self) -> int:
@@ -42,45 +43,44 @@ class KvSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """The memory and the steps of ranks, and their way of computing."""
+    """Options of ranks: memory, size of steps, schedules and threads."""
 
     kv: KvSettings
     max_batch_tokens: int
     max_sequences: int
     schedules: Mapping[Phase, ScheduleLookup] | None = None
-    """A lookup for each phase; prefill's says by which arithmetic every weight is computed, in
-    both phases."""
+    """Schedule lookup of each phase; prefill's decides every weight's arithmetic in both phases."""
     pinned: bool = True
     """False: the system may move the threads, so that there may be more threads than cores (for tests)."""
     feeds: bool = False
-    """True if a head that drafts reads rows of every step."""
+    """True if a draft head reads rows of every step."""
     threads: int = 0
-    """Threads that one rank may have once it has moved to other plans, if more than those it begins with."""
+    """Most threads of one rank after a move to other plans, if more than at the start."""
 
 
 class Follower(Protocol):
-    """Is told which slices a step computes, so that it can follow the step layer by layer."""
+    """Is told which slices a step computes, to follow it layer by layer."""
 
     def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
-        """Called before a step; `step` is what `Ranks.progress` will say of it."""
+        """Called before a step; `step` is the number that `Ranks.progress` will report for it."""
         ...
 
 
 class Ranks(Protocol):
-    """The computer of a model's steps. Calls are for one thread at a time, which may be pinned by them."""
+    """Computes a model's steps. Calls are for one thread at a time, which they may pin."""
 
     kv_slots: int
     kv_format: str
-    """The format of keys and values: `forward.resolve_kv_format`."""
+    """Resolved format of keys and values: `forward.resolve_kv_format`."""
 
     @property
     def kv_bytes_per_slot(self) -> int:
-        """Bytes of the keys and values of one position, copies that ranks keep included."""
+        """Bytes of the keys and values of one position, in all copies that ranks keep."""
         ...
 
     @property
     def native_ns(self) -> int:
-        """Time spent computing steps outside Python, since the start."""
+        """Nanoseconds spent computing steps outside Python since the start."""
         ...
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
@@ -96,51 +96,52 @@ class Ranks(Protocol):
         ...
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
+        """CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
         step."""
         ...
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
+        """Location of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
         ...
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Steps begun, and layers of the newest whose keys and values are all stored. Any thread may ask."""
+        """Number of steps begun, and of layers of the last step whose keys and values are all stored.
+        Thread-safe."""
         ...
 
     def follow(self, follower: Follower | None) -> None:
-        """Tell `follower` of every step from now on."""
+        """Set the follower that is told of every step; None: nobody is."""
         ...
 
     @property
     def moves_in_place(self) -> bool:
-        """True if `move` keeps keys and values, and takes plans of one rank of `RankOptions.threads` at
-        most."""
+        """True if `move` keeps keys and values, for plans of one rank with at most `RankOptions.threads`
+        threads."""
         ...
 
     def move(
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
-        """Run by other plans from the next step on. `schedules` are of the arithmetic of the ranks' start.
-        RanksError where these plans cannot be run: the former ones stay. CoresMoved where the ranks must be
-        opened again for it: `reopen` does, and keys and values are lost."""
+        """Use other plans from the next step on. `schedules`: kernel schedules with the arithmetic of the
+        ranks' start. RanksError: the plans cannot be run, and the former ones stay. CoresMoved: `reopen` must
+        be called, and keys and values are lost."""
         ...
 
     @property
     def lost(self) -> str | None:
-        """In one line, why these ranks are of no more use until `reopen`; None while all is well."""
+        """One line on why these ranks cannot be used until `reopen`; None: all are well."""
         ...
 
     def watch(self, on_loss: Callable[[], None]) -> None:
-        """`on_loss` is called, on any thread, when a rank has died."""
+        """Set the function that is called, on any thread, when a rank has died."""
         ...
 
     def reopen(self) -> None:
-        """Start the ranks anew, with the same weights and the plans of now; keys and values are lost."""
+        """Start the ranks again with the same weights and the present plans; keys and values are lost."""
         ...
 
     def close(self) -> None:
-        """End threads and processes. Logits still held stay valid. Twice is harmless."""
+        """End threads and processes; logits still held stay valid. May be called twice."""
         ...

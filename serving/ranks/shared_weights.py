@@ -1,8 +1,5 @@
-"""A model's arrays as another process finds them: in the packed file that is mapped anyway, or in a copy.
-
-Arrays of this process alone, and weights that should lie on several NUMA nodes, are copied into a segment
-once.
-"""
+"""A model's arrays for other processes: in the packed file that is mapped anyway, or in a copy. Arrays of
+this process alone, and weights to be placed on several NUMA nodes, are copied into a segment once."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
 LEAST_HUGE_BYTES = 4 << 20
-"""The least panels of a rank for which huge pages are asked: within them there is at least one."""
+"""Least bytes of a rank's panels for which huge pages are asked: they contain at least one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlace:
-    """One array, from the first byte of what holds it."""
+    """Place of one array, counted from the first byte of its file or segment."""
 
     offset: int
     shape: tuple[int, ...]
@@ -50,7 +47,7 @@ class ArrayPlace:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """A packed weight without its numbers. arrays: those of `PackedWeight.arrays`."""
+    """Format and places of a packed weight. `arrays`: places of `PackedWeight.arrays`."""
 
     kind: str
     n: int
@@ -64,7 +61,7 @@ class WeightPlace:
 
 @dataclass(frozen=True)
 class Places:
-    """The places of all arrays of a model, in something of `n_bytes` bytes that a descriptor stands for."""
+    """Places of all arrays of a model in a file or segment of `n_bytes`."""
 
     n_bytes: int
     weights: Mapping[str, WeightPlace]
@@ -99,7 +96,7 @@ class Places:
 
 
 def places_in_file(model: PackedModel) -> Places:
-    """The places of the weights of a model mapped from its packed file."""
+    """Places of the arrays of a model that is mapped from its packed file."""
     assert model.file is not None
     address = model.file.address
     weights = {
@@ -111,7 +108,7 @@ def places_in_file(model: PackedModel) -> Places:
 
 
 def places_in_segment(model: PackedModel, of_weights: int = ALIGNMENT) -> Places:
-    """The places of a copy of every array, one after another. of_weights: the alignment of theirs."""
+    """Places for a copy of every array, one after another. `of_weights`: alignment of the weights' arrays."""
     end = 0
 
     def reserve(array: Array, alignment: int) -> int:
@@ -133,7 +130,7 @@ def places_in_segment(model: PackedModel, of_weights: int = ALIGNMENT) -> Places
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Arrays behind a descriptor that other processes inherit."""
+    """Arrays behind a file descriptor that other processes inherit."""
 
     fd: int
     places: Places
@@ -144,25 +141,25 @@ class SharedWeights:
     """A model whose arrays other ranks can map."""
 
     model: PackedModel
-    """As the first rank reads it."""
+    """The model over the arrays that the first rank reads."""
     weights: Holding
     source: Holding | None
-    """From where each rank copies its own panels to `weights`; None: they are there."""
+    """Source from which each rank copies its own panels to `weights`; None: they are in place."""
     copied_bytes: int
-    """Bytes of the copy that is to be made, or was just made."""
+    """Bytes of the copy in `weights`; 0: there is none."""
     by_node: Mapping[int, ByNode | None] = field(default_factory=dict)
-    """By rank, bytes by NUMA node of the panels that were copied here."""
+    """Bytes by NUMA node of the panels copied in this process, by rank."""
     adapters: Holding | None = None
-    """None: the model has none."""
+    """Arrays of the adapters; None: the model has none."""
 
     def without_source(self) -> SharedWeights:
-        """As ranks that are started anew on the same layout find them: every panel is in its place."""
+        """A copy for ranks restarted on the same layout: every panel is in place."""
         return replace(self, source=None, copied_bytes=0, by_node={})
 
 
 @contextmanager
 def share_weights(model: PackedModel, layout: RankLayout) -> Iterator[SharedWeights]:
-    """The model's arrays, and those of its adapters, which every rank reads whole."""
+    """Share the model's arrays, and those of its adapters, which every rank reads whole, within the block."""
     with _shared_model(model, layout, layout.places_memory) as shared:
         if not model.adapters:
             yield shared
@@ -186,9 +183,8 @@ def share_weights(model: PackedModel, layout: RankLayout) -> Iterator[SharedWeig
 
 @contextmanager
 def _shared_model(model: PackedModel, layout: RankLayout, spread: bool) -> Iterator[SharedWeights]:
-    """The packed file that is mapped already, or a copy; its descriptors are open within the block. spread:
-    every rank has its own panels copied to where it runs: the first one here, and all where no file has
-    them."""
+    """Share the mapped packed file, or a copy; descriptors are open within the block. `spread`: every rank's
+    panels are copied to its NUMA nodes: here for the first rank, or for all if there is no packed file."""
     with ExitStack() as open_fds:
         fd = model.file.open_again() if model.file else None
         file = None
@@ -224,10 +220,9 @@ def copy_panels(
     huge: bool,
     apart: bool = False,
 ) -> None:
-    """The panels that a rank computes in decode, which memory bounds: their pages are then touched where they
-    will be read. No division: all panels. huge: ask for huge pages; by turns over nodes they would lie
-    unevenly. Two ranks may have parts of one page. The first of them has it, whole; apart: this process has a
-    page of its own in its place where it is the second."""
+    """Copy the panels that a rank computes in decode, which touches their pages near the rank. `division`:
+    None: all panels. `huge`: ask for huge pages, which would be uneven on interleaved nodes. A page shared by
+    two ranks belongs to the first. `apart`: give this process a page of its own where it is the second."""
     for name, weight in source.items():
         begin, end = _own_panels(weight, division)
         if weight.offsets is not None:
@@ -248,12 +243,12 @@ def copy_panels(
 
 
 def _page_offset(array: Bytes, place: int) -> int:
-    """The number of bytes from the beginning of a byte's page to it."""
+    """Offset of byte `place` of an array within its page."""
     return (array.ctypes.data + place) % PAGE
 
 
 def panels_by_node(weights: Mapping[str, PackedWeight], division: Division | None) -> ByNode | None:
-    """Bytes by NUMA node of the panels that `copy_panels` has written; None where it is not told."""
+    """Bytes by NUMA node of the panels that `copy_panels` has written; None: the system does not tell."""
     total: Counter[int] = Counter()
     for weight in weights.values():
         for array, first, last in _parts(weight, weight.offsets, *_own_panels(weight, division)):
@@ -265,15 +260,15 @@ def panels_by_node(weights: Mapping[str, PackedWeight], division: Division | Non
 
 
 def _own_panels(weight: PackedWeight, division: Division | None) -> tuple[int, int]:
-    """The panels of a rank in decode, or in prefill where nothing else is planned."""
+    """Panels [begin, end) of a rank in decode, or in prefill if there is no decode plan."""
     if division is None:
         return 0, weight.panels
     return division.panels(weight, TABLES["decode" if division.teams[TABLES["decode"]] else "prefill"])
 
 
 def _parts(weight: PackedWeight, offsets: Array | None, begin: int, end: int) -> list[tuple[Bytes, int, int]]:
-    """The bytes of each array, and which of them are panels [begin, end). offsets: those of a sparse weight,
-    which say where panels lie."""
+    """The bytes of each array, and the range of panels [begin, end) within them. `offsets`: panel offsets of
+    a sparse weight; None: the weight is dense."""
     if offsets is None:
         return [_bytes_of_panels(array, begin, end) for array in weight.arrays]
     values, *others, _ = weight.arrays
@@ -309,8 +304,8 @@ _log = logging.getLogger(__name__)
 
 
 def weights_near(model: PackedModel, nodes: Nodes, further_bytes: int) -> PackedModel:
-    """`model` with its weights on `nodes`; itself where there are none, or where memory is too short for two.
-    further_bytes: of memory that the model needs besides. RanksError where the system grants none."""
+    """The model with its weights on `nodes`, or the same model if there are none or memory is too short for a
+    copy. `further_bytes`: other memory that the model needs. RanksError: the system grants no memory."""
     if not nodes:
         return model
     places = places_in_segment(model)

@@ -1,8 +1,8 @@
-"""The processes of all ranks but the first, and the thread that starts them and notices when one dies.
+"""The processes of all ranks but the first, and the thread that starts and watches them.
 
-The kernel ends a worker when the thread that started it ends, so that no worker outlives the engine, however
-that ends. The thread must therefore live as long as they should, and is not the caller's. What a worker has
-to say comes through a pipe, whose end is how its death is noticed: the kernel closes it, whatever killed it.
+The kernel kills a worker when the thread that started it ends, so that no worker outlives the engine. That
+thread lives as long as the workers, and is not the caller's. A worker reports through a pipe, whose end of
+file, which the kernel ensures, reveals its death.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from phasewise.serving.ranks.rank_memory import ByNode
 from phasewise.serving.ranks.rank_teams import keeping_affinity
 
 START_S = 300.0
-"""A worker that is not ready by then never will be. Copying the weights of a large model takes most of it."""
+"""Seconds within which a worker must be ready. Most of the time is copying a large model's weights."""
 END_S = 3.0
-"""A worker that was told to stop and has not ended by then is killed."""
+"""Seconds after which a worker that was told to stop is killed."""
 
 COMMAND = ("-P", "-m", "phasewise.serving.ranks.rank_worker")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""numpy's libraries compute nothing in a worker."""
+"""One thread for numpy's libraries, which compute nothing in a worker."""
 
 
 @dataclass(slots=True)
@@ -48,19 +48,19 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Outcome:
-    """Findings of the watching thread, for the callers."""
+    """Results of the watching thread, for callers."""
 
     settled: threading.Event = field(default_factory=threading.Event)
-    """All are ready, or something is lost."""
+    """Set when all workers are ready, or one is lost."""
     lost: str | None = None
-    """In one line: why these ranks are of no more use."""
+    """One line on why these ranks cannot be used; None: all are well."""
     followed: bool = False
-    """`lost` is about a rank that ended because of another one, of which nothing is known yet."""
+    """True if `lost` is about a rank that ended because of another one, whose end is not known yet."""
 
 
 class WorkerProcesses:
-    """A process for each of `instructions`. `on_death` is called, on another thread, when one is lost.
-    start_s: one that is not ready by then never will be."""
+    """Starts and watches a process for each of `instructions`. `on_death`: called on another thread when one
+    is lost. `start_s`: seconds within which every process must be ready."""
 
     def __init__(
         self, instructions: Sequence[Instructions], on_death: Callable[[], None], start_s: float = START_S
@@ -79,29 +79,30 @@ class WorkerProcesses:
 
     @property
     def lost(self) -> str | None:
-        """The reason that these ranks can compute no more; None while all work."""
+        """The reason why these ranks can compute no more; None: all work."""
         return self._outcome.lost
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes' ids, by rank."""
+        """Process ids of the workers, by rank."""
         return {worker.rank: worker.process.pid for worker in self._workers}
 
     @property
     def copied_by_node(self) -> dict[int, ByNode | None]:
-        """By rank, bytes by NUMA node of the weights that it has copied."""
+        """Bytes by NUMA node of the weights that each rank has copied, by rank."""
         return {worker.rank: worker.report.weights for worker in self._workers if worker.report}
 
     def wait_until_ready(self) -> dict[int, int]:
-        """The kernel's answer to each rank's memory policy (errno or 0). RanksError if one cannot start."""
+        """Wait for all workers, and return each rank's errno or 0 for its memory policy. RanksError: one
+        cannot start."""
         self._outcome.settled.wait()
         if self._outcome.lost is not None:
             raise RanksError(self._outcome.lost)
         return {worker.rank: worker.report.policy_errno for worker in self._workers if worker.report}
 
     def reason(self, wait_s: float) -> str | None:
-        """`lost`, once the thread has learnt of a death that others have felt already. If no process dies
-        within `wait_s`, those that remain hang: all others leave a failed group."""
+        """The reason of a failure that other ranks have noticed already. If no process dies within `wait_s`,
+        those that remain hang: ranks that work leave a failed group."""
         deadline = time.monotonic() + wait_s
         while (self._outcome.lost is None or self._outcome.followed) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -111,12 +112,12 @@ class WorkerProcesses:
         return f"{hanging} did not come to meet the other ranks" if hanging else self._outcome.lost
 
     def kill(self) -> None:
-        """End the processes at once, stopped ones too. `close` follows."""
+        """Kill the processes, stopped ones too. Call `close` afterwards."""
         for worker in self._workers:
             worker.process.kill()
 
     def close(self) -> None:
-        """Wait for workers that were told to stop, kill those that do not end. Twice is harmless."""
+        """Wait for workers that were told to stop, and kill those that do not end. May be called twice."""
         if os.getpid() != self._owner or self._close_now < 0:
             return
         os.close(self._close_now)
@@ -164,7 +165,7 @@ class WorkerProcesses:
                         self._lose(words, followed=key.data.process.poll() == 0)
 
     def _hear(self, worker: _Worker) -> bool:
-        """Read a worker's message. False: it has died, or said that it cannot start."""
+        """Read a worker's message. False: the worker has died, or reported that it cannot start."""
         assert worker.process.stdout is not None
         said = os.read(worker.process.stdout.fileno(), 1 << 16)
         worker.said += said
@@ -175,7 +176,7 @@ class WorkerProcesses:
         return bool(said) and not (worker.report and worker.report.error)
 
     def _lose(self, reason: str, followed: bool = False) -> None:
-        """Record the first reason of a loss: later ones follow from it."""
+        """Record a loss. The first reason stays, unless it was only a consequence of another rank's end."""
         outcome = self._outcome
         first = outcome.lost is None
         if first or (outcome.followed and not followed):
@@ -186,7 +187,7 @@ class WorkerProcesses:
 
 
 def _nothing_more() -> None:
-    """Replace what would keep the closed ranks' memory alive."""
+    """Do nothing: replaces a callback that would keep the closed ranks' memory alive."""
 
 
 def _start(told: Instructions) -> _Worker:
@@ -224,7 +225,7 @@ def _last_words(worker: _Worker) -> str:
 
 
 def _end(workers: Sequence[_Worker]) -> None:
-    """Kill the processes that are left."""
+    """Wait for the processes to end, and kill those that do not."""
     deadline = time.monotonic() + END_S
     for worker in workers:
         try:

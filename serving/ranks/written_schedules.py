@@ -1,4 +1,4 @@
-"""Schedules on their way to another process: every answer of a lookup that a program may ask for."""
+"""Schedules for another process: every answer of a lookup that a program may ask for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phasewise.serving.models.packed_model import PackedModel
 
 @dataclass(frozen=True)
 class WrittenSchedules(ScheduleLookup):
-    """A lookup that knows the answers it was written with, and the default for anything else."""
+    """A lookup of the answers that it was made with, and defaults for all else."""
 
     arithmetics: Mapping[tuple[object, ...], tuple[str | None, int]]
     by_weight: Mapping[tuple[object, ...], Sequence[RowRange]]
@@ -24,7 +24,7 @@ class WrittenSchedules(ScheduleLookup):
     def of(
         cls, lookup: ScheduleLookup, division: Division, table: int, model: PackedModel, capacity: Capacity
     ) -> WrittenSchedules:
-        """The schedules of a table's `lookup` for a whole model, and for a rank's part of it."""
+        """All answers of a table's `lookup` for a model, and for a rank's part of it."""
         parts = [division.weight(weight, table) for weight in model.weights.values()]
         whole_and_parts = [*model.products().values(), *(part for part in parts if part is not None)]
         weights = {_weight_key(weight): weight for weight in whole_and_parts}
@@ -49,7 +49,7 @@ class WrittenSchedules(ScheduleLookup):
 
 
 def _weight_key(weight: PackedWeight) -> tuple[object, ...]:
-    """A weight's format and shape: all that lookups know of it."""
+    """Format and shape of a weight: all that lookups know of it."""
     scales = None if weight.scales is None else weight.scales.dtype.str
     mins = weight.mins is not None
     return weight.kind, weight.group, weight.zero_point, scales, mins, weight.n, weight.k

@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, and what holds where a request does not say."""
+"""Sampling: from logits to tokens, and the defaults for fields that a request leaves out."""

@@ -1,9 +1,9 @@
-"""From logits to the next token of each sequence.
+"""Sampling from logits to the next token of each sequence.
 
 Order, as in transformers and vLLM: penalties and bias on the logits, temperature, then top-k, top-p and min-p
-on the probabilities, each on what the one before left. A request draws from its own generator, one number per
-token, so what it gets depends on its seed and its logits alone, never on who else is in the batch.
-Log-probabilities are those of the model itself: before penalties, bias and temperature.
+on the probabilities that the filter before left. A request draws one number per token from its own generator,
+so that its result depends on its seed and logits alone, never on the rest of the batch. Log-probabilities are
+the model's own: before penalties, bias and temperature.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_SEED = 2**64
 
 
 class _Scratch(threading.local):
-    """Rows to work in, kept by each thread: fresh memory of this size costs more than what is done in it."""
+    """Reusable rows of each thread: allocating memory of this size costs more than the work done in it."""
 
     def __init__(self) -> None:
         self._rows: dict[str, FloatVector] = {}
@@ -57,7 +57,7 @@ def _require(holds: bool, name: str, wanted: str, got: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The choice of one request's tokens. Temperature 0 is greedy, whatever the other filters say."""
+    """Sampling parameters of one request. Temperature 0 is greedy, whatever the filters say."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -69,7 +69,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # on the answer, once
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
-    """None: no log-probabilities. 0: that of the sampled token. n: those of the n likeliest too."""
+    """None: no log-probabilities. 0: that of the sampled token. n: also those of the n likeliest tokens."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
@@ -101,8 +101,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class SampledToken(NamedTuple):
-    """`logprob` is None unless asked for; `top` holds (token id, log-probability), likeliest first. `begin`:
-    the character of the answer at which it begins, told beside its log-probability."""
+    """A sampled token. `logprob`: None unless asked for. `top`: (token id, log-probability), likeliest first.
+    `begin`: index of the answer's character where the token begins, reported with its log-probability."""
 
     token_id: int
     logprob: float | None = None
@@ -111,8 +111,8 @@ class SampledToken(NamedTuple):
 
 
 class PromptToken(NamedTuple):
-    """A token of a prompt as the model sees it after those before it; of the first, nothing is known. `top`:
-    (token id, log-probability), likeliest first. `rank`: 1 is the likeliest."""
+    """A prompt token as the model sees it after the tokens before it; for the first all but its id is None.
+    `top`: (token id, log-probability), likeliest first. `rank`: 1 is the likeliest."""
 
     token_id: int
     logprob: float | None = None
@@ -121,15 +121,15 @@ class PromptToken(NamedTuple):
 
 
 class RowWitness(Protocol):
-    """Sees the row of logits that each token is sampled from, before anything changes it."""
+    """Receives the unchanged row of logits that each token is sampled from."""
 
     def add(self, logits: FloatVector) -> None: ...
 
 
 class Sampler:
-    """The state that one request's choice of tokens depends on: its generator, the tokens seen, its guide.
-    `witness`: sees every row, where somebody wants a receipt. `cut_short` says that the guide could not go
-    on, so the last token is an end token that was not sampled."""
+    """State of one request's sampling: its generator, the tokens so far, its grammar guide. `witness`:
+    receives every row of logits, for a receipt. `cut_short`: True if the guide could not go on, so that the
+    last token is an end token that was not sampled."""
 
     def __init__(
         self,
@@ -154,13 +154,13 @@ class Sampler:
 
     @property
     def needs_largest_alone(self) -> bool:
-        """True if nothing but the largest logit of a row matters."""
+        """True if sampling needs only the largest logit of a row."""
         params = self.params
         is_plain = params.is_greedy and not params.reshapes_logits and params.top_logprobs is None
         return is_plain and self.guide is None and self.witness is None
 
     def begin_after(self, token_ids: Sequence[int]) -> None:
-        """Go on after these tokens of the answer as if they had been chosen here: each took one number of the
+        """Continue after `token_ids` of the answer, sampled elsewhere: each took one number of the
         generator."""
         if self._rng is not None:
             self._rng.random(len(token_ids))
@@ -172,21 +172,23 @@ class Sampler:
                 self._seen.add(token_id)
 
     def sample(self, logits: FloatVector) -> SampledToken:
-        """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
+        """Sample a token from `logits` (float32 [vocab], not changed). StepFailed: the logits are not
+        numbers."""
         return self._sample(logits, None)
 
     def sample_against(self, logits: FloatVector, drafted: int, chances: FloatVector) -> SampledToken:
-        """As `sample`, where `drafted` was drawn from the probabilities `chances` (float32 [vocab]): it is
-        taken as often as the target's distribution allows, and else a token of what that has more of. The
-        result has the distribution of `sample` (Leviathan et al. 2023, section 2.3 and appendix A.1)."""
+        """Sample a token where `drafted` was drawn from the probabilities `chances` (float32 [vocab]): accept
+        the draft as often as the target distribution allows, else draw from the positive part of target minus
+        `chances`. The result has the distribution of `sample` (Leviathan et al. 2023, section 2.3 and
+        appendix A.1)."""
         return self._sample(logits, (drafted, chances))
 
     def propose(
         self, logits: FloatVector, n_ahead: int, rng: np.random.Generator
     ) -> tuple[int, FloatVector | None]:
-        """A draft of the token that will be sampled after `n_ahead` others, by a draft model's logits.
-        Greedy: its likeliest. With a seed: what the number drawn for that token chooses here. Else one drawn
-        by `rng`, and the probabilities that it was drawn from."""
+        """Draft the token that will be sampled after `n_ahead` others, from a draft model's logits. Greedy:
+        the likeliest token. With a seed: the token at the number that the generator will draw. Else: a token
+        drawn by `rng`, and the probabilities (float32 [vocab]) it was drawn from."""
         params = self.params
         if params.is_greedy:
             return int(logits.argmax()), None
@@ -226,12 +228,12 @@ class Sampler:
         return _place(left if left.any() else wanted, self._uniform())
 
     def _uniform(self) -> float:
-        """The next number of this request's generator."""
+        """Take the next number of the request's generator."""
         self._uniform_ahead(0)
         return self._uniforms.popleft()
 
     def _uniform_ahead(self, n_ahead: int) -> float:
-        """A number that will be drawn after `n_ahead` others."""
+        """The number that the generator will give after `n_ahead` others."""
         assert self._rng is not None
         while len(self._uniforms) <= n_ahead:
             self._uniforms.append(float(self._rng.random()))
@@ -270,7 +272,7 @@ class Sampler:
 
 
 class _Tally:
-    """The tokens so far, and their counts, as arrays that grow with them."""
+    """Distinct tokens so far and their counts, as growing arrays."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._place: dict[int, int] = {}
@@ -299,7 +301,7 @@ class _Tally:
 
 
 def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) -> list[SampledToken]:
-    """One token for each row of `logits` (float32 [n, vocab]) by the sampler of the same index."""
+    """Sample one token for each row of `logits` (float32 [n, vocab]) by the sampler of the same index."""
     if all(sampler.needs_largest_alone for sampler in samplers):
         return _greedy_rows(logits)
     return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
@@ -308,8 +310,8 @@ def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) ->
 def score_rows(
     logits: npt.NDArray[np.float32], token_ids: Sequence[int], n_top: int
 ) -> Iterator[PromptToken]:
-    """For each row of `logits` the token of the same index: the numbers that `sample` would give with it.
-    StepFailed if the logits are no numbers."""
+    """For each row of `logits` (float32 [n, vocab]) the token of the same index, with its log-probability,
+    rank and the `n_top` likeliest tokens. StepFailed: the logits are not numbers."""
     for row, token_id in zip(logits, token_ids, strict=True):
         _require_finite(float(row.max()))
         _, logprob, top, _ = _with_logprobs(row, token_id, n_top)
@@ -323,10 +325,10 @@ def sample_run(
     chances: Sequence[FloatVector],
     end_token_ids: Container[int],
 ) -> list[SampledToken]:
-    """The tokens of one answer that one step gives: drafts that are right, then the token after them. logits:
-    float32 [1 + drafts, vocab], after the answer's last token and after each draft. Each token is sampled as
-    without drafts; the first that is not the draft ends the run, as does an end token. chances: of each draft
-    that was drawn by chance, for a request without a seed; else none."""
+    """Sample the tokens that one step gives to an answer: the accepted drafts, then the token after them.
+    `logits`: float32 [1 + drafts, vocab], after the answer's last token and after each draft. Tokens are
+    sampled as without drafts; the first that differs from its draft, or an end token, ends the run.
+    `chances`: the probabilities of each draft drawn at random, for a request without a seed; else empty."""
     run: list[SampledToken] = []
     by_chance = bool(chances) and sampler.params.seed is None and not sampler.params.is_greedy
     for n, row in enumerate(logits):
@@ -349,7 +351,7 @@ def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
 
 
 def _copied(logits: FloatVector) -> FloatVector:
-    """A copy of a row that may be changed, until the next call."""
+    """A copy of a row in scratch memory, valid until the next call."""
     copy = _scratch.row("logits", logits.size)
     np.copyto(copy, logits)
     return copy
@@ -388,7 +390,7 @@ def _filtered(logits: FloatVector, params: SamplingParams) -> tuple[TokenIds | N
 
 
 def _weights(logits: FloatVector, temperature: float) -> FloatVector:
-    """exp(logit / temperature), the largest of them 1. In a scratch row."""
+    """exp(logit / temperature), scaled so that the largest is 1, in a scratch row."""
     weights = _scratch.row("weights", logits.size)
     np.subtract(logits, logits.max(), out=weights)
     if temperature != 1.0:
@@ -397,7 +399,7 @@ def _weights(logits: FloatVector, temperature: float) -> FloatVector:
 
 
 def _nucleus(weights: FloatVector, top_p: float, min_p: float) -> TokenIds:
-    """The places that top-p and then min-p leave, ascending. The largest weight is 1."""
+    """Indexes that top-p and then min-p leave, ascending. The largest weight is 1."""
     if top_p == 1.0:
         return np.flatnonzero(weights >= np.float32(min_p))
     share = top_p * float(_block_sums(weights).sum())
@@ -414,15 +416,15 @@ def _nucleus(weights: FloatVector, top_p: float, min_p: float) -> TokenIds:
 
 
 def _largest(values: FloatVector, n: int) -> TokenIds:
-    """The places of the `n` largest values, ascending; among equals at the border the first stay."""
+    """Indexes of the `n` largest values, ascending; of equal values at the border the first are kept."""
     near = np.flatnonzero(values >= _below_largest(values, n))
     values = values[near]
     return near[_at_least(values, np.partition(values, values.size - n)[values.size - n], n)]
 
 
 def _below_largest(values: FloatVector, n: int) -> np.float32:
-    """A value that at least `n` others reach, and not many more. The maxima of columns: `n` of them are `n`
-    values of different places."""
+    """A value that at least `n` values reach, and not many more: the n-th largest of column maxima, which are
+    values of different indexes."""
     columns, size = values, values.size
     folded = _scratch.row("columns", size)
     while size >= 2 * n * _FOLDED_TO:
@@ -433,7 +435,8 @@ def _below_largest(values: FloatVector, n: int) -> np.float32:
 
 
 def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
-    """The places, ascending, of the `n` values from `least` up; among equals at the border the first stay."""
+    """Indexes, ascending, of the `n` values from `least` up; of equal values at the border the first are
+    kept."""
     places = np.flatnonzero(values >= least)
     if places.size > n:
         at_border = np.flatnonzero(values[places] == least)
@@ -442,7 +445,7 @@ def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
 
 
 def _block_sums(weights: FloatVector) -> npt.NDArray[np.float64]:
-    """Sums of blocks of weights, the last one being what is left."""
+    """Sums of blocks of `_BLOCK` weights; the last block is the rest."""
     n_whole = weights.size // _BLOCK
     whole = np.einsum("ij->i", weights[: n_whole * _BLOCK].reshape(n_whole, _BLOCK))
     rest = weights[n_whole * _BLOCK :].sum(keepdims=True)
@@ -450,9 +453,9 @@ def _block_sums(weights: FloatVector) -> npt.NDArray[np.float64]:
 
 
 def _place(weights: FloatVector, share: float) -> int:
-    """The index at which the running sum of `weights` passes `share` of the whole; always at a weight that is
-    not 0. In two steps, blocks and then one block: one running sum over a vocabulary takes as long as all the
-    rest."""
+    """The index at which the running sum of `weights` passes `share` of the whole; never at a weight of 0.
+    Searches block sums and then one block, since a running sum over the vocabulary would take as long as all
+    other steps."""
     sums = np.cumsum(_block_sums(weights))
     wanted = share * float(sums[-1])
     block = _passing(sums, wanted)
@@ -461,7 +464,8 @@ def _place(weights: FloatVector, share: float) -> int:
 
 
 def _passing(sums: npt.NDArray[np.float64], wanted: float) -> int:
-    """The first place whose running sum is above `wanted`; where rounding leaves none, the last that adds."""
+    """The first index whose running sum is above `wanted`; where rounding leaves none, the last index with a
+    weight."""
     last = int(np.searchsorted(sums, sums[-1], side="left"))
     return min(int(np.searchsorted(sums, wanted, side="right")), last)
 

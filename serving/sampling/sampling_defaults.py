@@ -1,7 +1,7 @@
-"""The sampling of answers where a request does not say: as the model's authors say, else by our own defaults.
+"""Sampling defaults of a model: what its authors state, else our own.
 
-Sources: `generation_config.json` of Hugging Face directories (fields as in transformers'
-GenerationConfig) and keys `general.sampling.*` of GGUF files (as llama.cpp writes them).
+Sources: `generation_config.json` of Hugging Face directories (fields as in transformers' GenerationConfig)
+and keys `general.sampling.*` of GGUF files (as llama.cpp writes them).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _GGUF_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values that a request which leaves a field out gets. `top_k` None: no limit. `source`: whether the
-    model's files state at least one of the first four values. Then those that they leave out have
-    transformers' defaults: temperature 1 and no cut."""
+    """Sampling values for fields that a request leaves out. `top_k` None: no limit. `source`: "model" if the
+    model's files state at least one of the first four values; those they leave out then have transformers'
+    defaults (temperature 1, no cut)."""
 
     temperature: float = 0.7
     top_k: int | None = None
@@ -38,12 +38,12 @@ class SamplingDefaults:
     def with_overrides(
         self, temperature: float | None = None, top_p: float | None = None, min_p: float | None = None
     ) -> SamplingDefaults:
-        """The same, but for the values given (None: not given), which an operator sets."""
+        """A copy with the values that an operator sets; None: unchanged."""
         given = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
         return replace(self, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:
-        """For `/v1/models` and for packed files."""
+        """JSON object for `/v1/models` and packed files."""
         return {
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -55,12 +55,12 @@ class SamplingDefaults:
 
 
 def stated_by_hf(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """The settings of a `generation_config.json`. Values that no sampler could use count as not stated."""
+    """Defaults from a `generation_config.json`. Values that no sampler could use count as not stated."""
     return _stated({name: generation_config.get(name) for name in _GGUF_KEYS})
 
 
 def stated_by_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
-    """The settings of a GGUF file's metadata. Values that no sampler could use count as not stated."""
+    """Defaults from a GGUF file's metadata. Values that no sampler could use count as not stated."""
     return _stated({name: metadata.get(key) for name, key in _GGUF_KEYS.items()})
 
 

@@ -1,1 +1,1 @@
-"""Sandboxes for input of strangers: a process with limits of memory and time, a jinja2 environment."""
+"""Sandboxes for unchecked input: a process with limits of memory and time, a jinja2 environment."""

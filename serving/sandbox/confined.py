@@ -1,8 +1,8 @@
-"""Work on unchecked input, in a process of its own with bounds on memory and time.
+"""Jobs on unchecked input in a separate process with bounds on memory and time.
 
-Some libraries cannot be interrupted, and some hold Python's lock while they work. What they are given by
-clients, or by the authors of model files, therefore runs elsewhere (`confined_process`): where the bounds are
-met, a process dies there, and nothing else notices. One job runs at a time.
+Some libraries cannot be interrupted, and some hold Python's lock while they work. Input of clients and of
+model authors is therefore processed elsewhere (`confined_process`): a job that meets a bound kills that
+process only. One job runs at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADER_BYTES = 4
 _CANCEL = (0).to_bytes(_HEADER_BYTES, "little")
 _ANSWERED, _REFUSED, _OVERRUN, _UNSERVED = b"a", b"r", b"o", b"u"
 _LEAST_SHARE = 1 / 30
-"""The share of a core with which a process is waited for: one that gets less for its whole job is ended."""
+"""Least share of a core that a process must get: a job that gets less for its whole time is ended."""
 
 
 class ConfinedError(ServingError):
@@ -44,34 +44,34 @@ class ConfinedError(ServingError):
 
 
 class JobRefused(ConfinedError):
-    """The job says itself, in one line, why its input cannot be used."""
+    """The job refuses its input, with the reason in one line."""
 
 
 class Overrun(ConfinedError):
-    """The job met a bound: it took too long, or wanted too much memory."""
+    """The job met a bound: too much time, or too much memory."""
 
 
 class Unserved(ConfinedError):
-    """The machine did not get to the job, or ended its process: it may be asked again."""
+    """The machine did not get to the job, or killed its process: the job may be tried again."""
 
 
 class Abandoned(ConfinedError):
-    """The caller of the job has left."""
+    """The caller of the job no longer waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of one job. `memory_bytes`: address space beyond what the process has when the job begins.
-    Seconds are of processor time, so that a busy machine refuses nothing that an idle one does."""
+    """Limits of one job. `seconds`: processor time, so that a busy machine refuses nothing that an idle one
+    accepts. `memory_bytes`: address space beyond that of the process when the job begins."""
 
     seconds: float
     memory_bytes: int
     start_s: float = 60.0
-    """Seconds that the process may compute to start."""
+    """Seconds of processor time for the start of the process."""
 
     @property
     def wall_s(self) -> float:
-        """The end of a wait for a process that does not compute."""
+        """Longest wait in wall-clock seconds for a process that does not compute."""
         return self.seconds / _LEAST_SHARE
 
 
@@ -79,7 +79,7 @@ _ERRORS: dict[bytes, type[ConfinedError]] = {_REFUSED: JobRefused, _OVERRUN: Ove
 
 
 class CancelToken:
-    """Cancels a job whose client no longer waits. Any thread may end it, and the job with it."""
+    """Cancels a job whose client no longer waits: `end` may be called from any thread."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -93,7 +93,7 @@ class CancelToken:
                 os.eventfd_write(self._descriptor, 1)
 
     def fileno(self) -> int:
-        """Readable once the wait has ended."""
+        """A descriptor that is readable once `end` was called."""
         with self._lock:
             if self._descriptor is None:
                 self._descriptor = os.eventfd(int(self.ended), os.EFD_CLOEXEC)
@@ -102,8 +102,8 @@ class CancelToken:
 
 
 class ConfinedProcess:
-    """Runs jobs of one kind. Any thread may ask; jobs take turns. It starts when it is first needed. told:
-    what every job needs, given to it once. Raises ConfinedError from `start` and `ask`."""
+    """Runs jobs of one kind in a process that starts when first needed. Any thread may call; jobs take turns.
+    `told`: data that all jobs need, sent once. `start` and `ask` raise ConfinedError."""
 
     def __init__(self, job: JobName, told: bytes, bounds: Bounds) -> None:
         self._job = job
@@ -114,12 +114,12 @@ class ConfinedProcess:
         self._end: Callable[[], object] = lambda: None
 
     def start(self) -> None:
-        """Start the process now, so that the first job need not wait for it."""
+        """Start the process now, so that the first job does not wait for it."""
         with self._turn:
             self._running()
 
     def ask(self, request: bytes, cancel: CancelToken | None = None) -> bytes:
-        """The job's answer. It is killed once `cancel` ends. Raises JobRefused, Overrun, Unserved and
+        """Run a job and return its answer; `cancel` ends it. Raises JobRefused, Overrun, Unserved or
         Abandoned."""
         with self._turn:
             if cancel is not None and cancel.ended:
@@ -127,7 +127,7 @@ class ConfinedProcess:
             return self._asked(request, cancel)
 
     def close(self) -> None:
-        """End the process. A job in progress is not waited for."""
+        """Kill the process, even during a job."""
         self._process = None
         self._end()
 
@@ -226,14 +226,15 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_frame(descriptor: int, content: bytes) -> None:
-    """Write all of it; BrokenPipeError if the reader has closed its end."""
+    """Write a frame: its length in four bytes, then `content`. BrokenPipeError: the reader has closed its
+    end."""
     left = memoryview(len(content).to_bytes(_HEADER_BYTES, "little") + content)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def read_frame(pipe: IO[bytes] | int) -> bytes:
-    """EOFError where the other side has ended."""
+    """Read a frame: its length in four bytes, then its content. EOFError: the writer has ended."""
     descriptor = pipe if isinstance(pipe, int) else pipe.fileno()
     return _read(descriptor, int.from_bytes(_read(descriptor, _HEADER_BYTES), "little"))
 

@@ -1,8 +1,8 @@
 """The process behind `confined.ConfinedProcess`: `python -m phasewise.serving.sandbox.confined_process`.
 
-Three processes: the server; this one, which has everything loaded and waits; and its child, a fork of it,
-which does the jobs under the kernel's limits. A fork takes milliseconds, so a child that died or grew
-is replaced at once. Both end with the process that started them. Little is imported here.
+Three processes take part: the server; this one, which has everything loaded and waits; and a fork of it, the
+child, which does the jobs under the kernel's limits. A fork takes milliseconds, so that a child that died or
+grew is replaced at once. Both end with the process that started them. Few modules are imported here.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _JOBS = {
     "template": "phasewise.serving.text.chat_template",
     "tokenizer": "phasewise.serving.text.confined_tokenizer",
 }
-"""Modules with a function `prepare(told)`, which loads all that jobs need, or raises JobRefused."""
+"""Modules with a function `prepare(told)`, which loads what jobs need, or raises JobRefused."""
 _ANSWERED, _REFUSED, _OVERRUN, _UNSERVED = b"a", b"r", b"o", b"u"
 _HAS_GROWN, _GOES_ON = b"+", b"="
 _FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NICE = 5
-"""Answers in progress come before requests that may turn out to be bombs."""
+"""Niceness of jobs: answers in progress come before requests that may turn out to be bombs."""
 _STACK_BYTES = 64 << 20
 _MOST_GROWTH_BYTES = 16 << 20
-"""A child that has kept more than this of its jobs is replaced."""
+"""Memory growth after which a child is replaced."""
 _PREPARING_BYTES = 2 << 30
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 class _Keeper:
-    """Hands jobs to a child, and ends a child whose answer is not waited for."""
+    """Passes jobs to a child process, and kills a child whose answer is no longer awaited."""
 
     def __init__(
         self, job: Job, seconds: float, wall_s: float, memory_bytes: int, commands: int, answers: int
@@ -91,7 +91,7 @@ class _Keeper:
         self._child = self._forked()
 
     def serve(self) -> None:
-        """Until the server ends (EOFError)."""
+        """Serve jobs until the server ends (EOFError)."""
         while True:
             request = read_frame(self._commands)
             if not request:  # the wait for a job that had just ended
@@ -138,8 +138,8 @@ class _Child:
         self.has_ended = False
 
     def do(self, request: bytes, seconds: float, wall_s: float, commands: int) -> bytes:
-        """Its verdict on one job; where it does not come to one, it is killed. EOFError: the server ended.
-        seconds: of processor time, which the kernel keeps."""
+        """The child's verdict on one job; a child that gives none within its limits is killed. EOFError: the
+        server ended. `seconds`: processor time, which the kernel limits."""
         write_frame(self._requests, request)
         waiting = select.poll()
         for descriptor in (self._answers, commands):
@@ -163,7 +163,7 @@ class _Child:
         return answer[1:]
 
     def kill(self) -> int:
-        """Return the signal that ended it, this one or one before; 0: none, or it is long gone."""
+        """Kill the child, and return the signal that ended it; 0: none, or it was reaped before."""
         if self.has_ended:
             return 0
         os.kill(self._pid, signal.SIGKILL)
@@ -175,7 +175,7 @@ class _Child:
 
 
 def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: int) -> None:
-    """In the child: jobs until the parent ends it, or itself."""
+    """Serve jobs in the child until the parent closes the pipe or a limit ends the child."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # last words of libraries are about input, not about us
     end_with_parent()
     os.nice(_NICE)
@@ -201,8 +201,8 @@ def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: i
 
 
 def _confine(n_bytes: int, seconds: float) -> None:
-    """From now on this process may take this many bytes more of address space, within which its stack grows,
-    and compute for this many seconds."""
+    """Limit this process to `n_bytes` more of address space, its stack included, and `seconds` of processor
+    time from now on."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     with open("/proc/self/statm") as sizes:
         mapped_bytes = int(sizes.read().split()[0]) * _PAGE_BYTES
@@ -216,7 +216,7 @@ def _release() -> None:
 
 
 def _limit(kind: int, soft: int) -> None:
-    """As far as the limit that this process was started with allows."""
+    """Set a soft limit, as far as the process's hard limit allows."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         soft = hard if soft == resource.RLIM_INFINITY else min(soft, hard)

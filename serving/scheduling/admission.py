@@ -1,9 +1,8 @@
-"""Admission, preemption and the members of a step: who comes next, who gives way, who computes. Pure.
-
-Choices alone: `scheduler` carries them out, and its docstring has the policy. running: by age. In a step
-interactive requests come first; those in shadow have what `ShadowRoom` says beside them, and all of it where
-nothing else can be computed.
-"""
+"""Choices of admission, preemption and step members: the next request to admit, the one to preempt, the
+sequences to compute. Pure functions: `scheduler` carries the choices out, and its docstring has the policy.
+`running`: sequences that own a KV block, by age. A step serves interactive requests first; requests in shadow
+(those of batches) get the room that `ShadowRoom` leaves, and all of the step where nothing else can be
+computed."""
 
 from __future__ import annotations
 
@@ -27,13 +26,14 @@ from phasewise.serving.scheduling.waiting_line import ClientShares, WaitingLine
 from phasewise.tuner.plans import Phase
 
 LEAST_TOKENS = 16
-"""The least part of a step: a panel of keys and values."""
+"""Prompt tokens that a client's share of a step has at least: one panel of keys and values."""
 FEW_TOKENS = 64
-"""The tokens of each client beside one that waits for its first tokens: enough to use the weights well."""
+"""Prompt tokens per client in a step where another client needs few tokens to finish its prompts: enough to
+use the weights well."""
 
 
 class PrefillTurns:
-    """Clients that have prompts to compute, in the order of their turns."""
+    """Round-robin order of the clients that have prompts to compute."""
 
     def __init__(self) -> None:
         self._order: list[str] = []
@@ -41,9 +41,9 @@ class PrefillTurns:
     def divide(
         self, sequences: Iterable[LiveSequence], room: int, starts: Callable[[LiveSequence], bool]
     ) -> dict[LiveSequence, int]:
-        """Tokens of the next step, at most `room`, by sequence; those without any are left out. sequences:
-        with prompts to compute, by age. starts: asked of one before it gets its first tokens; False: it can
-        get none now."""
+        """Divide the `room` prompt tokens of the next prefill step among the sequences; those that get none
+        are left out. `sequences`: sequences with pending prompt tokens, by age. `starts`: called with a
+        sequence before its first tokens are computed; False: the sequence cannot start in this step."""
         queues: dict[str, list[LiveSequence]] = {}
         for sequence in sequences:
             queues.setdefault(sequence.request.client, []).append(sequence)
@@ -75,7 +75,7 @@ def _fill(
     parts: dict[LiveSequence, int],
     starts: Callable[[LiveSequence], bool],
 ) -> int:
-    """Give `most` tokens to one client's sequences, in their order. Returns how many they took."""
+    """Give up to `most` tokens to one client's sequences, in their order, and return the number given."""
     left = most
     for sequence in queue:
         if left == 0:
@@ -90,12 +90,11 @@ def _fill(
 
 
 def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[LiveSequence]:
-    """The running requests in shadow, or those that are not."""
     return [sequence for sequence in running if sequence.request.in_shadow == in_shadow]
 
 
 def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
-    """True if nothing can be computed but requests in shadow."""
+    """True if only requests in shadow have tokens that can be computed now."""
     return not any(
         sequence.n_pending and not (sequence.request.in_shadow or sequence.awaits_kv or sequence.is_restored)
         for sequence in running
@@ -103,7 +102,8 @@ def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
 
 
 def n_answering(running: Sequence[LiveSequence]) -> int:
-    """Answers that wait for their next token; those in shadow count where nothing else can be computed."""
+    """Number of answers that wait for their next token. Answers in shadow count only where nothing else can
+    be computed."""
     counting = running if is_all_shadow(running) else running_of(running, in_shadow=False)
     return sum(not sequence.is_prefilling for sequence in counting)
 
@@ -111,7 +111,8 @@ def n_answering(running: Sequence[LiveSequence]) -> int:
 def answers_in_step(
     running: Sequence[LiveSequence], most_rows: int | None, shadow: ShadowRoom, most_sequences: int
 ) -> list[LiveSequence]:
-    """The answers that get a token in a decode step. most_rows: of interactive ones; None: all."""
+    """The sequences that get a token in the next decode step. `most_rows`: limit for interactive answers;
+    None: no limit."""
     in_shadow = running_of(running, in_shadow=True)
     if is_all_shadow(running):
         return _in_turn(in_shadow, most_rows)
@@ -123,7 +124,7 @@ def answers_in_step(
 
 
 def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[LiveSequence]:
-    """Answers in the order of their last token, the longest ago first."""
+    """Choose up to `most_rows` answers, those whose last token is longest ago first."""
     answering = [sequence for sequence in running if not sequence.is_prefilling]
     if most_rows is None or most_rows >= len(answering):
         return answering
@@ -134,7 +135,8 @@ def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[Liv
 def prompts_in_step(
     running: Sequence[LiveSequence], room: int, shadow: ShadowRoom
 ) -> tuple[list[LiveSequence], int]:
-    """The prompts that a prefill step may have parts of, all in shadow or none, and its tokens."""
+    """The sequences whose prompts the next prefill step may compute (all in shadow or none), and the tokens
+    that the step may have."""
     prompts = [sequence for sequence in running if sequence.can_prefill]
     own = running_of(prompts, in_shadow=False)
     if own:
@@ -150,7 +152,8 @@ def batch_of(
     copies: Sequence[KvCopy],
     states: SequenceStates | None,
 ) -> Batch:
-    """The step of these sequences, each with its tokens. states: give its copies; None: it makes none."""
+    """Build the batch of a step from sequences and their tokens. `states`: assigns the state copies that the
+    step makes; None: the step makes none."""
     slices = []
     for sequence, token_ids in parts:
         assert sequence.placement is not None, f"{sequence} waits"
@@ -174,7 +177,8 @@ def batch_of(
 
 
 def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -> None:
-    """RequestError for a request that can never run."""
+    """Raise RequestError for a request that can never run: no prompt, no answer tokens, or a context too
+    long."""
     if not request.prompt_token_ids:
         raise RequestError("the prompt has no tokens", "prompt")
     if request.max_tokens < 1:
@@ -187,9 +191,10 @@ def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -
 def next_to_admit(
     waiting: WaitingLine, running: Sequence[LiveSequence], shares: ClientShares
 ) -> tuple[LiveSequence | None, bool]:
-    """The next request, and whether others give way for it: nothing runs of its client, or less than its
-    share. Where no such client waits, the head of the line. Prompts that are held in vain wait for another
-    instance, whose prompts may wait for this one: first comes what is answered here."""
+    """Choose the request to admit next, and tell whether running requests may be preempted for it. Preemption
+    is allowed if the client runs nothing or holds less than its share; without such a client the head of the
+    line is next. If computed prompts are held with no instance to take them (`held_in_vain`), a request that
+    is answered here comes first."""
     if held_in_vain(running) is not None:
         for sequence in waiting:
             if not (sequence.request.prefill_only or _must_become_oldest(sequence, waiting, running)):
@@ -216,8 +221,9 @@ def _must_become_oldest(
 def last_to_come(
     growing: LiveSequence, running: Sequence[LiveSequence], shares: ClientShares
 ) -> LiveSequence | None:
-    """The sequence that must give way for `growing` or an older one; None: pinned ones alone could. The
-    youngest of clients that hold more than their share of the slots, else the youngest."""
+    """Choose the sequence to preempt so that `growing`, or an older sequence, gets room: the youngest of
+    clients that hold more than their share of slots, else the youngest. None: only pinned sequences are left.
+    """
     is_oldest = running[0] is growing
     greedy = [sequence for sequence in running[1:] if shares.takes_too_much(sequence.request.client)]
     for other in (*reversed(greedy), *reversed(running)):
@@ -229,7 +235,8 @@ def last_to_come(
 
 
 def held_in_vain(running: Sequence[LiveSequence]) -> LiveSequence | None:
-    """The youngest prompt that no engine has a block for, where nothing runs that could be computed."""
+    """The youngest computed prompt that waits for a hand-over while nothing that runs can be computed; None:
+    there is none."""
     if any(sequence.n_pending and not sequence.awaits_kv for sequence in running):
         return None
     held = (sequence for sequence in reversed(running) if is_held(sequence) and not sequence.is_pinned)
@@ -237,12 +244,12 @@ def held_in_vain(running: Sequence[LiveSequence]) -> LiveSequence | None:
 
 
 def demand_of(sequence: LiveSequence) -> Demand:
-    """The slots that a request needs to run."""
+    """KV slots that a sequence needs in order to run."""
     return sequence.demand(in_full=sequence.n_preempted >= MOST_PREEMPTIONS)
 
 
 def is_held(sequence: LiveSequence) -> bool:
-    """True if the request is a prompt that is computed and waits for its hand-over."""
+    """True if the sequence is a computed prompt that waits for its hand-over to another instance."""
     return sequence.request.prefill_only and not sequence.n_pending
 
 
@@ -251,8 +258,9 @@ Preempt: TypeAlias = Callable[[LiveSequence], None]
 
 
 class Admitter:
-    """One scheduler's admission. running: its requests, by age, which it changes. lines: of those that wait,
-    interactive ones first."""
+    """Admits waiting requests of one scheduler. `running`: the scheduler's running sequences, by age; the
+    scheduler changes the list. `lines`: the waiting line of interactive requests, then that of requests in
+    shadow."""
 
     def __init__(
         self,
@@ -267,7 +275,8 @@ class Admitter:
         self._waiting, self._shadow_waiting = lines
 
     def admit(self, place: Place, preempt: Preempt) -> None:
-        """Let in requests while there is room. place: gives a block; preempt: takes it back."""
+        """Admit waiting requests while there is room. `place`: gives a sequence its KV block; `preempt`:
+        takes the block of a sequence back."""
         while len(self._waiting):
             shares = self.shares(in_shadow=False)
             running = self._own(in_shadow=False)
@@ -291,7 +300,7 @@ class Admitter:
         self._admit_in_shadow(place)
 
     def _admit_in_shadow(self, place: Place) -> None:
-        """Admit requests in shadow to the room that is left; clients of which nothing runs come first."""
+        """Admit requests in shadow to the room that interactive requests leave."""
         while len(self._shadow_waiting):
             running = self._own(in_shadow=True)
             sequence, _ = next_to_admit(self._shadow_waiting, running, self.shares(in_shadow=True))
@@ -303,7 +312,7 @@ class Admitter:
             place(sequence, grant)
 
     def shadow_gives_way(self, preempt: Preempt) -> bool:
-        """Preempt the youngest request in shadow for one that is not. False: there is none."""
+        """Preempt the youngest request in shadow. False: there is none that is not pinned."""
         for sequence in reversed(self._own(in_shadow=True)):
             if not sequence.is_pinned:
                 preempt(sequence)
@@ -314,24 +323,24 @@ class Admitter:
         return running_of(self._running, in_shadow=in_shadow)
 
     def line_of(self, sequence: LiveSequence) -> WaitingLine:
-        """The line in which a request waits."""
+        """The waiting line that a request belongs to."""
         return self._shadow_waiting if sequence.request.in_shadow else self._waiting
 
     def _has_place(self, running: Sequence[LiveSequence]) -> bool:
-        """A prompt that waits for its hand-over holds none: others may wait for one that waits. running: all
-        of its kind. Shadows have places of their own, so that whoever comes takes rows of steps from them,
-        and what they have computed only for want of slots."""
+        """True if `max_sequences` allows one more. `running`: all running sequences that are in shadow, or
+        all that are not. Prompts that are held for a hand-over do not count: they could otherwise block the
+        requests that they wait for."""
         return len(running) - sum(map(is_held, running)) < self._limits.max_sequences
 
     def shares(self, *, in_shadow: bool) -> ClientShares:
-        """Equal parts of places and slots for the clients that run or wait."""
+        """Equal shares of places and slots for each client that runs or waits."""
         waiting = (self._shadow_waiting if in_shadow else self._waiting).clients
         running = self._own(in_shadow=in_shadow)
         return ClientShares(self._limits.max_sequences, self._pool.n_slots, running, waiting)
 
     def _gives_way(self, shares: ClientShares, preempt: Preempt, giver: LiveSequence | None) -> bool:
-        """Preempt `giver` for another client's share, which is not counted against it. False: there is no
-        giver."""
+        """Preempt `giver` in favour of another client's share, without counting the preemption against
+        `giver`. False: `giver` is None."""
         if giver is None:
             return False
         shares.gave_way(giver)
@@ -342,8 +351,8 @@ class Admitter:
 def check_laws(
     pool: KvPool, running: Sequence[LiveSequence], lines: Sequence[WaitingLine], live: Collection[str]
 ) -> None:
-    """SchedulerError, with the numbers, where the pool's law is broken, others than running requests own
-    slots, or a request is in two places or in none."""
+    """Raise SchedulerError, with the numbers, if slots are owned by anything but the running requests, or if
+    a request both runs and waits or does neither. `pool.check` raises the pool's own errors."""
     pool.check()
     placements = {sequence.request_id: sequence.placement for sequence in running}
     owned = pool.placements()

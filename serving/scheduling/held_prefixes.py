@@ -1,13 +1,10 @@
-"""Beginnings of prompts that one engine holds, told to whoever routes requests: changes since it was told.
+"""Prompt prefixes that one engine holds, reported as changes to the router.
 
-Held is a block whose keys and values can be taken over now: no slot of it was given to others since it was
-computed, or this engine wrote it to the folder of `serve --prefix-cache`. In memory that is the same for
-every pool, whether it places blocks in one run or by a table: `PrefixIndex` stamps panels of slots with who
-wrote them last. Where layers keep rings, a sequence is held as far as its ring has what its next token sees;
-where they keep states, up to its last kept state. Both are held at their ends, where a conversation goes on,
-so that a prompt that leaves the sequence earlier may find less than was told.
-
-Integers only; called on the engine's thread.
+A block of tokens is held while its keys and values can be reused: its slots were not written by another
+sequence, or this engine wrote it to the folder of `serve --prefix-cache`. With ring layers a sequence counts
+as held as far as its ring still has the window of the next token; with state layers, up to its last kept
+state. A prompt that leaves the sequence earlier may therefore find less than was reported. Integers only;
+called on the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,14 +21,16 @@ from phasewise.serving.scheduling.prefixes import PrefixSource
 from phasewise.serving.scheduling.scheduler import Scheduler
 
 BLOCK_TOKENS = 4 * ALIGNMENT
-"""Whole panels of keys. Shorter blocks tell more of short prompts and make reports longer."""
+"""Tokens in a block: whole panels of keys. Smaller blocks describe short prompts better and make reports
+longer."""
 KEY_BYTES = 8
 
 
 def block_keys(
     token_ids: Sequence[int], model_hash: str, space: str, before: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
-    """A key for each whole block. before: the keys of the first blocks, where they are known."""
+    """Hash keys of the whole blocks of a token sequence. `before`: keys of its first blocks, if already
+    known."""
     keys = list(before)
     last = before[-1].to_bytes(KEY_BYTES, "big") if before else _digest(f"{model_hash}\0{space}".encode())
     begin = len(before) * BLOCK_TOKENS
@@ -48,16 +47,16 @@ def _digest(data: bytes) -> bytes:
 
 
 MOST_STORED_BLOCKS = 2048
-"""Blocks on disk that are told: those of the sequences that were written last."""
+"""Most blocks on disk in a report: those of the sequences written last."""
 MOST_KEYS = 4096
-"""Keys that one report adds, or removes, at most: what is left follows with the next one."""
+"""Most keys that one report adds, and most that it removes; the rest follows in the next report."""
 
 
 class HeldReport(NamedTuple):
-    """Changes of what an engine holds, by key (`block_keys`)."""
+    """Changes of the blocks that an engine holds, by key (`block_keys`)."""
 
     number: int
-    """1 is the first of an engine's life; each follows the one before."""
+    """Serial number of the report within the engine's life, from 1 on."""
     added: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
 
@@ -79,30 +78,31 @@ class Stored(Protocol):
 
 
 class HeldPrefixes:
-    """The prefixes held by the scheduler of one engine. stored: the prefixes written to its folder."""
+    """The prefixes that one engine holds. `stored`: prefixes that it wrote to its prefix folder; None: it has
+    no such folder."""
 
     def __init__(self, scheduler: Scheduler, model_hash: str, stored: Stored | None = None) -> None:
         self._scheduler = scheduler
         self._stored = stored
         self._model_hash = model_hash
         self._keys: dict[PrefixSource | StoredBeginning, tuple[int, ...]] = {}
-        """Keys of the blocks that are held of each sequence."""
+        """Keys of the held blocks of each sequence."""
         self._n_holders: Counter[int] = Counter()
-        """By key: sequences that it is held of."""
+        """Number of sequences that hold the block of a key."""
         self._told: set[int] = set()
         self._to_tell: set[int] = set()
-        """Keys that may have changed since they were told."""
+        """Keys that may have changed since the last report."""
         self._n_reports = 0
         self._seen = 0
 
     @property
     def has_changed(self) -> bool:
-        """True if there may be something to report."""
+        """True if there may be changes to report."""
         return self._n_changes != self._seen or bool(self._to_tell) or not self._n_reports
 
     def report(self) -> HeldReport | None:
-        """The changes since the report before; None: there are none. The first one says that a life begins,
-        whatever is held."""
+        """The changes since the last report; None: there are none. The first report of an engine is made even
+        if nothing is held."""
         if not self.has_changed:
             return None
         self._seen = self._n_changes
@@ -123,7 +123,7 @@ class HeldPrefixes:
         return self._scheduler.n_prefix_changes + (0 if self._stored is None else self._stored.n_changes)
 
     def _look(self) -> None:
-        """Note what is held now; a sequence that has not changed costs little."""
+        """Update the counts of held blocks from the sequences held now."""
         before, self._keys = self._keys, {}
         for source, n_tokens in self._all():
             n_blocks, own = n_tokens // BLOCK_TOKENS, before.pop(source, ())
@@ -158,5 +158,5 @@ class HeldPrefixes:
 
 
 def _some(keys: Iterable[int]) -> tuple[int, ...]:
-    """At most as many changes as a report has room for."""
+    """The first `MOST_KEYS` keys."""
     return tuple(islice(keys, MOST_KEYS))

@@ -1,13 +1,12 @@
-"""Chunked prefill: the size of the next chunk between tokens of answers. Pure: times in, integers out.
+"""Pacing of chunked prefill: the size of the next prompt chunk between tokens of answers. Pure: times in,
+integers out.
 
-The promise is a time per output token. Between two decode steps there is at most one prefill step, so its
-tokens may take what the decode step leaves of the promise: half of it at least.
-
-Where a decode step leaves less, or too little for the least chunk, the promise cannot be kept while prompts
-wait. Then chunks are not cut to crumbs, which would keep nothing and cost both phases: a chunk is as small as
-computes prompts nearly as fast as larger ones, and decode steps follow it until prompts have had no more than
-`PROMPT_SHARE` of the time. Rows are let into a decode step as far as more of them are faster: where a step of
-fewer gives more tokens a second, answers take turns in such steps. Decision 0073.
+The server promises a time per output token. At most one prefill step runs between two decode steps, and may
+take the time that the decode step leaves of the promise, if that is at least half. If a decode step leaves
+less, the promise cannot be kept while prompts wait: a chunk is then as small as computes prompts nearly as
+fast as larger chunks do, and decode steps follow until prompts have had at most `PROMPT_SHARE` of the time. A
+decode step gets fewer rows than there are answers where that gives more tokens a second; answers then take
+turns. Decision 0073.
 """
 
 from __future__ import annotations
@@ -20,16 +19,20 @@ from typing import NamedTuple
 from phasewise.tuner.plans import Phase
 
 USUAL = 0.6
-"""Part of the mean gap up to which shadows fill: a larger one gives batches more, and others longer waits."""
+"""Part of the mean gap between tokens up to which requests in shadow fill a gap. A larger part speeds batches
+up and delays interactive answers."""
 ALONE_NS = 30_000_000
-"""Time of a step of shadows' prompts where nobody else computes: whoever comes waits for its end."""
+"""Time of a prefill step of requests in shadow where nobody else computes: a new request waits for its
+end."""
 LEAST_CHUNK = 16
-"""Prompt tokens of a step beside others: a panel of keys and values."""
+"""Fewest prompt tokens in a step of requests in shadow beside interactive ones: one panel of keys and
+values."""
 _WINDOW_TOKENS = 20_000
 
 
 class ShadowRoom(NamedTuple):
-    """The part of the next step that requests in shadow may have beside others; None: all that is left."""
+    """Rows and prompt tokens of the next step that requests in shadow may have beside interactive ones; None:
+    no limit."""
 
     rows: int | None = None
     chunk_tokens: int | None = None
@@ -40,17 +43,15 @@ NO_ROOM = ShadowRoom(0, 0)
 
 
 class ShadowPacing:
-    """The part of the time that requests in shadow, those of batches, may have beside interactive ones.
+    """Share of the time that requests in shadow (those of batches) get beside interactive ones.
 
-    The time from one token of an interactive answer to the next, a gap, is its decode step and the prompts
-    that others have computed before it. A gap that is shorter than `USUAL` of the mean may be filled with
-    rows and prompts of shadows up to there; a longer one has no room for them. So quiet moments become a
-    little like usual ones, and busy moments, which make the 90th percentile, stay as they are.
+    A gap is the time from one token of an interactive answer to the next: its decode step and the prompts
+    computed before it. A gap shorter than `USUAL` of the mean may be filled up to there with rows and prompts
+    in shadow; a longer gap has no room for them. The 90th percentile of gaps therefore stays as it is.
 
-    Shadows delay answers, so more answers run at a time, and gaps seem longer than they were without shadows.
-    The mean is therefore taken over what gaps would be if as many answers ran as without that delay (by
-    Little's law): else it would grow with what it allows. Decision 0098 has the figures.
-    """
+    Requests in shadow delay answers, so that more answers run at a time and gaps grow. The mean is taken over
+    the gaps as they would be with as many answers as run without that delay (Little's law): else it would
+    grow with the room that it grants. Decision 0098 has the figures."""
 
     def __init__(self) -> None:
         self._mean_ns = self._mean_real_ns = 0.0
@@ -59,7 +60,7 @@ class ShadowPacing:
         self._saved_ns = 0.0
 
     def observe_prompts(self, duration_ns: int, *, in_shadow: bool) -> None:
-        """Learn that a prefill step took this long."""
+        """Record the duration of a prefill step."""
         if in_shadow:
             self._shadow_ns += duration_ns
         else:
@@ -68,8 +69,9 @@ class ShadowPacing:
     def observe_decode(
         self, n_own: int, duration_ns: int, costs_ns: Mapping[int, float], token_ns: float
     ) -> None:
-        """A decode step with rows of so many interactive answers took this long. Others as `room` has them.
-        The room of a gap may be saved up, or owed: no more than for the least chunk of a prompt."""
+        """Record a decode step with rows of `n_own` interactive answers. `costs_ns`: time of a decode step by
+        number of rows. `token_ns`: time of one prompt token. Unused room of a gap is saved, and excess owed,
+        up to the time of the least chunk."""
         own_prompts_ns, real_ns = self._own_ns, self._own_ns + self._shadow_ns + duration_ns
         self._own_ns = self._shadow_ns = 0.0
         if not n_own:
@@ -87,8 +89,8 @@ class ShadowPacing:
         self._mean_real_ns += part * (real_ns - self._mean_real_ns)
 
     def room(self, costs_ns: Mapping[int, float], n_own: int, token_ns: float) -> ShadowRoom:
-        """The room beside so many interactive answers. costs_ns: of decode steps, by rows. token_ns: of
-        one of a prompt."""
+        """Room for requests in shadow beside `n_own` interactive answers. `costs_ns`: time of a decode step
+        by number of rows. `token_ns`: time of one prompt token."""
         if not (n_own and costs_ns):
             return NO_ROOM
         own_ns = self._own_ns + decode_ns(costs_ns, n_own)
@@ -100,8 +102,8 @@ class ShadowPacing:
 
 
 def decode_ns(costs_ns: Mapping[int, float], n_rows: int) -> float:
-    """The time of a decode step, between those of the nearest numbers of rows that were seen; beyond them in
-    proportion to the rows."""
+    """Estimated time of a decode step of `n_rows`: interpolated between measured numbers of rows, and
+    proportional beyond the largest."""
     measured = sorted(costs_ns)
     index = bisect_left(measured, n_rows)
     if index == len(measured):
@@ -115,8 +117,8 @@ def decode_ns(costs_ns: Mapping[int, float], n_rows: int) -> float:
 
 
 def rows_within(costs_ns: Mapping[int, float], n_rows: int, left_ns: float) -> int:
-    """The most further rows that make a step longer by no more than `left_ns`. Beyond the most that were seen
-    one more is tried."""
+    """Number of rows that can be added to a decode step of `n_rows` for at most `left_ns` more time; one more
+    than the largest measured number is tried."""
     most, alone_ns = max(costs_ns), decode_ns(costs_ns, n_rows)
     further = 0
     while n_rows + further < most and decode_ns(costs_ns, n_rows + further + 1) - alone_ns <= left_ns:
@@ -125,16 +127,17 @@ def rows_within(costs_ns: Mapping[int, float], n_rows: int, left_ns: float) -> i
 
 
 DEFAULT_TPOT_MS = 100.0
-"""Ten tokens a second, twice as fast as people read. Sandwich (8.3) asks it of a 160M model in batches."""
+"""Default promise: ten tokens a second, twice as fast as people read. Sandwich (8.3) asks it of a 160M model
+in batches."""
 
 FIRST_TOKENS = 512
-"""Before anything was seen; and where no answer waits for its next token: the ranks compute no more rows at
-once, so a longer batch uses the weights no better, while those in it get their first tokens later."""
+"""Prompt tokens of a step before any was measured, or while no answer waits for a token: the ranks compute no
+more rows at once, and a longer batch only delays first tokens."""
 FIRST_NS = 500_000_000
-"""Time of such a step, where fewer tokens fill it well: whoever comes meanwhile waits for its end."""
+"""Longest time of such a step where fewer tokens fill it well: a new request waits for its end."""
 
 PROMPT_SHARE = 0.75
-"""Part of the time that prompts get where the promise cannot be kept: decision 0073."""
+"""Share of the time that prompts get while the promise cannot be kept (decision 0073)."""
 
 LEAST_TOKENS = 16
 _OLD = 0.75  # what a figure keeps of its weight with each new step
@@ -149,16 +152,16 @@ class PacedStep(NamedTuple):
     """The limits of the next step."""
 
     chunk_tokens: int
-    """The most prompt tokens; 0: a decode step comes first, if there is one."""
+    """Most prompt tokens; 0: a decode step comes first, if any answer waits."""
     rows: int | None = None
     """The most answers of a decode step; None: all."""
     shadow: ShadowRoom = UNBOUNDED
-    """The room of requests in shadow beside others."""
+    """Room of requests in shadow beside interactive ones."""
 
 
 @dataclass(slots=True)
 class _Cost:
-    """The time of steps of one size; newer steps weigh more."""
+    """Mean time of steps of one size; newer steps weigh more."""
 
     ns: float = 0.0
     n_seen: int = 0
@@ -171,20 +174,19 @@ class _Cost:
 
 
 class Pacing:
-    """Learns from the steps how long prompt tokens and decode steps take."""
+    """Learns from measured steps how long prompt tokens and decode steps take, and bounds the next step."""
 
     def __init__(self, promise_ns: int, most_tokens: int, prompt_share: float = PROMPT_SHARE) -> None:
         self.promise_ns = promise_ns
         self.most_tokens = most_tokens
         self.n_over_promise = 0
-        """Decode steps that alone took longer than the promise."""
+        """Number of decode steps that alone took longer than the promise."""
         self._share = prompt_share
         self._decode_ns = 0.0
         self._prefill_ns = 0.0  # of the last steps, the older the less
         self._prefill_tokens = 0.0
         self.best_token_ns = 0.0
-        """Time of a prompt's token in the best large step so far: what the machine can, whatever runs beside
-        now. 0: there was none."""
+        """Time of a prompt token in the fastest large step so far; 0: there was none."""
         self._rows: dict[int, _Cost] = {}
         self._chunks: dict[int, _Cost] = {}  # a token's, by powers of two
         self._n_decoded = 0
@@ -192,7 +194,7 @@ class Pacing:
         self._shadow = ShadowPacing()
 
     def observe(self, phase: Phase, n_tokens: int, duration_ns: int, n_in_shadow: int = 0) -> None:
-        """Learn that a step of this many tokens took this long. n_in_shadow: its slices in shadow."""
+        """Record the duration of a step of `n_tokens`. `n_in_shadow`: number of its slices in shadow."""
         if phase == "prefill":
             self._shadow.observe_prompts(duration_ns, in_shadow=n_in_shadow > 0)
             self._prefill_ns = _OLD * self._prefill_ns + duration_ns
@@ -217,13 +219,12 @@ class Pacing:
 
     @property
     def is_kept(self) -> bool:
-        """True if recent decode steps leave time within the promised time per token."""
         return self._decode_ns <= self.promise_ns
 
     def prompt_token_ns(self, n_answering: int) -> float:
-        """Time that a prompt goes on for each of its tokens while so many answers run; 0: none was computed.
-        Decode steps have what they take of the promise, or what `PROMPT_SHARE` leaves where it is not
-        kept."""
+        """Time per prompt token while `n_answering` answers run, decode steps in between included; 0: no
+        prompt was computed yet. While the promise cannot be kept prompts count with `PROMPT_SHARE` of the
+        time."""
         if not self._prefill_tokens:
             return 0.0
         alone_ns = self._prefill_ns / self._prefill_tokens
@@ -233,8 +234,8 @@ class Pacing:
         return alone_ns / (left_ns / self.promise_ns if left_ns >= self._decode_ns else self._share)
 
     def pace(self, n_answering: int, *, is_all_shadow: bool = False) -> PacedStep:
-        """Bounds of the next step, while so many answers wait for their next token. is_all_shadow: they are
-        of batches, and nobody else computes."""
+        """Limits of the next step while `n_answering` answers wait for a token. `is_all_shadow`: these are
+        answers of batches, and no interactive request computes."""
         step = self._pace(n_answering)
         if is_all_shadow:
             if not self._prefill_tokens:
@@ -244,7 +245,6 @@ class Pacing:
         return step._replace(shadow=self._shadow.room(self._costs_ns(), n_answering, self._token_ns()))
 
     def _token_ns(self) -> float:
-        """The time of one token of a prompt."""
         return max(1.0, self._prefill_ns / max(1.0, self._prefill_tokens))
 
     def _costs_ns(self) -> dict[int, float]:
@@ -274,8 +274,8 @@ class Pacing:
         return int(ns * self._prefill_tokens / max(self._prefill_ns, 1.0))
 
     def _efficient_tokens(self) -> int:
-        """The smallest chunk whose time per token is close to the best, or half of a size that was not tried
-        yet."""
+        """The smallest chunk whose time per token is close to the best measured one, or half of a size whose
+        smaller neighbour was not tried twice."""
         best_ns = min(cost.ns for cost in self._chunks.values())
         size = min(size for size, cost in self._chunks.items() if cost.ns <= _WORSE * best_ns)
         smaller = self._chunks.get(size - 1)
@@ -283,8 +283,8 @@ class Pacing:
         return (1 << size >> (2 if is_unknown else 1)) if size > 5 else LEAST_TOKENS
 
     def _best_rows(self, n_answering: int) -> int | None:
-        """The number of rows with which answers get most tokens a second; None: all. Some smaller numbers are
-        tried from time to time, and recent steps count."""
+        """The number of rows with which answers get the most tokens a second; None: all. Some smaller numbers
+        are tried from time to time, since only recent steps count."""
         whole = self._like(n_answering)
         if n_answering < 2 or whole is None:
             return None
@@ -299,8 +299,8 @@ class Pacing:
         return best if is_better and self._is_newer(whole, n_checked_after) else None
 
     def _like(self, n_answering: int) -> int | None:
-        """The rows of a step that stands for this many answers: as many, or nearly as many where no such step
-        was seen."""
+        """A measured number of rows that stands for `n_answering`: the same, or within a third the one seen
+        last; None: no such step was seen."""
         if n_answering in self._rows:
             return n_answering
         near = [rows for rows in self._rows if 3 * n_answering <= 4 * rows and 3 * rows <= 4 * n_answering]
@@ -310,8 +310,8 @@ class Pacing:
         return rows / self._rows[rows].ns
 
     def _is_known(self, rows: int, fastest_ns: float) -> bool:
-        """True if such a step was seen recently. Longer steps are tried more rarely: tries must not cost more
-        than they can gain."""
+        """True if a step of `rows` was measured recently. Longer steps are tried more rarely, so that trying
+        costs at most `_TRIED_COSTS` of the time."""
         cost = self._rows.get(rows)
         if cost is None:
             return False
@@ -323,7 +323,8 @@ class Pacing:
 
 
 def _tried_below(n_answering: int) -> Iterator[int]:
-    """Powers of two and the middles between them, below a limit, the largest first."""
+    """Numbers of rows to try: powers of two and the middles between them below `n_answering`, the largest
+    first."""
     for size in reversed(range((n_answering - 1).bit_length())):
         if size and 3 << size - 1 < n_answering:
             yield 3 << size - 1

@@ -1,13 +1,10 @@
-"""Prefix cache: whose block holds the keys and values of a prompt's beginning.
+"""Prefix index: which KV block holds the keys and values of a prompt's prefix.
 
-Tokens are looked up in runs of `RUN_TOKENS`, by a chain of hashes, so that one look says how much of a
-prompt somebody else has; the tokens themselves are compared before anything is believed. A sequence finds
-only those of its own `space`: how fast a prompt is answered must not tell one user what another has sent.
-The pool knows nothing of this: what a block held stays readable after its release, until its slots are
-written again. Each panel of slots carries the serial of the sequence that wrote it last, and a run is there
-as long as its panel carries its sequence's. So what is kept costs no request its place.
-
-Integers only. Copies are asked for in the order in which they must be done, before anything is computed.
+Tokens are looked up in runs of `RUN_TOKENS` by a chain of hashes, and then compared. A sequence finds only
+sequences of its own `space`, so that the time of an answer does not tell one user what another has sent. A
+released block stays readable until its slots are written again: each panel of slots carries the serial of the
+sequence that wrote it last, and a run is present while its panel carries its sequence's serial. Integers
+only; copies are listed in the order in which they must be done, before anything is computed.
 """
 
 from __future__ import annotations
@@ -22,20 +19,21 @@ from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement, Rin
 from phasewise.serving.pools.state_places import KeptCopy
 
 RUN_TOKENS = ALIGNMENT
-"""One panel of keys: copies move whole panels, and a sibling computes 16 tokens at most."""
+"""Tokens in a run: one panel of keys, since copies move whole panels."""
 
 
 class PrefixError(AssertionError):
-    """A sequence is not where the index has it: a bug."""
+    """The index and the scheduler disagree on where a sequence is: a bug."""
 
 
 class Match(NamedTuple):
-    """The part of a sequence's beginning that others have: whole runs, and never its last token."""
+    """The part of a sequence's prefix that other sequences have: whole runs, never the sequence's last
+    token."""
 
     n_ready: int
     """Tokens that can be copied now."""
     source: Placement | None
-    """The sequence to copy from; None where nothing is ready."""
+    """Placement of the sequence to copy from; None if nothing is ready."""
     n_coming: int
     """Tokens that a running sequence will have computed soon; at least `n_ready`."""
 
@@ -45,7 +43,7 @@ NOTHING = Match(0, None, 0)
 
 @dataclass(slots=True, eq=False)
 class PrefixSource:
-    """A sequence as far as it is known: the first `n_ready` of its tokens have keys and values."""
+    """A sequence whose first `n_ready` tokens have keys and values in `placement`."""
 
     serial: int
     space: str
@@ -55,19 +53,19 @@ class PrefixSource:
     n_ready: int
     is_live: bool = True
     n_written: int = 0
-    """Tokens up to the last that was ever stored, drafts included: in a ring they took the places of earlier
-    ones."""
+    """Tokens up to the last position ever stored, drafts included: in a ring these overwrote earlier
+    positions."""
     ring_begin: int = 0
-    """The first position that its ring has had: earlier ones were not copied into it, since no later token
+    """The first position stored in the sequence's ring; earlier ones were not copied, since no later token
     sees them."""
 
 
 class Computed:
-    """The keys and values of a sequence's first tokens, where they lie. Any thread may ask `is_there`: a
-    reader asks it after it has read, and believes what it read only then."""
+    """Keys and values of a sequence's first tokens, for a reader on any thread, which calls `is_there` after
+    reading and discards what it read if that is False."""
 
     states: tuple[KeptCopy, ...] = ()
-    """Copies of the sequence's states."""
+    """Copies of the sequence's states, for layers that keep a state."""
 
     def __init__(self, index: PrefixIndex, source: PrefixSource) -> None:
         self._index = index
@@ -79,12 +77,13 @@ class Computed:
         self.chain = source.chain
 
     def is_there(self, begin: int, end: int) -> bool:
-        """True if nothing was written over these positions, and they have not moved."""
+        """True if positions [begin, end) were neither overwritten nor moved."""
         return self._index.holds(self._source, self.placement, begin, end)
 
 
 def chain(token_ids: Sequence[int], prefix: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
-    """For each whole run, a hash of `space` and all tokens to its end. `prefix`: that of the first runs."""
+    """Chained hashes of `space` and the tokens up to the end of each whole run. `prefix`: hashes of the first
+    runs, if already known."""
     hashes = list(prefix)
     last = hashes[-1] if hashes else hash(space)
     for start in range(len(hashes) * RUN_TOKENS, len(token_ids) - RUN_TOKENS + 1, RUN_TOKENS):
@@ -94,7 +93,8 @@ def chain(token_ids: Sequence[int], prefix: tuple[int, ...] = (), space: str = "
 
 
 class PrefixIndex:
-    """Sequences by the runs that they begin with. Owners are named by the caller."""
+    """Finds sequences by the runs of tokens that they begin with. An owner is the id of the request that
+    writes a block."""
 
     def __init__(self, n_slots: int, rings: Rings | None = None) -> None:
         self._n_slots = n_slots
@@ -108,23 +108,23 @@ class PrefixIndex:
         self._n_retired_tokens = 0
         self._listener: list[Computed] | None = None
         self.n_changes = 0
-        """Times that what can be taken over may have changed, but for prompts that go on."""
+        """Counter of changes in what can be reused, not counting prompts that are still being computed."""
 
     @property
     def sources(self) -> tuple[PrefixSource, ...]:
-        """Every sequence that the index knows."""
+        """Every sequence that the index knows, running or ended."""
         return (*self._live.values(), *self._retired)
 
     def n_held(self, source: PrefixSource) -> int:
-        """The number of first tokens that can be taken over now; with rings by a sequence that begins with
-        all of them."""
+        """Number of first tokens of `source` whose keys and values can be reused now. With rings: for a
+        sequence that begins with all of these tokens."""
         n_there = self._n_there(source, source.n_ready)
         if self._rings is not None and n_there and not self._is_in_ring(source, n_there, n_there):
             return 0
         return n_there
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str = "") -> Match:
-        """The longest match in `space` for a sequence of these tokens and this `chain`."""
+        """The longest match for a sequence within `space`. `runs`: the `chain` of its tokens."""
         best = NOTHING
         for n_runs in range(min(len(runs), (len(token_ids) - 1) // RUN_TOKENS), 0, -1):
             n_tokens = n_runs * RUN_TOKENS
@@ -150,8 +150,8 @@ class PrefixIndex:
         placement: Placement,
         space: str = "",
     ) -> None:
-        """`owner` begins to write a block: its former contents are gone. sequence: its tokens and their
-        chain."""
+        """Record that `owner` begins to write a block, whose former contents are lost. `sequence`: tokens and
+        their `chain`."""
         self._serial += 1
         token_ids, runs = sequence
         source = PrefixSource(self._serial, space, token_ids, runs, placement, 0)
@@ -161,13 +161,15 @@ class PrefixIndex:
         self._enter(source, 0)
 
     def overwritten(self, placement: Placement) -> None:
-        """A block is written by an owner that is not in the index: its former contents are gone."""
+        """Record that a block is written by an owner that the index does not know: its former contents are
+        lost."""
         self._serial += 1
         self.n_changes += 1
         self._stamp(PrefixSource(self._serial, "", (), (), placement, 0))
 
     def moved(self, owner: str, placement: Placement) -> None:
-        """`owner` has a larger block, into which its keys and values are copied before they are read."""
+        """Record the larger block into which the keys and values of `owner` are copied before they are
+        read."""
         source = self._live.get(owner)
         if source is not None:
             source.placement = placement
@@ -175,55 +177,58 @@ class PrefixIndex:
             self._stamp(source)
 
     def advance(self, owner: str, n_ready: int) -> None:
-        """The first `n_ready` tokens of `owner` have keys and values now."""
+        """Record that the first `n_ready` tokens of `owner` have keys and values."""
         source = self._live.get(owner)
         if source is not None:
             source.n_ready = n_ready
 
     def brought(self, owner: str, n_tokens: int) -> None:
-        """Note that keys and values of the first `n_tokens` are copied; into a ring, those that the next
-        token sees."""
+        """Record that keys and values of the first `n_tokens` of `owner` were copied into its block; into a
+        ring, only the window that the next token sees."""
         source = self._live.get(owner)
         if source is not None:
             source.n_ready = n_tokens
             source.ring_begin = max(0, n_tokens - self._rings.window) if self._rings else 0
 
     def wrote(self, owner: str, n_tokens: int) -> None:
-        """Note up to which position keys and values of `owner` were stored, drafts included."""
+        """Record the number of tokens of `owner` whose keys and values were stored, drafts included."""
         source = self._live.get(owner)
         if source is not None:
             source.n_written = max(source.n_written, n_tokens)
 
     def report_to(self, listener: list[Computed]) -> None:
-        """Append computed prompts and ended sequences to `listener` from now on; its reader empties it."""
+        """Append computed prompts and ended sequences to `listener` from now on; its reader empties the
+        list."""
         self._listener = listener
 
     def completed(self, owner: str) -> None:
-        """Note that the whole prompt of `owner` has keys and values."""
+        """Record that the whole prompt of `owner` has keys and values."""
         source = self._live.get(owner)
         if source is not None:
             self.n_changes += 1
             self._note(source)
 
     def holds(self, source: PrefixSource, placement: Placement, begin: int, end: int) -> bool:
-        """True if positions [begin, end) of `source` were not overwritten."""
+        """True if positions [begin, end) of `source` are still in `placement`."""
         if source.n_ready < end or source.placement._replace(state=None) != placement._replace(state=None):
             return False
         panels = (placement.slot(position) // RUN_TOKENS for position in range(begin, end, RUN_TOKENS))
         return all(self._stamps[panel] == source.serial for panel in panels)
 
     def source(self, owner: str) -> PrefixSource | None:
-        """The sequence of `owner` while it runs."""
+        """The sequence of `owner` while it runs; None: it does not."""
         return self._live.get(owner)
 
     def placed(self, source: PrefixSource, n_tokens: int) -> Placement | None:
-        """The block of a sequence if keys and values of its first tokens are still in it."""
+        """The block of a sequence if keys and values of its first `n_tokens` are still in it; None: they are
+        not."""
         n_there = self._n_there(source, -(-n_tokens // RUN_TOKENS) * RUN_TOKENS)
         return source.placement if n_there >= n_tokens else None
 
     def retire(self, owner: str, token_ids: tuple[int, ...]) -> PrefixSource | None:
-        """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts. No
-        more tokens are remembered than there are slots: those that ended longest ago are forgotten."""
+        """Record that `owner` gives its block back with keys and values of `token_ids`, which others may copy
+        until the block is overwritten. The index remembers at most as many ended tokens as there are slots,
+        and forgets the sequences that ended longest ago."""
         source = self._live.pop(owner, None)
         if source is None:
             return None
@@ -244,7 +249,7 @@ class PrefixIndex:
         return source
 
     def drop(self, owner: str) -> None:
-        """Forget what the block of `owner` holds."""
+        """Forget the running sequence of `owner`."""
         source = self._live.pop(owner, None)
         if source is not None:
             self.n_changes += 1
@@ -252,7 +257,7 @@ class PrefixIndex:
             self._leave(source, 0)
 
     def forget_ended(self) -> None:
-        """Forget where ended sequences lie."""
+        """Forget all ended sequences."""
         self.n_changes += 1
         for source in self._retired:
             source.n_ready = 0
@@ -261,7 +266,7 @@ class PrefixIndex:
         self._n_retired_tokens = 0
 
     def clear(self) -> None:
-        """Forget everything: keys and values are lost."""
+        """Forget all sequences: their keys and values are lost."""
         self.n_changes += 1
         for source in (*self._live.values(), *self._retired):
             source.n_ready = 0
@@ -270,7 +275,8 @@ class PrefixIndex:
         self._n_retired_tokens = 0
 
     def check(self, owner: str, placement: Placement, n_computed: int) -> None:
-        """Raise unless a started owner's block carries its serial, and no more is ready than was computed."""
+        """Raise PrefixError unless the block of `owner` carries its serial and at most `n_computed` tokens
+        are ready."""
         source = self._live[owner]
         n_there = self._n_there(source, source.n_ready)
         if (
@@ -309,8 +315,8 @@ class PrefixIndex:
             )
 
     def _is_in_ring(self, source: PrefixSource, n_ready: int, n_tokens: int) -> bool:
-        """True if the ring of `source` has what a token after its first `n_ready` sees, and, where it is
-        live, will have what one after its first `n_tokens` sees."""
+        """True if the ring of `source` has the window of the token after its first `n_ready` and, if `source`
+        still runs, will have the window of the token after its first `n_tokens`."""
         assert self._rings is not None
         ring = source.placement.ring
         if ring is None:
@@ -325,7 +331,7 @@ class PrefixIndex:
         return all(stamp == source.serial for stamp in stamps)
 
     def _n_there(self, source: PrefixSource, n_tokens: int) -> int:
-        """The number of the first tokens that have not been overwritten, in whole runs."""
+        """Number of first tokens, in whole runs, that have not been overwritten."""
         n_there = 0
         for begin, end in _pieces(source.placement, n_tokens // RUN_TOKENS * RUN_TOKENS):
             stamps = self._stamps[begin // RUN_TOKENS : end // RUN_TOKENS]
@@ -342,9 +348,10 @@ class PrefixIndex:
 def copies_between(
     source: Placement, target: Placement, n_tokens: int, window: int = 0
 ) -> tuple[int, list[KvCopy]]:
-    """Copies that bring the first tokens from one block to another, and how many tokens they bring. window:
-    positions that layers with rings see. Fewer than asked where the blocks share slots in another order, and
-    a copy would destroy the source of one after it; with rings none then. Nothing is copied where it is."""
+    """List the copies that bring the first `n_tokens` from one block to another, and the number of tokens
+    they bring. `window`: positions that ring layers see. The number is smaller than `n_tokens` where the
+    blocks share slots in another order, so that a copy would destroy the source of a later copy; with rings
+    it is then 0. Tokens that are in place already need no copy."""
     copies: list[KvCopy] = []
     done = 0
     for (begin, end), (target_begin, _) in zip(
@@ -366,8 +373,8 @@ def copies_between(
 def _ring_copies(
     source: tuple[int, int], target: tuple[int, int], n_tokens: int, window: int
 ) -> list[KvCopy] | None:
-    """Copies of what a token after the first `n_tokens` sees, panel by panel; None where one would destroy
-    the source of one after it."""
+    """Copies of the ring panels that the token after the first `n_tokens` sees; None where one copy would
+    destroy the source of a later one."""
     copies: list[KvCopy] = []
     begin = max(0, n_tokens - window) // RUN_TOKENS * RUN_TOKENS
     for position in range(begin, n_tokens, RUN_TOKENS):
@@ -382,7 +389,7 @@ def _ring_copies(
 
 
 def _cut(placement: Placement, other: Placement, n_tokens: int) -> list[tuple[int, int]]:
-    """The place of a sequence's first tokens, cut into runs of KV_CHUNK where either placement is a table."""
+    """Slot ranges of a sequence's first tokens, cut into runs of KV_CHUNK if either placement is a table."""
     if placement.table is None and other.table is None:
         return [(placement.base, placement.base + n_tokens)]
     if placement.table is not None:
@@ -392,7 +399,7 @@ def _cut(placement: Placement, other: Placement, n_tokens: int) -> list[tuple[in
 
 
 def _pieces(placement: Placement, n_tokens: int) -> list[tuple[int, int]]:
-    """Ranges of slots that hold the first tokens, in order."""
+    """Slot ranges that hold the first `n_tokens`, in order."""
     if placement.table is None:
         return [(placement.base, placement.base + n_tokens)]
     return [
@@ -402,7 +409,7 @@ def _pieces(placement: Placement, n_tokens: int) -> list[tuple[int, int]]:
 
 
 def _joined(copies: list[KvCopy]) -> list[KvCopy]:
-    """Join neighbouring copies where both source and target continue."""
+    """Merge neighbouring copies whose source and target ranges both continue."""
     joined: list[KvCopy] = []
     for copy in copies:
         if joined:

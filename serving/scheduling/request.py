@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: token ids and counts. No text, no sampling, no clock."""
+"""Requests as the scheduler sees them: token ids and counts. No text, no sampling, no clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ FinishReason = Literal["stop", "length"]
 
 
 def space_of(cache_space: str, adapter_hash: str) -> str:
-    """The hash of a cache space and an adapter: prompts within it that begin alike have the same keys and
-    values."""
+    """Name of the prefix-cache space of a cache space and an adapter: prompts within it that begin alike have
+    equal keys and values."""
     return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request. Ends at the first token in `stop_token_ids`, or after `max_tokens` tokens."""
+    """A request to generate tokens, which ends at the first token in `stop_token_ids` or after `max_tokens`
+    tokens."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -27,60 +28,62 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     """The model's end tokens; empty where the request ignores them."""
     estimate: Estimate | None = None
-    """The expected length of its answer."""
+    """Expected length of the answer."""
     cache_space: str = ""
-    """Keys and values are copied between requests of one space, and never to another."""
+    """Prefix-cache space: keys and values are copied between requests of one space only."""
     prefill_only: bool = False
-    """Its prompt is computed here and its answer elsewhere: what was computed is held for a hand-over."""
+    """True if only the prompt is computed here: its keys and values are held for a hand-over to the instance
+    that answers."""
     client: str = ""
-    """Requests that wait belong to clients, which take turns."""
+    """Client that sent the request; waiting clients take turns."""
     takes_over: bool = True
-    """False: keys and values of its prompt are all computed, because logits of every token are wanted."""
+    """False: the whole prompt is computed without prefix reuse, because logits of every token are wanted."""
     in_shadow: bool = False
-    """It takes what others leave of steps, places and slots (`pacing.ShadowPacing`)."""
+    """True if the request only gets what others leave of steps, places and slots (`pacing.ShadowPacing`)."""
     adapter: int = 0
-    """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
+    """Number of the model's adapter that computes the request, from 1 on; 0: the base model."""
     given: tuple[int, ...] = ()
-    """Tokens of its answer that were sampled before it came here; `max_tokens` counts them."""
+    """Answer tokens that were sampled before the request came here; `max_tokens` counts them."""
     turns: tuple[int, ...] = ()
-    """Positions of its prompt where turns of the assistant begin at which a later prompt may differ."""
+    """Prompt positions where assistant turns begin: a later prompt may differ from there on."""
 
     @property
     def most_tokens(self) -> int:
-        """Positions that hold the request to its very end."""
+        """Length of prompt and longest answer together."""
         return len(self.prompt_token_ids) + self.max_tokens
 
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A request between its arrival and its last token: it waits, or it runs and owns KV slots. Of its tokens
-    (the prompt and the answer so far) the first `n_computed` have keys and values."""
+    """A request between its arrival and its last token: it waits, or runs and owns KV slots. The first
+    `n_computed` of its tokens (prompt and answer so far) have keys and values."""
 
     request: Request
     admission: int | None = None
-    """Serial of its first admission: of two that were admitted, the lower one is the older. This is what age
-    means here. None: it was never admitted."""
+    """Serial number of the request's first admission, its age: lower is older. None: it was never
+    admitted."""
     placement: Placement | None = None
-    """None: it waits."""
+    """The sequence's KV block; None: the sequence waits."""
     n_computed: int = 0
     n_reused: int = 0
-    """Tokens of its prompt whose keys and values it took over when it was first placed."""
+    """Prompt tokens whose keys and values were reused when the sequence was first placed."""
     generated: list[int] = field(default_factory=list)
     n_preempted: int = 0
     turn: int = 0
-    """The decode step that it had a row in last."""
+    """Number of the last decode step in which the sequence had a row."""
     has_started: bool = False
-    """True if anything of it has been computed or copied since it was placed."""
+    """True if anything of the sequence was computed or copied since it was placed."""
     runs: tuple[int, ...] | None = None
-    """`prefixes.chain` of its tokens when it was placed; None: not asked for yet."""
+    """`prefixes.chain` of the sequence's tokens when it was placed; None: not computed yet."""
     awaits_kv: bool = False
-    """Its prompt is computed elsewhere, and keys and values have not arrived."""
+    """True while the prompt is computed elsewhere and its keys and values have not arrived."""
     is_restored: bool = False
-    """Keys and values of its beginning are read from a store into its block."""
+    """True while keys and values of the sequence's prefix are read from a store into its block."""
     has_looked: bool = False
-    """True once a store was asked for its beginning, since it was placed."""
+    """True if a store was asked for the sequence's prefix since it was placed."""
     is_pinned: bool = False
-    """Keys and values are on their way into its block or out of it: it is neither moved nor preempted."""
+    """True while keys and values are sent into or out of the block: the sequence is neither moved nor
+    preempted."""
 
     @property
     def request_id(self) -> str:
@@ -88,28 +91,30 @@ class LiveSequence:
 
     @property
     def age(self) -> int:
-        """The age of an admitted request, by its serial of admission."""
+        """Serial number of the first admission; lower is older."""
         assert self.admission is not None, f"{self} was never admitted"
         return self.admission
 
     @property
     def n_tokens(self) -> int:
-        """Prompt and answer so far."""
+        """Number of tokens of the prompt and the answer so far."""
         return len(self.request.prompt_token_ids) + len(self.generated)
 
     @property
     def n_pending(self) -> int:
-        """Tokens known but not yet computed. The logits after the last of them give the next token."""
+        """Number of tokens known but not yet computed. The logits after the last of them give the next
+        token."""
         return self.n_tokens - self.n_computed
 
     @property
     def is_prefilling(self) -> bool:
-        """True if more is pending than the token sampled last: a prompt, or what a preemption undid."""
+        """True if more than the last sampled token is pending: a prompt, or tokens that a preemption
+        undid."""
         return not self.generated or self.n_pending > 1
 
     @property
     def can_prefill(self) -> bool:
-        """True if a prefill step has anything to compute for it."""
+        """True if a prefill step can compute tokens of this sequence."""
         return self.is_prefilling and self.n_pending > 0 and not (self.awaits_kv or self.is_restored)
 
     @property
@@ -117,7 +122,7 @@ class LiveSequence:
         return (*self.request.prompt_token_ids, *self.generated)
 
     def pending_ids(self, n_tokens: int) -> tuple[int, ...]:
-        """The first of the pending tokens."""
+        """The first `n_tokens` of the pending tokens."""
         start, prompt = self.n_computed, self.request.prompt_token_ids
         end = start + n_tokens
         if end <= len(prompt):
@@ -126,47 +131,48 @@ class LiveSequence:
         return (*prompt[start:], *answer)
 
     def begin_again(self) -> None:
-        """Forget what was computed: the request has no keys and values any more."""
+        """Forget all computed keys and values of the sequence."""
         self.n_computed, self.has_started, self.runs = 0, False, None
         self.is_restored = self.has_looked = False
 
     def demand(self, *, in_full: bool) -> Demand:
-        """The slots that it needs of the pool to run now, or `in_full`: to its very end."""
+        """KV slots that the sequence needs to run now, or `in_full`: to its longest possible end."""
         most = self.request.most_tokens
         held = most if in_full else self.n_tokens
         return Demand(held, most, len(self.request.prompt_token_ids), self.request.estimate)
 
     def finish_reason(self) -> FinishReason | None:
-        """The reason that it ends with the token sampled last; None while it goes on."""
+        """The reason why the sequence ends with the last sampled token; None: it goes on."""
         if self.generated and self.generated[-1] in self.request.stop_token_ids:
             return "stop"
         return "length" if len(self.generated) >= self.request.max_tokens else None
 
 
 class TokenOut(NamedTuple):
-    """One new token of one request. The request holds nothing any more once `finish_reason` is set."""
+    """One new token of one request. A request with a `finish_reason` has ended and holds no slots."""
 
     request_id: str
     token_id: int
     n_generated: int
-    """Tokens of the answer so far, with this one."""
+    """Number of answer tokens so far, this one included."""
     finish_reason: FinishReason | None
     n_reused: int = 0
-    """Tokens of the prompt that were not computed again."""
+    """Number of prompt tokens whose keys and values were reused."""
 
 
 MOST_PREEMPTIONS = 3
-"""After this many preemptions a request is preempted for the oldest one only, and only once more."""
+"""Preemptions after which a request is preempted only for the oldest one, and only once more."""
 
 DEFAULT_BATCH_TOKENS = 2048
-"""Splitwise's knee: more tokens per prefill batch no longer raise throughput."""
+"""Most prompt tokens in a prefill batch. Splitwise's knee: more no longer raise throughput."""
 DEFAULT_SEQUENCES = 32
-"""Answers computed at the same time."""
+"""Most answers computed at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`context_length`: positions the model has. `max_waiting`: the queue's end; None for an endless one."""
+    """Limits of a scheduler. `context_length`: positions that the model has. `max_waiting`: longest waiting
+    line; None: no limit."""
 
     context_length: int
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
@@ -177,7 +183,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Counts since the start. They never fall."""
+    """Counters since the start; none ever falls."""
 
     preemptions: int = 0
     prefix_hits: int = 0
@@ -192,11 +198,11 @@ class Flight(NamedTuple):
     sequences: tuple[LiveSequence, ...]
     """Sequences of the batch's slices, in order."""
     moved: frozenset[str]
-    """Requests, also of other batches, whose keys and values it copies."""
+    """Ids of requests, also of other batches, whose keys and values the batch copies to another block."""
 
 
 class DraftRoom(NamedTuple):
-    """A sequence of a decode batch, and the most drafts that its slice may carry."""
+    """A sequence of a decode batch, and the most draft tokens that its slice may carry."""
 
     sequence: LiveSequence
     most: int

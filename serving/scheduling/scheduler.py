@@ -1,28 +1,26 @@
 """Continuous batching. Pure: integers in, a batch out; no clock, no tensors.
 
-A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
-take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
-`pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and in
-each chunk (`admission`), and a client's own requests are first come, first served. While a client that
-holds less than its share of places and slots waits, others that hold more give way (`waiting_line`, decision
-0072). Whatever else must be chosen (`admission`), age chooses: the order of first admissions.
+A step is either prefill or decode, so that each phase keeps its own plan. While answers run and prompts wait
+the phases alternate: one chunk of prompts, whose size `pacing` limits, then one token for each running
+answer. Clients take turns at admission (`waiting_line`, decision 0039) and in each chunk (`admission`); a
+client's own requests are first come, first served. Clients that hold more than their share of places and
+slots give way to a waiting client that holds less (decision 0072). Every other choice is by age: the order of
+first admissions.
 
-A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
-overtakes one that is next. An answer that outgrows its block gets a larger one. Where there is none the
-request that was admitted last gives its block back and waits again, with the answer it has; what it had
-computed is computed again later. So the oldest always goes on. A request that was preempted
-`MOST_PREEMPTIONS` times gets a block for its whole answer, and gives it back to the oldest alone; after that
-it runs as the oldest itself. Decision 0021.
+A request is admitted when the pool has room for its present tokens, not for its longest answer; no request
+overtakes the next one. An answer that outgrows its block gets a larger one. If no slots are free the request
+admitted last is preempted: it waits again with the answer so far, and its keys and values are computed again
+later. A request that was preempted `MOST_PREEMPTIONS` times gets a block for its whole answer, which only the
+oldest request can take; after that it runs as the oldest itself. Decision 0021.
 
-A request can be divided between two schedulers. One computes its prompt (`Request.prefill_only`) and holds
-the keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other one is
-told to `expect` it, places and pins a block for it, and runs it once everything has `arrived`. A pinned block
-is neither moved nor preempted; where pinned blocks alone could make room, a request waits for the next step.
+A request can be divided between two schedulers. One computes the prompt (`Request.prefill_only`) and holds
+its keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other is told to
+`expect` the request, pins a block for it, and runs it once everything has `arrived`. A pinned block is
+neither moved nor preempted. A request whose prefix a store has (`reads_from`) waits in a pinned block until
+it is `restored`.
 
-A request whose beginning a store has (`reads_from`) waits in its block, pinned, until that is `restored`.
-
-Requests in shadow (those of batches) have what others leave: they are admitted while nobody else waits, give
-way to anybody at once, and share a step as far as `ShadowRoom` says.
+Requests in shadow (those of batches) are admitted while no other request waits, are preempted first, and
+share steps as `ShadowRoom` allows.
 """
 
 from __future__ import annotations
@@ -68,14 +66,15 @@ from phasewise.tuner.plans import Phase
 
 
 class Scheduler:
-    """Owns every request between `add` and its last token, and the KV pool they live in."""
+    """Owns every request from `add` to its last token, and the KV pool that holds the requests' keys and
+    values."""
 
     def __init__(self, pool: KvPool, limits: SchedulerLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.counts = SchedulerCounts()
         self.n_pool_changes = 0
-        """Calls that changed the pool: a reader of its figures can skip equal counts."""
+        """Number of calls that changed the pool: a reader of the pool's figures can skip equal counts."""
         self._live: dict[str, LiveSequence] = {}
         self._waiting = WaitingLine()
         self._shadow_waiting = WaitingLine()
@@ -99,7 +98,7 @@ class Scheduler:
 
     @property
     def n_clients_waiting(self) -> int:
-        """Clients that take turns: those with requests that were never admitted."""
+        """Number of clients with requests that were never admitted."""
         return self._waiting.n_clients
 
     @property
@@ -108,7 +107,7 @@ class Scheduler:
 
     @property
     def n_in_shadow(self) -> int:
-        """Requests in shadow, which are counted neither among those that wait nor among those that run."""
+        """Number of live requests in shadow; these count neither as waiting nor as running."""
         return sum(sequence.request.in_shadow for sequence in self._live.values())
 
     @property
@@ -117,21 +116,22 @@ class Scheduler:
 
     @property
     def n_prefix_changes(self) -> int:
-        """Changes of `held_prefixes`, as far as they must be told: equal counts, equal answers."""
+        """Counter of changes in `held_prefixes`: while it is equal, so is the result."""
         return self._prefixes.n_changes
 
     def held_prefixes(self) -> Iterator[tuple[PrefixSource, int]]:
-        """Sequences that others can take over, each with the number of its first tokens that they can."""
+        """Sequences whose prefix others can reuse, each with the number of its first tokens that are held."""
         return self._states.held()
 
     @property
     def n_answering(self) -> int:
-        """Answers that wait for their next token, as `admission` counts them."""
+        """Number of answers that wait for their next token; those in shadow count only where nothing else can
+        be computed."""
         return n_answering(self._running)
 
     @property
     def is_all_shadow(self) -> bool:
-        """True if nothing can be computed but requests in shadow."""
+        """True if only requests in shadow have tokens that can be computed now."""
         return is_all_shadow(self._running)
 
     def add(self, request: Request) -> None:
@@ -143,15 +143,15 @@ class Scheduler:
         self.requeue(request)
 
     def expect(self, request: Request) -> None:
-        """Queue a request whose prompt is computed elsewhere. `add`'s errors. It gets a block in its turn;
-        from then on `expected` names it, until it has `arrived` or is aborted."""
+        """Queue a request whose prompt another instance computes; raises `add`'s errors. Once it has a block,
+        `expected` names it until `arrived` or `abort` is called."""
         self.add(request)
         self._live[request.request_id].awaits_kv = True
 
     @property
     def expected(self) -> dict[str, Placement]:
-        """The places where keys and values of expected requests may be written now, by request. Empty while
-        copies are to be done: their sources may lie in a block that has a new owner."""
+        """Blocks into which keys and values of expected requests may be written now, by request id. Empty
+        while copies are pending, whose sources may lie in these blocks."""
         if self._copies or (self._in_flight is not None and self._in_flight.batch.copies):
             return {}
         return {
@@ -162,12 +162,12 @@ class Scheduler:
 
     @property
     def awaiting_kv(self) -> tuple[str, ...]:
-        """Expected requests that have not arrived, whether they have a block or not."""
+        """Ids of expected requests that have not arrived, with or without a block."""
         return tuple(name for name, sequence in self._live.items() if sequence.awaits_kv)
 
     def arrived(self, request_id: str, token_id: int) -> TokenOut | None:
-        """An expected request's keys and values are in its block, and its first token is sampled: it runs.
-        None if it was aborted. SchedulerError if it has no block yet, or was not expected."""
+        """Start an expected request whose keys and values are in its block with the first sampled token.
+        None: it was aborted. SchedulerError: it was not expected, or has no block yet."""
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
@@ -180,8 +180,8 @@ class Scheduler:
         return self._append(sequence, token_id)
 
     def hand_over(self, request_id: str) -> Placement | None:
-        """Pin what is computed of a `prefill_only` request while it is sent; where it is. None if it is gone
-        or waits, because it was preempted."""
+        """Pin the block of a `prefill_only` request while its keys and values are sent, and return the block.
+        None: the request is gone or was preempted."""
         sequence = self._live.get(request_id)
         if sequence is None or sequence.placement is None or not sequence.has_started:
             return None
@@ -191,14 +191,15 @@ class Scheduler:
         return sequence.placement
 
     def reads_from(self, find: FindStored) -> StoredBeginnings:
-        """Read beginnings of prompts from a store from now on."""
+        """Read prompt prefixes from a store from now on. `find`: number of first tokens that the store
+        has."""
         assert self.limits.prefix_reuse, "without prefix reuse nothing is taken over"
         self._stored = StoredBeginnings(find, self._prefixes, self._states.copies_along)
         return self._stored
 
     def restored(self, request_id: str, n_tokens: int) -> None:
-        """Note that a store has filled the first tokens of a request's block; 0: none. A request that was
-        aborted meanwhile is ignored."""
+        """Record that a store has filled the first `n_tokens` of a request's block; 0: none. A request that
+        was aborted meanwhile is ignored."""
         sequence = self._live.get(request_id)
         if sequence is None or not sequence.is_restored:
             return
@@ -210,29 +211,30 @@ class Scheduler:
             self._states.give_up(sequence)
 
     def placement(self, request_id: str) -> Placement:
-        """The placement of a request of the batch under way."""
+        """The placement of a request of the batch being computed."""
         placement = self._live[request_id].placement
         assert placement is not None, f"{request_id!r} waits"
         return placement
 
     def n_computed(self, request_id: str) -> int:
-        """Tokens of a request that have keys and values; 0 where it waits or is gone."""
+        """Number of a request's tokens that have keys and values; 0 if it waits or is gone."""
         sequence = self._live.get(request_id)
         return 0 if sequence is None else sequence.n_computed
 
     def acknowledge(self, request_id: str) -> bool:
-        """Free the block of a request that was handed over and has arrived. False if it is gone already."""
+        """Free the block of a request that was handed over and has arrived. False: it is gone already."""
         return self.abort(request_id)
 
     def take_copies(self) -> tuple[KvCopy, ...]:
-        """Copies that no batch carries yet, to be done at once: for when `next_batch` has answered None."""
+        """Remove and return the copies that no batch carries yet, to be done at once. Call when `next_batch`
+        returned None."""
         copies = tuple(self._copies)
         self._copies.clear()
         self._moved.clear()
         return copies
 
     def requeue(self, request: Request) -> None:
-        """Queue a request that had been accepted before, however many wait."""
+        """Queue a request that was accepted before, even if the waiting line is full."""
         refuse_impossible(request, self.limits, self.pool)
         if request.request_id in self._live:
             raise SchedulerError(f"request {request.request_id!r} is here already")
@@ -246,10 +248,10 @@ class Scheduler:
     def next_batch(
         self, chunk_tokens: int | None = None, most_rows: int | None = None, shadow: ShadowRoom = UNBOUNDED
     ) -> Batch | None:
-        """The batch to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
-        chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
-        limits allow. most_rows: the most answers of a decode step; None: all. shadow: what requests in shadow
-        may have beside others."""
+        """The batch to compute now; None: nothing can run. Every batch ends in `commit`, `commit_runs` or
+        `discard`. `chunk_tokens`: most prompt tokens of the step; 0: a decode step comes first; None: the
+        limits' number. `most_rows`: most answers of a decode step; None: all. `shadow`: room of requests in
+        shadow beside others."""
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admitter.admit(self._place, self._preempt)
@@ -265,14 +267,15 @@ class Scheduler:
         return batch
 
     def draft_rooms(self, batch: Batch) -> list[DraftRoom]:
-        """For each slice of the decode batch under way, its sequence and how many drafts it may carry. No
-        block grows for drafts: they use what is free in it."""
+        """For each slice of the decode batch under way, its sequence and the most drafts it may carry. Drafts
+        use only slots that the block has already."""
         flight = self._flight_of(batch)
         self._states.share_for_drafts(len(flight.sequences))
         return [DraftRoom(sequence, self._states.room_for_drafts(sequence)) for sequence in flight.sequences]
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
-        """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
+        """Append drafts to each slice of the decode batch under way, and return the batch that replaces
+        `batch`."""
         flight = self._flight_of(batch)
         if batch.phase != "decode":
             raise SchedulerError("only the tokens of answers can be drafted")
@@ -281,14 +284,15 @@ class Scheduler:
         return extended
 
     def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
-        """Record a computed batch without drafts. `token_ids`: as `commit_runs`, one to a slice."""
+        """Record a computed batch without drafts. `token_ids`: one sampled token for each slice that wants
+        logits."""
         return self.commit_runs(batch, [(token_id,) for token_id in token_ids])
 
     def commit_runs(self, batch: Batch, runs: Tokens[Tokens[int]]) -> list[TokenOut]:
-        """Record a computed batch. `runs`: for each slice that wants logits, in order, the tokens that were
-        sampled: the drafts that were right, then the token after them. None comes after a stop token. What
-        was computed of other drafts is forgotten: their positions are computed again. Runs of `prefill_only`
-        requests are not read: the answering instance samples from the same logits."""
+        """Record a computed batch. `runs`: for each slice that wants logits, in order, the accepted drafts
+        and the token sampled after them, none after a stop token. Positions of rejected drafts are computed
+        again. Runs of `prefill_only` requests are ignored: the answering instance samples from the same
+        logits."""
         sequences = self._take_flight(batch).sequences
         sampled = iter(runs)
         outs: list[TokenOut] = []
@@ -315,8 +319,8 @@ class Scheduler:
         return outs
 
     def discard(self, batch: Batch) -> tuple[str, ...]:
-        """The step of `batch` failed: its requests are dropped, their slots freed. Returns their ids. Other
-        requests of the batch whose slots were being moved are computed again: copies may be missing."""
+        """Drop the requests of a batch whose step failed, free their slots and return their ids. Other
+        requests whose slots the batch was to copy are computed again."""
         flight = self._take_flight(batch)
         self._states.put_back(flight.batch.slices)
         dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
@@ -332,22 +336,21 @@ class Scheduler:
         return tuple(sequence.request_id for sequence in dropped)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and free its slots at once. False if it has ended or was never here."""
+        """Drop a request and free its slots. False: it has ended or was never here."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence, None)
         return sequence is not None
 
     def finish(self, request_id: str, answer_tokens: int) -> None:
-        """End a request whose answer is whole with this many tokens, for a reason that token ids do not show.
-        A request that has ended is ignored."""
+        """End a request whose answer is complete after `answer_tokens`, for a reason that token ids do not
+        show. A request that has ended is ignored."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence, answer_tokens)
 
     def clear(self) -> None:
-        """Drop every request, also those of a batch that is neither committed nor discarded, and all that
-        is known of keys and values."""
+        """Drop every request, including those of a batch under way, and all cached prefixes."""
         if self._in_flight is not None:
             self._states.put_back(self._in_flight.batch.slices)
         self._in_flight = None
@@ -358,12 +361,13 @@ class Scheduler:
         self._states.clear()
 
     def request_ids(self) -> tuple[str, ...]:
-        """All requests that have not ended: running ones by age, then those that wait."""
+        """Ids of all live requests: running ones by age, then waiting ones."""
         held = (self._running, self._waiting, self._shadow_waiting)
         return tuple(sequence.request_id for sequences in held for sequence in sequences)
 
     def check(self) -> None:
-        """Raise, with the numbers, unless the pool keeps its law and the running requests alone own slots."""
+        """Raise SchedulerError or the pool's error, with the numbers, unless exactly the running requests own
+        slots."""
         check_laws(self.pool, self._running, (self._waiting, self._shadow_waiting), self._live)
         if self.limits.prefix_reuse:
             for sequence in self._running:
@@ -393,7 +397,7 @@ class Scheduler:
         sequence.is_pinned = False
 
     def _accept(self, sequence: LiveSequence, grant: Grant) -> None:
-        """Record where all requests lie now. What they have written is copied with the next batch."""
+        """Apply a grant: record the new blocks, and queue the copies of keys and values that were moved."""
         self.n_pool_changes += 1
         sequence.placement = grant.placement
         for owner, placement, (source, target, _) in grant.moves:
@@ -421,8 +425,8 @@ class Scheduler:
         return self._fly("decode", going_on) if going_on else None
 
     def _grow(self, sequence: LiveSequence) -> None:
-        """Make room for a request's next token; where no slots are free, preempt requests, the newest first,
-        perhaps itself. It gets none yet where all others' blocks are pinned."""
+        """Grow a request's block for its next token. If no slots are free, preempt requests, the newest
+        first, perhaps this one; if all others are pinned, the block stays as it is."""
         while sequence.placement is not None:
             grant = self.pool.grow(sequence.request_id, sequence.n_tokens)
             if grant is not None:
@@ -459,8 +463,8 @@ class Scheduler:
         return self._fly("prefill", pieces) if pieces else None
 
     def _start(self, sequence: LiveSequence) -> bool:
-        """Begin to write a request's block with keys and values that others have computed. False: they soon
-        will have."""
+        """Begin a request's block with keys and values reused from others. False: wait, because others are
+        about to compute more of them or a store is being read."""
         brought = self._states.take_over(sequence, _placed(sequence))
         if brought is None:
             return False

@@ -1,4 +1,5 @@
-"""The scheduler's part in states: which place a sequence goes on from, and which copies its steps make."""
+"""States of sequences, for layers that keep a state: the place that each sequence continues from, and the
+copies that its steps make."""
 
 from __future__ import annotations
 
@@ -25,28 +26,28 @@ from phasewise.serving.scheduling.request import LiveSequence, SchedulerError
 
 INTERVAL_TOKENS = 256
 MOST_INTERVALS = 4
-"""The most of one prompt: its states are kept at multiples of INTERVAL_TOKENS, or of as many times that as
-leave so few."""
+"""Most interval copies of one prompt's states: the interval is INTERVAL_TOKENS times the smallest power of
+two that gives so few."""
 
 Key = tuple[str, int, int, tuple[int, ...]]
 Keeps = tuple[tuple[int, int], ...]
-"""Pairs (position, place): `SequenceSlice.keeps`."""
+"""Pairs (position, place), as in `SequenceSlice.keeps`."""
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
     n_tokens: int
     source: PrefixSource
-    """A sequence that begins with the copy's tokens and has keys and values for them."""
+    """A sequence that begins with the copy's tokens and has their keys and values."""
     place: int
     is_needed: bool
-    """True if the next prompt of the conversation may differ from here: its newest prompt begins a turn here,
-    or ends."""
+    """True if the next prompt of the conversation may differ from here on: the newest prompt begins a turn or
+    ends here."""
 
 
 class KeptState:
-    """A copy of a sequence's state. Any thread may ask `is_there`: a reader asks it after it has read, and
-    believes what it read only then."""
+    """A copy of a sequence's state, for a reader on any thread, which reads `is_there` after reading the
+    state and discards what it read if that is False."""
 
     def __init__(self, index: StateIndex, key: Key, kept: _Kept) -> None:
         self._index, self._key, self._kept = index, key, kept
@@ -59,33 +60,32 @@ class KeptState:
 
 
 class KnownState(NamedTuple):
-    """The part of a sequence's beginning that a kept state is after."""
+    """The part of a sequence's prefix whose state was kept."""
 
     n_ready: int
     n_coming: int
-    """Tokens that a running sequence will have kept a state after; at least `n_ready`."""
+    """Tokens after which a running sequence will have kept a state; at least `n_ready`."""
     kept: _Kept | None
     placement: Placement | None
-    """The block that keys and values are copied from."""
+    """The block to copy keys and values from."""
 
 
 class _Plan(NamedTuple):
     source: PrefixSource
     keys: dict[int, Key]
-    """By position: where the sequence's state is to be kept."""
+    """Keys of the positions at which the sequence's state is to be kept."""
     needed: frozenset[int]
-    """Positions for which other copies give way."""
+    """Positions whose copies may replace others."""
 
 
 class StateIndex:
-    """Kept states of all sequences whose keys and values `prefixes` knows.
+    """Kept states of the sequences whose keys and values `prefixes` knows. Integers only.
 
-    A sequence of a model with a state can go on only from a place where its state was kept: at the end of
-    every sequence that ends or is preempted, where a prompt's turns begin, because the next prompt may differ
-    there, before a prompt's last token, and at intervals of a long prompt where a place is free. Of the half
-    that was used longest ago the copy gives way whose loss costs the fewest tokens, those between it and the
-    copy before it; but first those that a later prompt has gone past. Integers only.
-    """
+    A sequence with a state can only continue from a position whose state was kept: the end of each ended or
+    preempted sequence, the beginnings of a prompt's turns, the position before a prompt's last token, and
+    intervals of a long prompt while places are free. Of the half of all copies used longest ago, the one
+    gives way whose loss costs the fewest tokens (those since the copy before it), and first those that a
+    later prompt has gone past."""
 
     def __init__(self, places: StatePlaces, prefixes: PrefixIndex) -> None:
         self._places = places
@@ -96,7 +96,7 @@ class StateIndex:
         places.give_way = self._give_way
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> KnownState:
-        """The latest kept state for a sequence of these tokens and this chain; its last token is always
+        """The latest kept state for a sequence. `runs`: the `chain` of its tokens. The last token is always
         computed."""
         coming = self._coming(token_ids, runs, space)
         for _, kept in reversed(list(self._passed(token_ids, runs, space, len(token_ids) - 1))):
@@ -107,7 +107,8 @@ class StateIndex:
         return KnownState(0, coming, None, None)
 
     def copies(self, state: KnownState, target: Placement) -> tuple[int, list[KvCopy]]:
-        """Tokens that are brought to a block and its place, and the copies that do it: all, or none."""
+        """Copies that bring keys, values and a kept state to a block, and the number of tokens they bring:
+        all, or none (0)."""
         if state.kept is None or state.placement is None:
             return 0, []
         n_slots = aligned(state.n_ready)
@@ -118,8 +119,8 @@ class StateIndex:
         return state.n_ready, [*copies, KvCopy(first + state.kept.place, first + target.state, 1)]
 
     def plan(self, owner: str, turns: Iterable[int]) -> None:
-        """Decide where states of `owner` are kept; assistant turns of its prompt begin at `turns`. Call after
-        `PrefixIndex.start`."""
+        """Decide at which positions states of `owner` are kept. `turns`: positions of its prompt where
+        assistant turns begin. Call after `PrefixIndex.start`."""
         source = self._prefixes.source(owner)
         assert source is not None, owner
         last = len(source.token_ids) - 1
@@ -128,8 +129,8 @@ class StateIndex:
         self._plans[owner] = _Plan(source, keys, needed)
 
     def took_over(self, owner: str, n_tokens: int) -> None:
-        """Keys and values of its first tokens are in the block of `owner`: states that it has passed can be
-        gone on from there. They are used, and most of all those that it was to keep itself."""
+        """Record that keys and values of the first `n_tokens` of `owner` are in its block, so that it can
+        stand for the kept states of that prefix, which count as just used."""
         plan = self._plans[owner]
         source = plan.source
         passed = list(self._passed(source.token_ids, source.chain, source.space, n_tokens))
@@ -139,7 +140,8 @@ class StateIndex:
             self._by_key[key] = self._by_key.pop(key)
 
     def keeps(self, owner: str, begin: int, end: int) -> Keeps:
-        """Places, set aside, for the states that a step which computes these positions is to keep."""
+        """Reserve places for the states that a step computing positions [begin, end) of `owner` is to
+        keep."""
         plan, keeps = self._plans.get(owner), []
         if plan is None:
             return ()
@@ -151,7 +153,7 @@ class StateIndex:
         return tuple(keeps)
 
     def computed(self, owner: str, keeps: Keeps) -> None:
-        """Record the copies that a step has made. Copies of an owner that is gone are dropped."""
+        """Record the state copies that a step has made; copies of an owner that is gone are dropped."""
         plan = self._plans.get(owner)
         for position, place in keeps:
             if plan is None or plan.keys[position] in self._by_key:
@@ -161,8 +163,8 @@ class StateIndex:
             self._enter(plan.keys[position], _Kept(position, plan.source, place, position in plan.needed))
 
     def ended(self, owner: str, source: PrefixSource | None) -> None:
-        """`owner` gives its block back: the state at its end is kept. source: as `PrefixIndex.retire` knows
-        it now, with the tokens that it has computed; None: nothing is known of it."""
+        """Keep the state at the end of `owner`, which gives its block back. `source`: what
+        `PrefixIndex.retire` returned; None: nothing is known, and no state is kept."""
         self._plans.pop(owner, None)
         if source is None or not source.token_ids:
             return
@@ -171,33 +173,33 @@ class StateIndex:
             self._enter(key, _Kept(len(source.token_ids), source, self._places.keep_of(owner), True))
 
     def along(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> Iterator[KeptState]:
-        """The copies of all states that a sequence of these tokens and this chain has passed, whoever made
-        them."""
+        """Copies of all kept states along a sequence's tokens, whichever sequence made them."""
         for key, kept in self._passed(token_ids, runs, space, len(token_ids)):
             yield KeptState(self, key, kept)
 
     def holds(self, key: Key, kept: _Kept) -> bool:
-        """True if the index has this copy under that key."""
+        """True if the index still has the copy `kept` under `key`."""
         return self._by_key.get(key) is kept
 
     def n_kept(self, source: PrefixSource) -> int:
-        """The tokens of a sequence that its last kept state is after, whose keys and values are there too."""
+        """Number of first tokens of a sequence at which its last state was kept, with keys and values
+        present."""
         kept = (kept.n_tokens for kept in self._by_key.values() if kept.source is source)
         return max((n for n in kept if self._prefixes.placed(source, n) is not None), default=0)
 
     def forget(self, source: PrefixSource | None) -> None:
-        """Nothing that a sequence wrote is known to be there."""
+        """Forget all states that `source` made."""
         for place in [kept.place for kept in self._by_key.values() if kept.source is source]:
             self._forget(place)
 
     def clear(self) -> None:
-        """Forget all states: they are lost."""
         for place in list(self._key_of):
             self._forget(place)
         self._plans.clear()
 
     def _coming(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> int:
-        """Tokens after which a running sequence will have kept a state; 0 where none will."""
+        """The most tokens after which a running sequence will have kept a state for this prefix; 0: none
+        will."""
         coming = 0
         for plan in self._plans.values():
             for n_tokens, key in plan.keys.items():
@@ -209,7 +211,7 @@ class StateIndex:
     def _passed(
         self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str, most: int
     ) -> Iterator[tuple[Key, _Kept]]:
-        """Kept states of these tokens, up to a number of tokens, the shortest first."""
+        """Kept states along these tokens, up to `most` tokens, the shortest first."""
         for n_tokens in sorted({key[1] for key in self._by_key if key[1] <= most}):
             key = _key(token_ids, runs, n_tokens, space)
             kept = self._by_key.get(key)
@@ -217,14 +219,14 @@ class StateIndex:
                 yield key, kept
 
     def _give_way(self) -> int:
-        """The place of the copy that is given up for a new one."""
+        """Drop the copy that is cheapest to lose, and return its place."""
         all_kept = list(self._by_key.values())
         victim = min(all_kept[: -(-len(all_kept) // 2)], key=self._cost)
         self._lost(victim.place)
         return victim.place
 
     def _cost(self, kept: _Kept) -> tuple[bool, int]:
-        """The need for a copy, and the tokens that are computed again where it is gone."""
+        """Sort key of a copy: whether it is needed, and the tokens to compute again without it."""
         source = kept.source
         if self._prefixes.placed(source, kept.n_tokens) is None:
             return False, 0
@@ -264,17 +266,17 @@ def _key(token_ids: tuple[int, ...], runs: tuple[int, ...], n_tokens: int, space
 
 
 LEAST_RESTORED_TOKENS = 128
-"""The store is read where it has so many tokens more than memory has."""
+"""Read a prefix from the store only if it has so many more tokens than memory."""
 
 FindStored = Callable[[tuple[int, ...], str], int]
-"""The number of the first of these tokens that the store has, for requests of this space."""
+"""Number of first tokens that the store has, called with token ids and the cache space."""
 
 
 CopiesAlong = Callable[[Computed], tuple[KeptCopy, ...]]
 
 
 class WantedBeginning(NamedTuple):
-    """A request whose beginning may be read into its block, which stays where it is."""
+    """A request whose prefix may be read into its pinned block."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -283,7 +285,8 @@ class WantedBeginning(NamedTuple):
 
 
 class StoredBeginnings:
-    """Asks a store for the beginnings of a scheduler's prompts. copies_along: of states of a sequence."""
+    """Asks a store for the prefixes of a scheduler's prompts. `copies_along`: lists the state copies of a
+    computed sequence."""
 
     def __init__(self, find: FindStored, prefixes: PrefixIndex, copies_along: CopiesAlong) -> None:
         self._find = find
@@ -293,7 +296,8 @@ class StoredBeginnings:
         prefixes.report_to(self._computed)
 
     def is_wanted(self, sequence: LiveSequence, n_ready: int) -> bool:
-        """True if the store has so much more than `n_ready` that it is worth a wait. It is asked once."""
+        """True if the store has at least LEAST_RESTORED_TOKENS more than `n_ready` tokens. The store is asked
+        once for each placement."""
         if sequence.has_looked:
             return False
         n_stored = self._find(sequence.token_ids, sequence.request.cache_space)
@@ -303,8 +307,8 @@ class StoredBeginnings:
         return sequence.is_restored
 
     def take_wanted(self) -> list[WantedBeginning]:
-        """Requests that wait since it was asked last. For when no copies are to be done: their sources may
-        lie in a block that has a new owner."""
+        """Requests that wait for the store since the last call. Call while no copies are pending, whose
+        sources may lie in these requests' blocks."""
         wanted = [
             WantedBeginning(
                 waiting.request_id, waiting.token_ids, waiting.request.cache_space, waiting.placement
@@ -316,7 +320,7 @@ class StoredBeginnings:
         return wanted
 
     def take_computed(self) -> list[Computed]:
-        """Prompts that became whole and sequences that ended since it was asked last."""
+        """Computed prompts and ended sequences since the last call, each with its state copies."""
         computed = list(self._computed)
         self._computed.clear()
         for sequence in computed:
@@ -325,13 +329,12 @@ class StoredBeginnings:
 
 
 Brought = tuple[int, list[KvCopy]]
-"""Tokens whose keys, values and state are had by these copies."""
+"""Number of tokens brought, and the copies that bring their keys, values and state."""
 
 
 class SequenceStates:
-    """Keys, values and states that sequences of one scheduler take over from each other, and go on from.
-    reuses: False: nothing is taken over, and `prefixes` stays empty. Models whose layers keep no states have
-    no places for them."""
+    """Keys, values and states that sequences of one scheduler reuse from each other. `reuses` False: nothing
+    is reused, and `prefixes` stays empty. Models without state layers have no state places."""
 
     def __init__(self, pool: KvPool, prefixes: PrefixIndex, *, reuses: bool) -> None:
         self._places = pool.states
@@ -342,8 +345,8 @@ class SequenceStates:
         self._most_drafts: int | None = None
 
     def take_over(self, sequence: LiveSequence, placement: Placement) -> Brought | None:
-        """All that a sequence takes over from others as it begins its block; None: they will soon have
-        more."""
+        """Number of reused tokens and the copies that bring them as a sequence begins its block; None: wait,
+        since running sequences are about to compute more."""
         if not self._reuses:
             return 0, []
         request, token_ids = sequence.request, sequence.token_ids
@@ -365,7 +368,7 @@ class SequenceStates:
         return self._index.copies(held, placement)
 
     def arrived(self, sequence: LiveSequence, placement: Placement) -> None:
-        """Keys and values of a sequence, computed elsewhere, are in its block."""
+        """Record that keys and values of a sequence, computed elsewhere, are in its block."""
         if self._reuses:
             token_ids, space = sequence.token_ids, sequence.request.cache_space
             sequence.runs = chain(token_ids, space=space)
@@ -373,32 +376,34 @@ class SequenceStates:
             self._prefixes.advance(sequence.request_id, len(token_ids))
 
     def took_over(self, owner: str, n_tokens: int) -> None:
-        """Keys, values and the state of so many tokens of a sequence are brought."""
+        """Record that keys, values and the state of the first `n_tokens` of `owner` were copied into its
+        block."""
         self._prefixes.brought(owner, n_tokens)
         if self._index is not None:
             self._index.took_over(owner, n_tokens)
 
     def held(self) -> Iterator[tuple[PrefixSource, int]]:
-        """Sequences that can be taken over, each with the number of its first tokens that are there."""
+        """Sequences whose prefix can be reused, each with the number of its first tokens that are held."""
         index = self._index
         for source in self._prefixes.sources:
             yield source, self._prefixes.n_held(source) if index is None else index.n_kept(source)
 
     def keeps(self, sequence: LiveSequence, n_tokens: int) -> Keeps:
-        """The copies of states that a prefill step of so many tokens makes."""
+        """Reserve the state copies of a prefill step of `n_tokens`."""
         if self._index is None:
             return ()
         begin = sequence.n_computed
         return self._index.keeps(sequence.request_id, begin, begin + n_tokens)
 
     def share_for_drafts(self, n_sequences: int) -> None:
-        """Spare places are for drafts of so many sequences alike: each has a copy of its state."""
+        """Divide the spare state places equally among `n_sequences` for their drafts: each draft needs a
+        state copy."""
         if self._places is not None:
             self._most_drafts = self._places.n_spare // n_sequences
 
     def room_for_drafts(self, sequence: LiveSequence) -> int:
-        """As many as its block has slots for, as the tokens that it may still get after one more, and as its
-        share of spare places for states."""
+        """Most drafts of a sequence: limited by free slots of its block, tokens left of its answer and its
+        share of the spare state places."""
         request, placement = sequence.request, sequence.placement
         if placement is None or request.prefill_only:
             return 0
@@ -408,8 +413,8 @@ class SequenceStates:
     def with_drafts(
         self, batch: Batch, sequences: Sequence[LiveSequence], drafts: Sequence[Sequence[int]]
     ) -> Batch:
-        """A decode batch, each slice with its drafts behind its token, and copies of the state before each of
-        them, which may be wrong. SchedulerError: more than have room."""
+        """Append drafts to each slice of a decode batch, with a state copy before each draft, since it may be
+        rejected. SchedulerError: more drafts than there is room for."""
         slices = []
         for sequence, piece, draft in zip(sequences, batch.slices, drafts, strict=True):
             if len(draft) > self.room_for_drafts(sequence):
@@ -422,8 +427,8 @@ class SequenceStates:
         return batch._replace(slices=tuple(slices))
 
     def go_on(self, sequence: LiveSequence, piece: SequenceSlice, n_run: int) -> None:
-        """A step of a sequence is computed, `n_run` tokens came of it: it goes on from the state after
-        them."""
+        """Record that a sequence's step is computed and gave `n_run` tokens: it continues from the state
+        after them."""
         if self._places is None or sequence.placement is None:
             return
         state = self._computed(self._places, sequence.request_id, piece, n_run)
@@ -432,7 +437,8 @@ class SequenceStates:
             self._prefixes.moved(sequence.request_id, sequence.placement)
 
     def _computed(self, places: StatePlaces, owner: str, piece: SequenceSlice, n_run: int) -> int | None:
-        """The step has made its copies. The place that the sequence goes on from."""
+        """Record a step's state copies, and return the place of the state that the sequence continues
+        from."""
         if not piece.n_drafted:
             if self._index is not None:
                 self._index.computed(owner, piece.keeps)
@@ -445,33 +451,33 @@ class SequenceStates:
         return places.place_of(owner)
 
     def put_back(self, pieces: Iterable[SequenceSlice]) -> None:
-        """Nobody needs the copies of states that a step made."""
+        """Free the places of state copies that are not needed."""
         for piece in pieces:
             for _, place in piece.keeps:
                 assert self._places is not None
                 self._places.put_back(place)
 
     def copies_along(self, computed: Computed) -> tuple[KeptState, ...]:
-        """Copies of states that a sequence has passed."""
+        """Copies of the states kept along a computed sequence."""
         if self._index is None:
             return ()
         return tuple(self._index.along(computed.token_ids, computed.chain, computed.space))
 
     def forget(self, sequence: LiveSequence) -> None:
-        """Nothing that the sequence wrote is known to be there."""
+        """Forget all keys, values and states that the sequence wrote."""
         if self._index is not None:
             self._index.forget(self._prefixes.source(sequence.request_id))
         self._prefixes.drop(sequence.request_id)
 
     def give_up(self, sequence: LiveSequence) -> None:
-        """Drop what the sequence was to keep: the prefix that it waited for is not in its block."""
+        """Forget what the sequence was to keep: its stored prefix did not arrive in its block."""
         self._prefixes.drop(sequence.request_id)
         if self._index is not None:
             self._index.ended(sequence.request_id, None)
 
     def leave(self, sequence: LiveSequence, *, is_computed: bool) -> None:
-        """Keep what a sequence has computed as it gives its block back, for others to take over. is_computed:
-        no step of it is under way, so that its state is that after these tokens."""
+        """Offer the computed prefix of a sequence that gives its block back for reuse. `is_computed`: no step
+        of the sequence is under way, so that its state matches its computed tokens."""
         if sequence.is_restored:
             self.give_up(sequence)
         elif sequence.has_started and self._reuses:
@@ -480,13 +486,13 @@ class SequenceStates:
                 self._index.ended(sequence.request_id, source if is_computed else None)
 
     def forget_ended(self) -> None:
-        """Nobody knows where keys and values of ended sequences are, nor any state."""
+        """Forget the keys and values of ended sequences, and all states."""
         self._prefixes.forget_ended()
         if self._index is not None:
             self._index.clear()
 
     def clear(self) -> None:
-        """All keys, values and states are lost."""
+        """Forget everything: all keys, values and states are lost."""
         if self._index is not None:
             self._index.clear()
         self._prefixes.clear()

@@ -13,9 +13,9 @@ Item = TypeVar("Item")
 
 
 class ClientTurns(Generic[Item]):
-    """Each client has a queue in order of arrival. The client at the head gives one item and goes to the end,
-    so an item with k of its own client before it waits for at most k + 1 of each other client, however many
-    they sent."""
+    """Round-robin queue: each client has its own queue in order of arrival. The client at the head gives one
+    item and goes to the end, so that an item with k of its own client before it waits for at most k + 1 items
+    of each other client."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
@@ -25,7 +25,7 @@ class ClientTurns(Generic[Item]):
         return self._n_items
 
     def __iter__(self) -> Iterator[Item]:
-        """Client by client, in the order of their turns."""
+        """Items client by client, in the order of the clients' turns."""
         for queue in self._queues.values():
             yield from queue
 
@@ -36,24 +36,25 @@ class ClientTurns(Generic[Item]):
 
     @property
     def longest(self) -> str | None:
-        """The client with most items; None: there are none."""
+        """The client with the most items; None: there are no items."""
         return max(self._queues, key=self.count, default=None)
 
     def count(self, client: str) -> int:
-        """The number of one client's items."""
         return len(self._queues.get(client, ()))
 
     def head(self, client: str | None = None) -> Item:
-        """The item that `take` gives next. IndexError: there is none."""
+        """The item that `take` gives next, of `client` or of the client whose turn is next. IndexError: there
+        is none."""
         return self._queues[self._next(client)][0]
 
     def join(self, client: str, item: Item) -> None:
-        """Behind all others of its client."""
+        """Append an item behind all others of its client."""
         self._queues.setdefault(client, deque()).append(item)
         self._n_items += 1
 
     def take(self, client: str | None = None) -> Item:
-        """Remove the head of `client` (None: of the next), whose turn is over. IndexError: there is none."""
+        """Remove and return the first item of `client` (None: of the next client), whose turn is then over.
+        IndexError: there is none."""
         client = self._next(client)
         item = self._queues[client].popleft()
         self._queues.move_to_end(client)
@@ -61,19 +62,19 @@ class ClientTurns(Generic[Item]):
         return item
 
     def take_item(self, client: str, item: Item) -> None:
-        """Remove any item of `client`, whose turn is over. ValueError: it is not here."""
+        """Remove any item of `client`, whose turn is then over. ValueError: the item is not in the queue."""
         self.remove(client, item)
         if client in self._queues:
             self._queues.move_to_end(client)
 
     def take_last(self, client: str) -> Item:
-        """Remove a client's newest item; the client keeps its place. IndexError: there is none."""
+        """Remove and return the newest item of `client`, which keeps its turn. IndexError: there is none."""
         item = self._queues[self._next(client)].pop()
         self._took(client)
         return item
 
     def remove(self, client: str, item: Item) -> None:
-        """Remove an item that is no longer wanted; its client keeps its place. ValueError: it is not here."""
+        """Remove an item; `client` keeps its turn. ValueError: the item is not in the queue."""
         if client not in self._queues:
             raise ValueError(f"{item} does not wait")
         self._queues[client].remove(item)
@@ -93,7 +94,8 @@ class ClientTurns(Generic[Item]):
 
 
 class ClientShares:
-    """Shares of this moment. running: by age. waiting: clients whose requests wait."""
+    """Each client's equal share of places and slots now, and what it holds. `running`: sequences by age.
+    `waiting`: clients with waiting requests."""
 
     def __init__(
         self, places: int, slots: int, running: Sequence[LiveSequence], waiting: Collection[str]
@@ -109,33 +111,32 @@ class ClientShares:
             self._count(sequence, 1)
 
     def gave_way(self, sequence: LiveSequence) -> None:
-        """Count the request out: it is about to give its block back."""
+        """Stop counting a sequence that is about to give its block back."""
         self._running.remove(sequence)
         self._count(sequence, -1)
 
     def has_nothing(self, client: str) -> bool:
-        """True if no request of the client runs."""
         return self._places[client] == 0
 
     def allows(self, sequence: LiveSequence, n_slots: int) -> bool:
-        """True if its client holds no more than its share with this request, which wants `n_slots`."""
+        """True if the sequence's client stays within its shares with `n_slots` more."""
         client = sequence.request.client
         return self._places[client] < self.places and self._slots[client] + n_slots <= self.slots
 
     def giver_of_place(self) -> LiveSequence | None:
-        """The request that gives way for a place; None: no client holds more than its share."""
+        """The sequence to preempt for a place; None: no client holds more than its share."""
         return self._youngest(self._greediest(self._places, self.places))
 
     def giver_of_slots(self) -> LiveSequence | None:
-        """The request that gives way for slots; None: no client holds more than its share."""
+        """The sequence to preempt for slots; None: no client holds more than its share."""
         return self._youngest(self._greediest(self._slots, self.slots))
 
     def takes_too_much(self, client: str) -> bool:
-        """True if the client holds more slots than its share, beside other clients."""
+        """True if the client holds more slots than its share while there are other clients."""
         return len(self._slots) > 1 and self._slots[client] > self.slots
 
     def _greediest(self, held: dict[str, int], share: int) -> Iterable[str]:
-        """Clients that hold more than their share, those that hold most before others."""
+        """Clients that hold more than `share`, the largest holder first."""
         return sorted((client for client in held if held[client] > share), key=lambda client: -held[client])
 
     def _youngest(self, clients: Iterable[str]) -> LiveSequence | None:
@@ -153,10 +154,10 @@ class ClientShares:
 
 
 class WaitingLine:
-    """Requests that were preempted come first, the oldest before the others. Behind them clients take turns.
-    A request with k requests of its own client before it, and n other clients, waits for at most k + (k + 1)
-    * n requests that were never admitted, however many each of the others has sent, unless its client is
-    passed over because it holds its share of what runs. One client's own are first come, first served."""
+    """Line of waiting requests: preempted ones first, by age; behind them clients take turns. A request with
+    k requests of its own client before it, and n other clients, waits for at most k + (k + 1) * n
+    never-admitted requests, unless its client is passed over because it holds its share. One client's own
+    requests are first come, first served."""
 
     def __init__(self) -> None:
         self._preempted: list[LiveSequence] = []
@@ -166,23 +167,23 @@ class WaitingLine:
         return len(self._preempted) + len(self._turns)
 
     def __iter__(self) -> Iterator[LiveSequence]:
-        """Preempted ones by age, then client by client."""
+        """Preempted requests by age, then the others client by client."""
         yield from self._preempted
         yield from self._turns
 
     @property
     def n_clients(self) -> int:
-        """Clients with requests that were never admitted."""
+        """Number of clients with requests that were never admitted."""
         return len(self._turns.clients)
 
     @property
     def clients(self) -> set[str]:
-        """Clients with requests here, of both kinds."""
+        """Clients with waiting requests, preempted or never admitted."""
         return {sequence.request.client for sequence in self._preempted}.union(self._turns.clients)
 
     @property
     def heads(self) -> Iterator[LiveSequence]:
-        """The request of each client that is next among its own, in the order of their turns."""
+        """The next request of each client, in the order of their turns."""
         seen = set()
         for sequence in self._preempted:
             if sequence.request.client not in seen:
@@ -193,11 +194,11 @@ class WaitingLine:
                 yield self._turns.head(client)
 
     def is_behind_older(self, sequence: LiveSequence) -> bool:
-        """True if a request that was preempted is older."""
+        """True if an older request waits that was preempted."""
         return bool(self._preempted) and self._preempted[0].age < sequence.age
 
     def join(self, sequence: LiveSequence) -> None:
-        """A request that was never admitted, behind all others of its client."""
+        """Append a request that was never admitted behind all others of its client."""
         self._turns.join(sequence.request.client, sequence)
 
     def rejoin(self, sequence: LiveSequence) -> None:
@@ -205,14 +206,15 @@ class WaitingLine:
         insort(self._preempted, sequence, key=lambda preempted: preempted.age)
 
     def take(self, sequence: LiveSequence) -> None:
-        """Remove a request that is admitted: its client's turn is over."""
+        """Remove a request that is being admitted; the client's turn is then over."""
         if sequence.admission is not None:
             self._preempted.remove(sequence)
             return
         self._turns.take_item(sequence.request.client, sequence)
 
     def remove(self, sequence: LiveSequence) -> None:
-        """A request that ends while it waits; its client keeps its place. ValueError: it does not wait."""
+        """Remove a request that ends while it waits; its client keeps its turn. ValueError: it does not
+        wait."""
         if sequence.admission is not None:
             self._preempted.remove(sequence)
         else:
