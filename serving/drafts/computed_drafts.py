@@ -1,14 +1,10 @@
-"""Drafts by a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023), and by a head of
-the model that is served (Gloeckle et al. 2024; DeepSeek-AI 2024).
+"""Drafts that are computed: by a small model of the same vocabulary (Leviathan et al. 2023; Chen et al.
+2023), or by a head of the served model (Gloeckle et al. 2024; DeepSeek-AI 2024).
 
-A model computes the same sequences in the same slots, so that a block that moves, or a beginning that is
-copied, is moved and copied here too. What it has computed of a sequence is known up to a position; where that
-lags behind, because drafts did not pay for a while, it catches up in parts.
-
-A head computes keys and values of every position whose next token is known, from the model's row there and
-that token, in the slots of the model: rows wait for their tokens, and where drafts do not pay until they are
-many. From the last one on it drafts token by token; its own row then stands in for the model's, and what it
-wrote with that is written over when the model's has come."""
+A draft model keeps keys and values of the same sequences in the same slots as the served model, so that
+copies of blocks are made for both. A head computes keys and values of a position from the served model's row
+there and the next token; from the last such row on it drafts by its own rows, and writes over their keys and
+values when the served model's rows have come."""
 
 from __future__ import annotations
 
@@ -36,9 +32,9 @@ from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
 
 
 class GuestRank:
-    """`model` on the teams of `host`, which may become another rank when ranks are started anew.
-
-    Other ranks' cores rest meanwhile: a model that is worth drafting with is small. Errors: `open_ranks`."""
+    """A rank that computes `model`, a small one, on the thread teams of the served model's first rank, while
+    the other ranks' cores rest. `host`: returns the first rank, another one once ranks were started anew.
+    Errors: those of `open_ranks`."""
 
     def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
         kv_format = resolve_kv_format(model, options.kv.format)
@@ -56,12 +52,12 @@ class GuestRank:
         self._guest, self._guest_of = self._open(at_first), at_first
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """As Ranks.forward. Adapters are those of the model that is served: this one has none."""
+        """Compute a batch as `Ranks.forward` does, but without the adapters that its slices name."""
         slices = tuple(piece._replace(adapter=0) for piece in batch.slices)
         return self._rank.forward(batch._replace(slices=slices))
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
-        """As Ranks.copy_kv. This model's layers keep no rings: nothing is to be done for those."""
+        """Copy keys and values between slots; slots of rings, which this model's layers lack, are skipped."""
         if source_slot >= self._capacity.kv_slots:
             return
         self._rank.copy_kv(source_slot, target_slot, n_slots)
@@ -78,7 +74,7 @@ class GuestRank:
 
 
 class GuestHead(GuestRank):
-    """A head that drafts for the model of `host`, on its teams."""
+    """A rank that computes a draft head on the thread teams of the served model's first rank."""
 
     def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
         super().__init__(model, host, options)
@@ -86,9 +82,9 @@ class GuestHead(GuestRank):
         self._fed = FedRows.of(self._program, model.config, room.step_tokens, room.logit_rows)
 
     def forward_rows(self, batch: Batch, rows: RowVectors) -> tuple[npt.NDArray[np.float32], RowVectors]:
-        """Logits as Ranks.forward and the head's own row for each; of a prefill batch both are empty.
-
-        rows: the model's, of every token."""
+        """Compute a decode batch: logits, and the head's own row for each of them; both are empty for a
+        prefill batch. `rows`: float32 [tokens, hidden], the row that the head reads beside each token: the
+        served model's, or the head's own."""
         if batch.phase == "decode":
             self._fed.write(rows)
             logits = self.forward(batch)
@@ -112,7 +108,7 @@ class DraftState:
         """Tokens that the sequence had when `draft` was made."""
 
     def settle(self, sequence: LiveSequence) -> int:
-        """Note the outcome of the draft before: the number of its tokens that came."""
+        """Count the leading tokens of the last draft that came, and note each outcome in `agreement`."""
         came_after = sequence.generated[self.drafted_at - len(sequence.request.prompt_token_ids) :]
         n_right = 0
         for drafted, came in zip(self.draft, came_after, strict=False):
@@ -128,7 +124,7 @@ State = TypeVar("State", bound=DraftState)
 
 
 class DraftedRow(ABC, Generic[State]):
-    """A sequence that is being drafted. state: what is kept of its request between steps."""
+    """A sequence for which a step makes a draft. `state`: the request's record, which lasts between steps."""
 
     def __init__(self, state: State, piece: SequenceSlice, room: DraftRoom, sampler: Sampler) -> None:
         self.state = state
@@ -143,7 +139,7 @@ class DraftedRow(ABC, Generic[State]):
         return self.room.sequence
 
     def rate(self, index: int) -> float:
-        """The share of its drafts at this place that were right."""
+        """The share of the request's drafts at place `index` of a draft that were right."""
         return self.state.agreement.rate(index)
 
     def tokens(self, start: int, end: int) -> Sequence[int]:
@@ -154,7 +150,7 @@ class DraftedRow(ABC, Generic[State]):
         return self.sequence.token_ids[start:end]
 
     def propose(self, logits: FloatVector, rng: np.random.Generator) -> None:
-        """One more token."""
+        """Draw one more token of the draft from `logits`."""
         token_id, chances = self._sampler.propose(logits, len(self.token_ids), rng)
         self.token_ids.append(token_id)
         if chances is not None:
@@ -162,10 +158,10 @@ class DraftedRow(ABC, Generic[State]):
 
     @abstractmethod
     def next_drafted(self) -> SequenceSlice:
-        """The token that was drafted last."""
+        """The slice that computes the token drafted last."""
 
     def finish(self) -> Draft:
-        """The draft, which `state` settles in the next step."""
+        """Return the draft, and keep it in `state`, which settles the draft in the next step."""
         if not self.token_ids:
             return NO_DRAFT
         self.state.draft = tuple(self.token_ids)
@@ -174,7 +170,7 @@ class DraftedRow(ABC, Generic[State]):
 
 
 class ComputedDrafter(DraftMemory[State]):
-    """The drafting that a model and a head have in common. n_tokens: as `DraftSource.n_tokens`."""
+    """The drafting that a model and a head have in common. `n_tokens`: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,
@@ -202,7 +198,8 @@ class ComputedDrafter(DraftMemory[State]):
         length: int,
         compute: Callable[[Batch, list[int]], npt.NDArray[np.float32]],
     ) -> None:
-        """Draft token by token. compute: logits of a batch, whose rows had these places in the one before."""
+        """Draft up to `length` tokens of each row, one token with each batch. `compute(batch, places)`:
+        logits of a batch, whose i-th row was row `places[i]` of the batch before."""
         places = list(range(len(rows)))
         for n in range(1, length + 1):
             batch = Batch("decode", tuple(slices))
@@ -224,15 +221,15 @@ _LEAST_LATE = 1  # all drafts were right: the last of them is computed with the 
 
 
 class _Computed(DraftState):
-    """The draft model's state of one request."""
+    """The draft model's progress in one request."""
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
         self.n_known = 0
-        """Positions from the first on whose keys and values it has."""
+        """Leading positions whose keys and values the draft model has."""
 
     def read(self, sequence: LiveSequence) -> None:
-        """Note the outcome of the draft before, and keep what of it stayed."""
+        """Settle the last draft, and forget keys and values of its wrong tokens."""
         if self.draft:
             self.n_known = min(self.n_known, self.drafted_at + self.settle(sequence))
 
@@ -240,16 +237,16 @@ class _Computed(DraftState):
 class _ModelRow(DraftedRow[_Computed]):
     @property
     def lag(self) -> int:
-        """Tokens whose keys and values are missing, the last one included."""
+        """Tokens whose keys and values the draft model lacks, the last token included."""
         return self.sequence.n_tokens - self.state.n_known
 
     def missing(self, n_tokens: int) -> Sequence[int]:
-        """The first of the tokens whose keys and values are missing."""
+        """The first tokens whose keys and values the draft model lacks."""
         start = self.state.n_known
         return self.tokens(start, start + n_tokens)
 
     def catching_up(self, n_tokens: int, *, wants_logits: bool) -> SequenceSlice:
-        """The next missing tokens."""
+        """The slice that computes the next missing tokens, which count as known from now on."""
         start, token_ids = self.state.n_known, self.missing(n_tokens)
         self.state.n_known += len(token_ids)
         return self.piece._replace(token_ids=token_ids, start=start, wants_logits=wants_logits)
@@ -261,8 +258,9 @@ class _ModelRow(DraftedRow[_Computed]):
 
 
 class ModelDrafter(ComputedDrafter[_Computed]):
-    """A Drafter with a model. most_rows: of one step of the model that is served, whose logits have
-    `vocab_size` columns; the draft model's may have fewer or more. n_tokens: as `DraftSource.n_tokens`."""
+    """A Drafter by a small model. `most_rows`: rows of one step of the served model. `vocab_size`: columns of
+    the served model's logits; the draft model's may have fewer or more. `n_tokens`: as
+    `DraftSource.n_tokens`."""
 
     def __init__(
         self,
@@ -281,7 +279,7 @@ class ModelDrafter(ComputedDrafter[_Computed]):
         self._vocab_size = vocab_size
 
     def computed(self, batch: Batch) -> None:
-        """As Drafter.computed: the draft model computes the same prompts, while drafts pay."""
+        """Compute the batch's prompts by the draft model too, while drafts pay."""
         self._copy(batch)
         slices = []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
@@ -296,7 +294,6 @@ class ModelDrafter(ComputedDrafter[_Computed]):
             self._ranks.forward(Batch("prefill", tuple(slices)))
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
-        """As Drafter.draft."""
         self._copy(batch)
         rows = [
             _ModelRow(self._of(room.sequence.request_id), piece, room, sampler)
@@ -313,7 +310,7 @@ class ModelDrafter(ComputedDrafter[_Computed]):
         return [row.finish() for row in rows]
 
     def _caught_up(self, rows: list[_ModelRow]) -> list[_ModelRow]:
-        """Those that can be drafted now. Others compute a part of what they lack."""
+        """The rows that can be drafted now. The draft model computes a part of what other rows lack."""
         left, ready, slices = _CATCH_UP_TOKENS, [], []
         for row in rows:
             n_late = row.lag - 1
@@ -329,11 +326,11 @@ class ModelDrafter(ComputedDrafter[_Computed]):
         return ready
 
     def _is_readable(self, row: _ModelRow) -> bool:
-        """True if the tokens that it would compute next are in the draft model's vocabulary."""
+        """True if the row's next missing tokens are in the draft model's vocabulary."""
         return max(row.missing(_CATCH_UP_TOKENS)) < self._ranks.vocab_size
 
     def _as_wide(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Logits of tokens that the served model knows."""
+        """Logits cut, or padded with -inf, to the served model's vocabulary."""
         n_rows, n_known = logits.shape
         if n_known >= self._vocab_size:
             return logits[:, : self._vocab_size]
@@ -346,11 +343,11 @@ _FIRST_RATES = (0.75, 0.6, 0.5, 0.4)  # of the first draft, the second, ..: each
 _MOST_WAITING = 64  # rows of a sequence that is not drafted
 
 TakeRows = Callable[[int], RowVectors | None]
-"""Rows of the model's newest batch, for so many tokens; None: they are not there."""
+"""Returns the served model's rows of its newest batch, of so many tokens; None: the rows are not there."""
 
 
 class _Followed(DraftState):
-    """The head's state of one request: `rows` wait, from position `n_computed` on."""
+    """The head's progress in one request: `rows` of the served model wait, from position `n_computed` on."""
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
@@ -358,7 +355,8 @@ class _Followed(DraftState):
         self.rows: list[RowVectors] = []
 
     def take(self, start: int, rows: RowVectors) -> None:
-        """The model's rows from this position on: behind those that wait, in place of some, or anew."""
+        """Add the served model's rows from position `start` on, in place of waiting rows there; where a gap
+        would be left, all rows that waited are dropped."""
         n_before = start - self.n_computed
         if not 0 <= n_before <= self.n_waiting:
             self.n_computed, n_before = start, 0
@@ -366,17 +364,17 @@ class _Followed(DraftState):
         self.rows.append(rows)
 
     def keep(self, n_rows: int) -> None:
-        """Keep the first of the rows that wait, and drop the others."""
+        """Keep the first of the waiting rows, and drop the others."""
         if n_rows < self.n_waiting:
             self.rows = [np.concatenate(self.rows)[:n_rows].copy()] if n_rows else []
 
     def skip_to(self, position: int) -> None:
-        """Rows before this position will never be computed: their tokens are not at hand."""
+        """Drop waiting rows before `position`: their tokens are not at hand."""
         if self.n_computed < position:
             self.advance(position - self.n_computed)
 
     def advance(self, n_rows: int) -> RowVectors | None:
-        """The first rows that wait, which are computed next."""
+        """Take the first waiting rows, to be computed next; None: no row waits."""
         if not self.rows:
             return None
         waiting = np.concatenate(self.rows)
@@ -389,7 +387,7 @@ class _Followed(DraftState):
         return sum(map(len, self.rows))
 
     def read(self, sequence: LiveSequence) -> None:
-        """Note the outcome of the draft before, and keep rows of what stayed."""
+        """Settle the last draft, and drop waiting rows of its wrong tokens."""
         self.settle(sequence)
         self.keep(max(0, sequence.n_tokens - 1 - self.n_computed))
 
@@ -397,13 +395,13 @@ class _Followed(DraftState):
 class _HeadRow(DraftedRow[_Followed]):
     @property
     def is_ready(self) -> bool:
-        """True if the head has a row of the model's right before what it would draft."""
+        """True if the served model's row before the sequence's last token is among the waiting rows."""
         state = self.state
         end = state.n_computed + state.n_waiting
         return state.n_waiting > 0 and end == self.sequence.n_tokens - 1
 
     def next_rows(self, n_rows: int, *, wants_logits: bool) -> tuple[SequenceSlice, RowVectors]:
-        """Rows that wait, with the token behind each."""
+        """Take the next waiting rows, with the slice of the tokens that follow each row."""
         start = self.state.n_computed
         rows = self.state.advance(n_rows)
         assert rows is not None
@@ -411,7 +409,6 @@ class _HeadRow(DraftedRow[_Followed]):
         return _slice(self.piece, token_ids, start, wants_logits=wants_logits), rows
 
     def next_drafted(self) -> SequenceSlice:
-        """As DraftedRow.next_drafted, behind the head's own row."""
         start = self.state.n_computed + len(self.token_ids) - 1
         return _slice(self.piece, self.token_ids[-1:], start, wants_logits=True)
 
@@ -425,8 +422,9 @@ def _slice(
 
 
 class HeadDrafter(ComputedDrafter[_Followed]):
-    """A Drafter with a head. take_rows: of the model that is served. most_rows: of one of its steps, and of
-    the head's. n_tokens: as `DraftSource.n_tokens`."""
+    """A Drafter by a head of the served model. `take_rows`: returns the served model's newest rows.
+    `most_rows`: rows of one step of the served model, and of the head. `n_tokens`: as
+    `DraftSource.n_tokens`."""
 
     def __init__(
         self,
@@ -446,7 +444,6 @@ class HeadDrafter(ComputedDrafter[_Followed]):
         self._most_rows = most_rows
 
     def computed(self, batch: Batch) -> None:
-        """As Drafter.computed."""
         self._copy(batch)
         computable = []
         for piece, followed in self._taken(batch):
@@ -461,12 +458,10 @@ class HeadDrafter(ComputedDrafter[_Followed]):
         self._compute(computable)
 
     def observe(self, batch: Batch, duration_ns: int) -> None:
-        """As Drafter.observe."""
         super().observe(batch, duration_ns)
         self._taken(batch)
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
-        """As Drafter.draft."""
         self._copy(batch)
         rows = [
             _HeadRow(self._of(room.sequence.request_id), piece, room, sampler)
@@ -485,7 +480,8 @@ class HeadDrafter(ComputedDrafter[_Followed]):
         return [row.finish() for row in rows]
 
     def _taken(self, batch: Batch) -> list[tuple[SequenceSlice, _Followed]]:
-        """Slices of a batch that was computed, whose rows wait now."""
+        """Let the served model's rows of a computed batch wait; returns each slice with its request's
+        record."""
         fed = self._take_rows(batch.n_tokens)
         if fed is None:
             return []
@@ -498,8 +494,8 @@ class HeadDrafter(ComputedDrafter[_Followed]):
         return taken
 
     def _catch_up(self, rows: Sequence[_HeadRow], ready: Sequence[_HeadRow]) -> None:
-        """Compute rows that have waited long, and those that would be too many for one step with drafts; of a
-        sequence that is drafted all but the last."""
+        """Compute rows of sequences with _MOST_WAITING or more, and rows that would be too many for one step
+        with drafts; of a drafted sequence all but the last row."""
         n_rows, late = sum(row.state.n_waiting for row in ready), []
         for row in rows:
             is_drafted = row in ready

@@ -17,11 +17,12 @@ _FIRST_TRIALS = 10.0  # how much the first guess counts
 
 
 class Agreement:
-    """Rates by kind (a small integer; those beyond the last are as the last). A request's own begins with
-    that of all requests, its `parent`.
+    """Rates at which drafts were right, by kind: a small integer; kinds beyond the last count as the last. A
+    request's rates begin with those of all requests, its `parent`.
 
-    fading: the first guess loses its weight with each trial, as trials do, so that drafts that are nearly
-    always right are known as such; else it stays, and what seldom repeats is drafted with more care."""
+    `first_rates`: rates that are guessed before any draft. `fading`: True if the guess loses weight with each
+    trial, as trials do, so that drafts that are nearly always right are known as such; else the guess keeps
+    its weight, and what seldom repeats is drafted with more care."""
 
     def __init__(
         self, first_rates: tuple[float, ...], parent: Agreement | None = None, *, fading: bool = False
@@ -34,7 +35,7 @@ class Agreement:
         self._trials = [0.0] * len(first_rates)
 
     def of_request(self) -> Agreement:
-        """A new request's."""
+        """The agreement of a new request, with this one as its parent."""
         return Agreement(self._first_rates, self)
 
     def rate(self, kind: int) -> float:
@@ -47,7 +48,7 @@ class Agreement:
         return (self._right[kind] + weight * prior) / (self._trials[kind] + weight)
 
     def saw(self, kind: int, *, right: bool) -> None:
-        """One draft of this kind, and whether it was the token that came."""
+        """Count one draft of this kind. `right`: True if the drafted token came."""
         kind = self._kind(kind)
         self._right[kind] = _KEPT_OF_COUNTS * self._right[kind] + right
         self._trials[kind] = _KEPT_OF_COUNTS * self._trials[kind] + 1
@@ -66,7 +67,8 @@ _ROW_COST = 0.04  # of a step of the fewest rows, for each further row, where no
 
 
 class StepCosts:
-    """Nanoseconds by number of rows. `recorded`: of steps timed beforehand, of which only ratios count."""
+    """Nanoseconds of a step by its number of rows. `recorded`: nanoseconds by rows that were timed
+    beforehand, of which only ratios count."""
 
     def __init__(self, recorded: Mapping[int, float] | None = None) -> None:
         self._recorded = sorted((recorded or {}).items())
@@ -87,7 +89,6 @@ class StepCosts:
         return max(2 * self._rows[-1] if self._rows else 0, *(rows for rows, _ in self._recorded), 0)
 
     def observe(self, n_rows: int, duration_ns: float) -> None:
-        """A step took so long."""
         self._n_steps += 1
         before = self._ns.get(n_rows)
         if before is None:
@@ -125,7 +126,7 @@ class StepCosts:
         return costs_ns[low] + (costs_ns[high] - costs_ns[low]) * (n_rows - low) / (high - low)
 
     def _shape(self, n_rows: int) -> float:
-        """A cost of which only ratios count."""
+        """Relative cost of a step, of which only ratios count."""
         points = self._recorded
         if len(points) < 2:
             return 1 + _ROW_COST * (n_rows - 1)
@@ -160,7 +161,8 @@ Known = TypeVar("Known")
 
 
 class DraftMemory(Generic[Known]):
-    """A Drafter's costs, and what it knows of each request. `begun`: knowledge of a new one, by its id."""
+    """A Drafter's step costs and its record of each request. `begun`: makes the record of a new request by
+    its id."""
 
     def __init__(self, costs: StepCosts, begun: Callable[[str], Known]) -> None:
         self._costs = costs
@@ -168,15 +170,12 @@ class DraftMemory(Generic[Known]):
         self._known: dict[str, Known] = {}
 
     def observe(self, batch: Batch, duration_ns: int) -> None:
-        """As Drafter.observe."""
         self._costs.observe(batch.n_tokens, duration_ns)
 
     def ended(self, request_id: str) -> None:
-        """As Drafter.ended."""
         self._known.pop(request_id, None)
 
     def lost(self) -> None:
-        """As Drafter.lost."""
         self._known.clear()
 
     def _of(self, request_id: str) -> Known:
@@ -186,10 +185,10 @@ class DraftMemory(Generic[Known]):
 
 
 class Drafter(Protocol):
-    """A source of drafts. It reads of a sequence what it has not read yet; one thread calls all of it."""
+    """A source of drafts. Each call reads the new tokens of its sequences; one thread makes all calls."""
 
     def observe(self, batch: Batch, duration_ns: int) -> None:
-        """Note how long a decode step took, its drafts included and the time of drafting left out."""
+        """Note the duration of a decode step, the check of its drafts included, drafting left out."""
         ...
 
     def computed(self, batch: Batch) -> None:
@@ -197,11 +196,11 @@ class Drafter(Protocol):
         ...
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
-        """For each slice of a decode batch a draft of at most its room; none where none pays."""
+        """Make a draft of at most its room for each slice of a decode batch; NO_DRAFT where none pays."""
         ...
 
     def ended(self, request_id: str) -> None:
-        """Forget what is known of a request. One that is not known is no mistake."""
+        """Forget a request; an unknown id is ignored."""
         ...
 
     def lost(self) -> None:

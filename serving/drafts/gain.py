@@ -1,6 +1,5 @@
-"""The number of drafts of each sequence that one step checks: as many as raise the tokens that come in its
-time; and of drafts that a model or a head computes as many as give the most tokens in a nanosecond, with
-trials where none seem to pay."""
+"""Choice of the number of drafts that one step checks: as many as give the most expected tokens in a
+nanosecond. Where computed drafts do not pay, they are tried again from time to time."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ LEAST_GAIN = 1.02
 
 
 def fixed_lengths(rooms: Sequence[int], length: int, most_rows: int) -> list[int]:
-    """`length` drafts of each sequence, fewer where its room or the rows of the step end; the first first."""
+    """Give each sequence `length` drafts, fewer where its room ends or earlier sequences have used up the
+    step's rows."""
     left, lengths = most_rows - len(rooms), []
     for room in rooms:
         lengths.append(max(0, min(length, room, left)))
@@ -26,12 +26,11 @@ def fixed_lengths(rooms: Sequence[int], length: int, most_rows: int) -> list[int
 def choose_lengths(
     chances: Sequence[Sequence[float]], cost_ns: Callable[[int], float], most_rows: int
 ) -> list[int]:
-    """The number of its drafts that each sequence takes along.
+    """Choose the number of drafts of each sequence that give the most expected tokens in a nanosecond; all
+    zeros where the gain over no drafts is below LEAST_GAIN.
 
-    chances: for each sequence and draft the probability that it and all before it are right, never rising.
-    cost_ns: of a step, by its number of rows. The likeliest drafts go first; of all numbers of them the one
-    counts that gives the most expected tokens in a nanosecond. All zeros where that is hardly more than
-    without."""
+    `chances`: for each sequence and draft the probability that the draft and all before it are right, never
+    rising: the likeliest drafts go first. `cost_ns`: nanoseconds of a step by its number of rows."""
     n_plain = len(chances)
     lengths = [0] * n_plain
     if n_plain >= most_rows or not any(chances):
@@ -63,16 +62,17 @@ class Drafting(NamedTuple):
     """A sequence that may be drafted."""
 
     most: int
-    """Drafts that it has room for."""
+    """Drafts that the sequence has room for."""
     rate: Callable[[int], float]
-    """The share of first, second, ... drafts (0, 1, ..) that were right, where those before them were."""
+    """The share of right drafts at a place of the draft (0, 1, ..), given that all before were right."""
     n_late: int
-    """Tokens that must be computed for drafts before the next one can be drafted."""
+    """Tokens that the draft model or head must compute before it can draft."""
 
 
 class DraftGain:
-    """Chooses the length of drafts. costs: of steps of the model that is served, by rows; most_rows: of one
-    of them; n_tokens: as `DraftSource.n_tokens`."""
+    """Chooses the length of computed drafts, one for all sequences of a step. `costs`: nanoseconds of the
+    served model's steps by rows. `most_rows`: rows of one such step. `n_tokens`: as
+    `DraftSource.n_tokens`."""
 
     def __init__(self, costs: StepCosts, most_rows: int, n_tokens: int | None) -> None:
         self._costs = costs
@@ -81,11 +81,12 @@ class DraftGain:
         self._saved_ns = 0.0  # for the next trial
         self._is_trying = False
         self.draft_costs = StepCosts()
-        """The costs of drafting one token for each sequence, by their number."""
+        """Nanoseconds of drafting one token for each sequence, by the number of sequences."""
         self.pays = True
-        """False: the last steps had none."""
+        """False if no drafts paid in the last step."""
         self.expected = 1.0
-        """Tokens in a nanosecond of the length chosen last, as a multiple of those without drafts."""
+        """Expected tokens in a nanosecond with drafts of the chosen length, as a multiple of those without
+        drafts."""
 
     def length(self, rows: Sequence[Drafting]) -> int:
         """Drafts of each sequence that give the most tokens in a nanosecond; 0: none pay."""
@@ -121,7 +122,7 @@ class DraftGain:
         self._is_trying = False
 
     def _trial(self, rows: Sequence[Drafting], plain_ns: float, draft_ns: float) -> int:
-        """1 where enough was saved to pay for a trial, and until it has been made; else 0."""
+        """1 where enough time was saved to pay for a trial, and until the trial has been made; else 0."""
         if self._is_trying:
             return 1
         self._saved_ns += _TRIAL_SHARE * plain_ns

@@ -1,7 +1,6 @@
-"""Drafts by lookup: what followed where the sequence ended like this before. They cost next to nothing.
-
-Whether the expected token came is seen at every token, drafted or not, so that rates are known while drafts
-do not pay, and drafting begins again when the text begins to repeat itself."""
+"""Drafts by lookup: the tokens that followed an earlier place where the sequence ended as it ends now, at
+next to no cost. Each new token is compared with the expected one, drafted or not, so that rates are known
+while drafts do not pay, and drafting begins again when the text begins to repeat itself."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ _ORDERS = (6, 2)
 """n of the n-grams that are looked up, the longest first."""
 
 MOST_MATCHED = 32
-"""A match is counted up to this length."""
+"""Largest counted length of a match, in tokens."""
 
 
 class Repeats:
-    """Fed with the tokens of one sequence; knows one earlier place that ended like the sequence ends now, the
-    longest that two n-gram tables find, and whose next tokens may follow again (Saxena 2023)."""
+    """Index of one sequence's tokens. Finds an earlier place that ended as the sequence ends now, the longest
+    match of two n-gram tables, whose next tokens may follow again (Saxena 2023)."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -35,16 +34,16 @@ class Repeats:
 
     @property
     def n_matched(self) -> int:
-        """Tokens that the match is long, at most MOST_MATCHED; 0: there is none."""
+        """Length of the match in tokens, at most MOST_MATCHED; 0: there is no match."""
         return self._matched
 
     @property
     def expected(self) -> int | None:
-        """The token that followed the match."""
+        """The token that followed the match; None: there is no match."""
         return None if self._next is None else self._tokens[self._next]
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Tokens that are new, of which only the end is looked up."""
+        """Add new tokens, and look up a match for the last one alone."""
         *first, last = token_ids
         tokens = self._tokens
         for token_id in first:
@@ -54,7 +53,7 @@ class Repeats:
         self.push(last)
 
     def push(self, token_id: int) -> None:
-        """One more token. The match goes on if it is the expected one; a longer match takes its place."""
+        """Add one token. The match goes on if the token was expected; a longer match takes its place."""
         if self._next is not None and self._tokens[self._next] == token_id:
             self._next += 1
             self._matched = min(self._matched + 1, MOST_MATCHED)
@@ -66,7 +65,8 @@ class Repeats:
         self._enter()
 
     def following(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that followed the match; a match that overlaps the end repeats itself."""
+        """The `most` tokens that followed the match, () without one; a match that overlaps the end repeats
+        itself."""
         start, tokens = self._next, self._tokens
         if start is None:
             return ()
@@ -86,7 +86,7 @@ class Repeats:
                 return
 
     def _common(self, place: int) -> int:
-        """The number of tokens before `place` that are those at the end."""
+        """Length of the common end of the tokens before `place` and of all tokens, at most MOST_MATCHED."""
         tokens, end = self._tokens, len(self._tokens)
         n = 0
         while n < min(place, MOST_MATCHED) and tokens[place - 1 - n] == tokens[end - 1 - n]:
@@ -109,7 +109,7 @@ _LEAST_CHANCE = 0.02  # of a draft and all before it, for it to be thought of
 
 
 class RequestLookup:
-    """Index of one request's tokens as far as they were read, and how often it was like its own past."""
+    """Index of one request's tokens as far as they were read, and rates at which expected tokens came."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.repeats = Repeats()
@@ -117,11 +117,11 @@ class RequestLookup:
 
     @property
     def n_matched(self) -> int:
-        """Tokens of the match at the end; 0: there is none."""
+        """Length of the match at the end, in tokens; 0: there is no match."""
         return self.repeats.n_matched
 
     def read(self, sequence: LiveSequence) -> None:
-        """Take the tokens that are new of it."""
+        """Add the sequence's new tokens to the index, and note which of them were expected."""
         repeats = self.repeats
         n_prompt = len(sequence.request.prompt_token_ids)
         if len(repeats) == 0:
@@ -133,7 +133,7 @@ class RequestLookup:
             repeats.push(token_id)
 
     def chances(self, most: int) -> list[float]:
-        """Chances of the next drafts, each with all before it."""
+        """Probabilities of the next drafts, each that the draft and all before it are right."""
         chance, chances, n_matched = 1.0, [], self.n_matched
         if n_matched:
             for n in range(n_matched, n_matched + min(most, MOST_DRAFTED)):
@@ -144,12 +144,11 @@ class RequestLookup:
         return chances
 
     def following(self, most: int) -> tuple[int, ...]:
-        """That many drafts."""
         return self.repeats.following(most)
 
 
 class LookupDrafter(DraftMemory[RequestLookup]):
-    """A Drafter without a model. `most_rows`: of one step. n_tokens: as `DraftSource.n_tokens`."""
+    """A Drafter by lookup. `most_rows`: rows of one step. `n_tokens`: as `DraftSource.n_tokens`."""
 
     def __init__(self, costs: StepCosts, most_rows: int, n_tokens: int | None = None) -> None:
         agreement = Agreement(_FIRST_RATES)
@@ -158,10 +157,9 @@ class LookupDrafter(DraftMemory[RequestLookup]):
         self._n_tokens = n_tokens
 
     def computed(self, batch: Batch) -> None:
-        """Nothing is computed of prompts."""
+        """Do nothing: `draft` reads the prompts."""
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
-        """As Drafter.draft."""
         requests = [self._read(room.sequence) for room in rooms]
         return [
             Draft(request.following(n)) if n else NO_DRAFT

@@ -1,4 +1,4 @@
-"""From a source of drafts to what drafts for one engine."""
+"""Opens the drafter of an engine, and compares a draft model's vocabulary with the served model's."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from phasewise.serving.ranks.ranks_contract import RankOptions
 from phasewise.serving.text.tokenizer import Tokenizer
 
 LEAST_STEP_TOKENS = 1 + MOST_DRAFTED
-"""Rows that the steps of an engine with drafts have room for."""
+"""Rows that every step of an engine with drafts has room for."""
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """The source of drafts. `model`: a small model of the same vocabulary, or a head of the model that is
-    served; None: lookup in the sequence.
+    """Settings of an engine's drafts.
 
-    recorded_ns: what decode steps took by their number of rows, as far as the database knows. n_tokens: of
-    each draft; None: as many as pay, by what is observed."""
+    `model`: a small model of the same vocabulary, or a head of the served model; None: lookup in the
+    sequence. `recorded_ns`: nanoseconds of decode steps by their number of rows, from the database.
+    `n_tokens`: tokens of each draft; None: as many as pay, by observed rates and durations."""
 
     model: PackedModel | None = None
     recorded_ns: Mapping[int, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class DraftSource:
 def open_drafter(
     source: DraftSource, model: PackedModel, first_rank: Callable[[], FirstRank], options: RankOptions
 ) -> Drafter:
-    """The drafter of an engine whose ranks have these options. Errors: `open_ranks`."""
+    """Open the drafter of an engine whose ranks have these options. Errors: those of `open_ranks`."""
     costs = StepCosts(source.recorded_ns)
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
@@ -55,9 +55,8 @@ def open_drafter(
 
 
 def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:
-    """ModelError, one line, unless both models' tokens have the same ids and texts.
-
-    Logits may have more columns than there are tokens: their numbers may differ."""
+    """Raise ModelError unless the tokens of both models have the same ids and texts. Logits may have more
+    columns than there are tokens, so the models' `vocab_size` may differ."""
     draft_tokenizer, model_tokenizer = (
         Tokenizer.from_json(each.tokenizer_json, each.config) for each in (draft, model)
     )

@@ -1,8 +1,6 @@
-"""From a model's name or path to a `PackedModel`, through a packed file that later starts only map.
-
-The first start reads the source and packs it; every later one compares the source's names, sizes and times
-with what the packed file was made from, and maps it. Readers of foreign formats are imported on the first
-path only."""
+"""Loads a `PackedModel` by name or path, through a packed file that later starts only map. The first start
+reads the source and packs it; every later one compares the source's names, sizes and times with what the
+packed file was made from, and maps it. Readers of foreign formats are imported on the first path only."""
 
 from __future__ import annotations
 
@@ -33,12 +31,13 @@ def load_model(
     checksum: bool = False,
     storage: StorageChoice | None = None,
 ) -> PackedModel:
-    """The model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
+    """Load the model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
 
-    ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name. cache_dir:
-    where packed files and fetched models live; None for the user's cache directory. report: told in one line
-    whatever takes long. checksum: a packed file whose arrays are not as they were written is made anew.
-    storage: which weights are stored sparse; None: `auto`. Raises ModelError."""
+    `ref`: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name.
+    `cache_dir`: the directory of packed files and fetched models; None: the user's cache directory. `report`:
+    receives a line for each thing that takes long. `checksum`: True to compare the arrays with their
+    checksum, and pack anew if they differ. `storage`: the choice of weights that are stored sparse; None:
+    `auto`. Raises ModelError."""
     if format not in FORMATS:
         raise ModelError(f"weight format {format!r:.80} is not one of {', '.join(FORMATS)}")
     report, storage = report or _silent, storage or StorageChoice()
@@ -62,8 +61,9 @@ def load_model(
 def load_head(
     model: PackedModel, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> PackedModel | None:
-    """The head that drafts for `model`, of its files, with the embeddings that it shares with it; None where
-    there is none, or not of a kind that is read. format: as for `load_model`. Raises ModelError."""
+    """Load the draft head in the files of `model`, with the embeddings that both share; None where the files
+    have no head of a supported kind. `format`, `cache_dir`, `report`: as for `load_model`. Raises
+    ModelError."""
     from phasewise.serving.models.draft_head import with_own_head
 
     located = head_place(model.config.architecture, model.name, model.source)
@@ -84,7 +84,8 @@ def load_head(
 
 
 def head_place(architecture: str, name: str, source: Path | str) -> Located | None:
-    """The files in which a head may lie; None for a family, or a format, of which none is read."""
+    """The files in which a model's draft head may lie; None for a family or file format without supported
+    heads."""
     from phasewise.serving.loaders.families import family_named
 
     family, path = family_named(architecture), Path(source)
@@ -93,7 +94,7 @@ def head_place(architecture: str, name: str, source: Path | str) -> Located | No
 
 
 def open_head_source(located: Located | None) -> AbstractContextManager[ModelSource | None]:
-    """The head in the files at `head_place`; None where there is none."""
+    """Open the draft head in the files of `head_place`; None where there is no head."""
     from phasewise.serving.loaders.formats.heads import open_head
 
     source = None if located is None else open_head(located.path, located.name)
@@ -103,7 +104,7 @@ def open_head_source(located: Located | None) -> AbstractContextManager[ModelSou
 def is_made_for_embedding(
     ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> bool:
-    """True if the model that `ref` names gives vectors. As `config_of_model`."""
+    """True if the model that `ref` names gives vectors. Arguments as for `config_of_model`."""
     return _facts_of(ref, format, cache_dir, report)[1] is not None
 
 
@@ -131,7 +132,8 @@ def _facts_of(
 
 
 def open_source(located: Located) -> ModelSource:
-    """The model in its own file format, checked against its config. Close it, or use it in `with`."""
+    """Open a model in its own file format, checked against its config. Close the source, or use it in
+    `with`."""
     return _checked(_open(located))
 
 
@@ -159,7 +161,7 @@ def _open(located: Located) -> ModelSource:
 
 
 def _identity(located: Located, weight_format: str) -> str:
-    """The sources and settings of a packed file; unequal when any source file changed size or time."""
+    """The versions, settings and source files (name, size, time) that a packed file was made from."""
     try:
         stats = [(path.name, path.stat()) for path in located.files()]
     except OSError as error:

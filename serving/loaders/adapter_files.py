@@ -38,7 +38,7 @@ MOST_SCALE = 1e6
 
 @dataclass(frozen=True)
 class Pair:
-    """A and B of one weight by our name, as a file has them; `theirs` is its name there."""
+    """A and B of one weight in an adapter's file. `theirs`: the file's name of the weight."""
 
     theirs: str
     a: SourceTensor
@@ -47,7 +47,7 @@ class Pair:
 
 
 def checked(pair: Pair, shape: tuple[int, int], what: str) -> LowRank:
-    """The numbers of a pair for a weight of this shape (outputs, inputs). ModelError, in one line."""
+    """Read a pair's numbers for a weight of this shape (outputs, inputs). Raises ModelError, in one line."""
     (outputs, inputs), rank = shape, pair.a.shape[0]
     whose = f"{what}: {pair.theirs!r:.120}"
     if not 1 <= rank <= MOST_RANK:
@@ -76,7 +76,8 @@ def _numbers(tensor: SourceTensor, whose: str) -> Matrix:
 
 
 def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[str, LowRank]:
-    """The numbers of these pairs, by our names of weights. what: their file, for errors. ModelError."""
+    """Read the numbers of all pairs, by our names of weights. `what`: their file, in errors. Raises
+    ModelError."""
     if not pairs:
         raise ModelError(f"{what} changes no weight")
     shapes = weight_shapes(config)
@@ -93,7 +94,7 @@ def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[
 
 
 def adapter_of(name: str, parts: Mapping[str, LowRank], config: ModelConfig) -> Adapter:
-    """The adapter of these weights, as a program reads it."""
+    """Make the adapter, as a program reads it, of low-rank parts by our names of weights."""
     updates = {}
     for reader, columns in _readers(config).items():
         own = [(column, parts[weight]) for weight, column in columns.items() if weight in parts]
@@ -103,7 +104,7 @@ def adapter_of(name: str, parts: Mapping[str, LowRank], config: ModelConfig) -> 
 
 
 def _readers(config: ModelConfig) -> dict[str, dict[str, int]]:
-    """Weights by what reads the same rows, each with the first column of its outputs there."""
+    """Weights by the product that adapters name, each with the first column of its outputs there."""
     readers: dict[str, dict[str, int]] = {}
     for i, layer in enumerate(config.layers):
         widths: dict[str, int] = {}
@@ -171,9 +172,8 @@ class _Scaling:
 
 
 def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
-    """The pairs of a directory, by our names of weights; `stack` closes their file.
-
-    ModelError in one line for whatever cannot run."""
+    """The pairs of a directory by PEFT, by our names of weights; `stack` closes their file. Raises ModelError
+    in one line for adapters that cannot run."""
     directory = ModelDirectory(path)
     fields = directory.json(CONFIG)
     if fields is None:
@@ -234,8 +234,8 @@ def _our_pairs(
     *,
     is_interleaved: bool,
 ) -> dict[str, Pair]:
-    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name there.
-    scale_of: by a module and its rank."""
+    """A and B of modules, by our names of weights. `place_of(module)`: the module's layer ("layers.3.") and
+    its name there. `scale_of(module, rank)`: its scale."""
     shapes, pairs = shapes_of_all(config, has_bias=False), dict[str, Pair]()
     for module, both in by_module.items():
         if len(both) != 2:
@@ -282,7 +282,7 @@ def _checked(fields: Mapping[str, Any], path: Path) -> _Scaling:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first name that the module ends with, as PEFT looks it up."""
+    """The value of the first pattern that the module ends with, as PEFT looks it up."""
     for pattern, value in patterns.items():
         name = pattern.replace("\\", "")
         whole = name.removeprefix("^")
@@ -296,7 +296,7 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(.+)", re.ASCII)
 
 
 def gguf_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
-    """The pairs of a file, by our names of weights; `stack` closes it. ModelError."""
+    """The pairs of a GGUF file, by our names of weights; `stack` closes the file. Raises ModelError."""
     file, header = open_gguf(path)
     stack.callback(file.close)
     metadata = header.metadata
@@ -336,12 +336,14 @@ def gguf_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
 
 
 def load_adapter(name: str, path: Path, config: ModelConfig) -> Adapter:
-    """PEFT's directory, or a GGUF file. ModelError in one line for what cannot run beside this model."""
+    """Load an adapter of PEFT's directory or of a GGUF file. Raises ModelError in one line for an adapter
+    that cannot run beside this model."""
     return adapter_of(name, load_parts(path, config), config)
 
 
 def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
-    """Its numbers, by our names of the weights that they are added to. ModelError."""
+    """Load the numbers of an adapter, by our names of the weights that they are added to. Raises
+    ModelError."""
     check_takes_adapters(config, path)
     if path.suffix == ".safetensors" and not path.is_dir():
         raise ModelError(f"{path} is only the numbers of an adapter: give the directory that holds it")
@@ -351,7 +353,7 @@ def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
 
 
 def check_takes_adapters(config: ModelConfig, path: Path) -> None:
-    """ModelError for a model that no adapter can be added to. path: of one, for the error."""
+    """Raise ModelError for a model that takes no adapters. `path`: the adapter's, for the error."""
     if config.encoder is not None:
         raise ModelError(f"{path}: adapters are for models that generate text")
     reasons = (mixer.takes_no_adapters for layer in config.layers for mixer in layer.mixers)
@@ -363,7 +365,7 @@ def check_takes_adapters(config: ModelConfig, path: Path) -> None:
 
 
 def with_adapters(model: PackedModel, lora: Sequence[str]) -> PackedModel:
-    """The model with adapters of `NAME=PATH` each, numbered in this order. ModelError."""
+    """The model with adapters of `NAME=PATH` each, numbered in this order. Raises ModelError."""
     if not lora:
         return model
     named = named_paths(lora)
@@ -379,7 +381,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """The name and the path of `NAME=PATH` or `PATH`. ModelError for a name that no request could say."""
+    """The name and the path of `NAME=PATH` or `PATH`. Raises ModelError for a name that no request could
+    say."""
     name, equals, path = text.partition("=")
     if not equals or "/" in name:
         path = text
@@ -392,7 +395,7 @@ def named_path(text: str) -> tuple[str, Path]:
 
 
 def named_paths(texts: Sequence[str]) -> list[tuple[str, Path]]:
-    """All of them. ModelError where two have one name."""
+    """`named_path` of each text. Raises ModelError where two adapters have one name."""
     named = [named_path(text) for text in texts]
     names = [name for name, _ in named]
     twice = next((name for name in names if names.count(name) > 1), None)

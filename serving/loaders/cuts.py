@@ -1,6 +1,5 @@
-"""Tensors of a file that hold ours: several of them, in another order or in another form.
-
-Everything here is a view: rows are read from the file when the packer asks for them."""
+"""Conversions of a file's tensors to ours: files may join several, and have other orders or forms. Everything
+here is a view: rows are read from the file when the packer asks for them."""
 
 from __future__ import annotations
 
@@ -27,10 +26,9 @@ _TURNED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
 
 @dataclass(frozen=True)
 class CutFor:
-    """The layer and the config that a tensor is cut for.
-
-    stem: "layers.3.". shapes: those that the config calls for, by our names. what: the tensor, in errors.
-    turns: `ModelConfig.turns`."""
+    """The layer and the config that a tensor is cut for. `stem`: the beginning of the layer's names,
+    "layers.3.". `shapes`: shapes of the config's tensors by our names. `what`: the tensor, in errors.
+    `turns`: `ModelConfig.turns`."""
 
     stem: str
     shapes: Shapes
@@ -42,21 +40,22 @@ class CutFor:
 
 
 class Cut(ABC):
-    """A tensor of a file that is not one of ours as it is."""
+    """A conversion of one tensor of a file to one or more of ours."""
 
     @abstractmethod
     def parts_of(self, tensor: SourceTensor, cut_for: CutFor) -> Parts:
-        """Our tensors, by their names within a layer. ModelError for a tensor of another shape."""
+        """Our tensors, by their names within a layer. Raises ModelError for a tensor of another shape."""
 
 
 Names = Mapping[str, str | Cut]
-"""A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
+"""A map of a file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
 
 
 def our_tensors(
     name: str, names: Names, tensor: SourceTensor, cut_for: CutFor, family: str
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Our names and tensors of a layer's tensor `name`; ModelError where the family has no such name."""
+    """Yield our names and tensors of a file's tensor `name`. Raises ModelError where the family has no such
+    name."""
     ours = names.get(name)
     if ours is None:
         raise ModelError(f"{cut_for.what} {family} models do not use")
@@ -66,7 +65,7 @@ def our_tensors(
 
 
 def picked(tensor: SourceTensor, count: int, row_of: Callable[[Array], Array]) -> SourceTensor:
-    """As many rows of a matrix, or numbers of a vector: the i-th is the file's `row_of(i)`."""
+    """Pick `count` rows of a matrix, or numbers of a vector: the i-th is the file's `row_of(i)`."""
 
     def rows(start: int, stop: int) -> Rows:
         if len(tensor.shape) == 1:
@@ -83,19 +82,18 @@ def picked(tensor: SourceTensor, count: int, row_of: Callable[[Array], Array]) -
 
 
 def _plain(rows: Rows) -> Array:
-    """Rows of plain numbers."""
     assert isinstance(rows, np.ndarray)
     return rows
 
 
 @dataclass(frozen=True)
 class TensorCut(Cut):
-    """The division of a file's tensor that holds several of ours: its rows are those of `parts`, one after
-    the other.
+    """Cuts a file's tensor that holds several of ours: its rows are those of `parts`, one after the other.
 
-    of_experts: the first dimension counts experts, and parts are those of each. stacked: it counts parts.
-    alternating: rows of the parts take turns. transposed: inputs come before outputs. turns: parts take turns
-    in runs of rows, as many as `n_heads` or the `groups` of layers with a state."""
+    `of_experts`: True if the first dimension counts experts, each with all parts. `stacked`: True if the
+    first dimension counts parts. `alternating`: True if rows of the parts take turns. `transposed`: True if
+    inputs come before outputs. `turns`: key in `ModelConfig.turns` of the number of runs of rows in which
+    parts take turns."""
 
     parts: tuple[str, ...]
     of_experts: bool = False
@@ -119,7 +117,7 @@ class TensorCut(Cut):
             yield from self._rows_of(self._expert(tensor, expert), cut_for, f"experts.{expert}.")
 
     def _expert(self, tensor: SourceTensor, expert: int) -> SourceTensor:
-        """A matrix of a stack [experts, outputs, inputs], or a vector of [experts, outputs]."""
+        """The expert's matrix of a stack [experts, outputs, inputs], or its vector of [experts, outputs]."""
         n_rows = tensor.shape[1] if len(tensor.shape) == 3 else 1
         first, shape = expert * n_rows, tensor.shape[1:]
 
@@ -155,7 +153,8 @@ class TensorCut(Cut):
 
 
 def _in_turns(begin: int, of_turn: int, own: int) -> Callable[[Array], Array]:
-    """Rows of which `own` from `begin` on are in every run of `of_turn`."""
+    """The file's row of a part's i-th row, where every run of `of_turn` rows has `own` rows of the part, from
+    `begin` on."""
 
     def row_of(i: Array) -> Array:
         turn, row = np.divmod(i, own)
@@ -166,8 +165,8 @@ def _in_turns(begin: int, of_turn: int, own: int) -> Callable[[Array], Array]:
 
 @dataclass(frozen=True)
 class ColumnCut(Cut):
-    """The division of a file's matrix that reads several inputs one behind the other: its columns are those
-    of `parts`, as many of each."""
+    """Cuts a file's matrix that reads several inputs one behind the other: its columns are those of `parts`,
+    as many of each."""
 
     parts: tuple[str, ...]
 
@@ -187,9 +186,8 @@ class ColumnCut(Cut):
 
 @dataclass(frozen=True)
 class OtherForm(Cut):
-    """A tensor of another shape than ours: a `vector` of all its numbers, else a matrix of one row.
-
-    negated_exponential: ours are -e^x of its numbers."""
+    """Reshapes a tensor: to a `vector` of all its numbers, else to a matrix of one row.
+    `negated_exponential`: True if our numbers are -e^x of the file's x."""
 
     name: str
     vector: bool = True
@@ -219,7 +217,7 @@ def negated_exponential(numbers: Array) -> Array:
 
 @dataclass(frozen=True)
 class OfLayer(Cut):
-    """A tensor that is not the same in all layers: the first of `names` that a layer has."""
+    """Names a tensor by its layer: the first of `names` that the layer has."""
 
     names: tuple[str, ...]
 
@@ -229,7 +227,7 @@ class OfLayer(Cut):
 
 @dataclass(frozen=True)
 class HeadStack(Cut):
-    """Matrices of all heads, one below the other."""
+    """Joins the matrices of all heads to one matrix, one below the other."""
 
     name: str
 
@@ -239,8 +237,8 @@ class HeadStack(Cut):
 
 @dataclass(frozen=True)
 class TurnedTail(Cut):
-    """Rows of latent attention whose last ones, of every head or of all, are pairs side by side; ours have
-    the first rows of all pairs, then the second ones."""
+    """Reorders rotated rows of latent attention, the last ones of every head (`by_head`) or of all: the file
+    has pairs side by side, ours the first rows of all pairs, then the second ones."""
 
     name: str
     by_head: bool
@@ -265,7 +263,7 @@ class TurnedTail(Cut):
 
 @dataclass(frozen=True)
 class HeadParts(Cut):
-    """Rows of every head, of two of ours: `keys`, whose rows are columns of ours, and `values`."""
+    """Cuts the rows of every head into two tensors of ours: `keys`, transposed, and `values`."""
 
     keys: str
     values: str
@@ -295,10 +293,9 @@ class HeadParts(Cut):
 
 
 def half_split(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTensor:
-    """Queries and keys of a file whose turned rows are pairs side by side: (2 i, 2 i + 1) there is (i, i +
-    half) here. Rows that are not turned keep their places behind the others.
-
-    ours: our name of the tensor; others than those stay as they are."""
+    """Reorder rotated rows of queries and keys from pairs side by side, (2 i, 2 i + 1), to (i, i + half).
+    Rows that are not rotated keep their places behind the others. `ours`: our name of the tensor; tensors
+    other than queries and keys stay as they are."""
     match = _TURNED.fullmatch(ours)
     if match is None:
         return tensor
@@ -310,7 +307,7 @@ def half_split(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTe
 
 
 def one_more(tensor: SourceTensor) -> SourceTensor:
-    """A vector of numbers that the file holds less one."""
+    """Add 1 to a vector whose numbers the file holds less one."""
 
     def rows(start: int, stop: int) -> Rows:
         return _plain(tensor.rows(start, stop)) + np.float32(1)

@@ -66,7 +66,7 @@ class PackedCache:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The files that went, or would go."""
+    """A file or directory that was removed, or would be."""
 
     path: Path
     n_bytes: int
@@ -211,7 +211,7 @@ class TensorType:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """A head that drafts, without what it shares with its model."""
+    """Sizes of a draft head, without what it shares with its model."""
 
     parameters: int
     format_bytes: dict[str, int]
@@ -219,10 +219,12 @@ class HeadFacts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model's shape and sizes. `format_bytes`: packed weights, by user-facing format. `state_bytes`: of
-    each sequence, beside its keys and values; 0 where no layer keeps a state. `head`: that drafts, where the
-    files have one that is read. `turns`: how its chat template writes thoughts and calls; None without one.
-    """
+    """A model's shape and sizes.
+
+    `format_bytes`: bytes of packed weights, by user-facing format. `state_bytes`: bytes of a sequence's state
+    beside keys and values; 0: no layer keeps a state. `head`: sizes of the files' draft head; None: no
+    supported one. `turns`: the forms in which the chat template writes thoughts and calls; None: no
+    template."""
 
     name: str
     path: Path
@@ -280,7 +282,7 @@ def _format_bytes(source: ModelSource) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class WeightDensity:
-    """The number of a weight's numbers that are not zero, and the bytes it takes either way."""
+    """The share of a weight's numbers that are not zero, and its bytes stored dense and sparse."""
 
     name: str
     n: int
@@ -290,7 +292,7 @@ class WeightDensity:
     dense_bytes: int
     sparse_bytes: int
     break_even: float
-    """The share of zeros from which on it is stored sparse where nothing was measured."""
+    """The share of zeros from which on the weight is stored sparse where nothing was measured."""
 
 
 def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:
@@ -307,12 +309,12 @@ def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:
 
 
 def to_json(inspection: Inspection) -> dict[str, Any]:
-    """Plain JSON values."""
     return {**asdict(inspection), "path": str(inspection.path), "config": config_to_json(inspection.config)}
 
 
 def known_models(root: Path) -> list[dict[str, Any]]:
-    """The registry; `path` is None for a model that is not here. `file_bytes` of the hub's are rounded."""
+    """The registry's models as JSON values. `path` is None for a model that is not here; `file_bytes` of
+    models on the hub are rounded."""
     models: list[tuple[KnownModel | HubModel, Path | None, int]] = [
         (model, known_path(model, root) if is_here(model, root) else None, model.file_bytes)
         for model in KNOWN.values()

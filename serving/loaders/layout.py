@@ -40,7 +40,7 @@ SEGMENTS = 2
 
 
 def encoder_vectors(config: ModelConfig, encoder: Encoder) -> dict[str, int]:
-    """Every vector outside layers, before fusing."""
+    """Lengths of an encoder's vectors outside layers, by our names, before fusing."""
     endings = ("",) if encoder.pre_norms else ("", "_bias")
     outer = ("embed_norm", "final_norm") if encoder.pre_norms else ("embed_norm",)
     lengths = {f"{norm}{ending}": config.hidden for norm in outer for ending in endings}
@@ -58,7 +58,7 @@ def encoder_vectors(config: ModelConfig, encoder: Encoder) -> dict[str, int]:
 
 
 def task_shapes(config: ModelConfig, tasks: EncoderTasks) -> dict[str, tuple[int, int, int]]:
-    """A and B of what tasks add to embeddings and products, as files have them."""
+    """Shapes of A and B that tasks add to embeddings and products, by our names."""
     count, rank, hidden = len(tasks.names), tasks.rank, config.hidden
     shapes = {
         "task_embed_a": (count, config.vocab_size, rank),
@@ -111,7 +111,7 @@ class VectorPlan:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Every weight by our name, before fusing, as (outputs, inputs)."""
+    """Shapes (outputs, inputs) of the weights that a config calls for, by our names, before fusing."""
     shapes = {"embed": (config.vocab_size, config.hidden)}
     if config.drafts:
         shapes = dict.fromkeys(HEAD_PARTS, (config.hidden, config.hidden))
@@ -129,13 +129,14 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def _stream_names(config: ModelConfig) -> list[str]:
-    """Products from one stream to another, and back."""
+    """Names of the products from the first stream to the others, and back."""
     numbers = range(1, config.streams.count if config.streams else 1)
     return [f"stream_{way}.{number}" for number in numbers for way in ("in", "out")]
 
 
 def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
-    """Every vector by our name, before fusing. has_bias: queries, keys and values have biases."""
+    """Lengths of the vectors that a config calls for, by our names, before fusing. `has_bias`: True if
+    queries, keys and values have biases."""
     if config.encoder is not None:
         lengths = encoder_vectors(config, config.encoder)
     else:
@@ -154,13 +155,14 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
 
 
 def shapes_of_all(config: ModelConfig, has_bias: bool) -> dict[str, tuple[int, ...]]:
-    """Weights and vectors by our names."""
+    """Shapes of the weights and vectors that a config calls for, by our names."""
     lengths = {name: (length,) for name, length in vector_lengths(config, has_bias).items()}
     return {**weight_shapes(config), **lengths}
 
 
 def check_tensors(source: ModelSource) -> None:
-    """Each tensor that the config calls for is there in its shape, and no other is."""
+    """Raise ModelError unless the source has each tensor that its config calls for, in its shape, and no
+    other."""
     biased = _must_have_bias(source.config) or has_bias(source.tensors)
     expected = shapes_of_all(source.config, biased)
     for name, shape in expected.items():
@@ -181,7 +183,8 @@ def _must_have_bias(config: ModelConfig) -> bool:
 def check_packed(
     config: ModelConfig, weights: Mapping[str, tuple[int, int]], vectors: Mapping[str, int]
 ) -> None:
-    """Packed weights, as (outputs, inputs), and vectors, as lengths, are those that the config calls for."""
+    """Raise ModelError unless packed weights (outputs, inputs) and vectors (lengths) are those that the
+    config calls for."""
     expected, parts_of = weight_shapes(config), _parts(config)
     for name, shape in weights.items():
         shapes = [expected.pop(part, None) for part in parts_of.get(name, (name,))]
@@ -204,7 +207,7 @@ def check_packed(
 
 
 def _parts(config: ModelConfig) -> dict[str, list[str]]:
-    """The names of what each packed weight or vector of layers is made of, in order."""
+    """Names of the parts of each packed weight or vector of layers, in order."""
     parts: dict[str, list[str]] = {}
     for i, layer in enumerate(config.layers):
         wholes = {product.name: tuple(product.outputs) for product in layer.products} | layer.joined
@@ -219,7 +222,7 @@ def has_bias(tensors: Mapping[str, SourceTensor]) -> bool:
 
 
 def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
-    """Packed weights in the order a forward pass reads them; parts fuse where their forms agree."""
+    """Plan the packed weights, in the order a forward pass reads them; parts fuse where their forms agree."""
     config, tensors = source.config, source.tensors
     outer = HEAD_PARTS if config.drafts else ("embed",)
     plans = [_plan(name, tensors, weight_format) for name in outer]
@@ -279,7 +282,7 @@ def _table_plan(tensor: SourceTensor, weight_format: str) -> WeightPlan:
 
 
 def plan_vectors(source: ModelSource) -> list[VectorPlan]:
-    """Packed vectors: those of a layer that are joined become one."""
+    """Plan the packed vectors: vectors of a layer that are joined become one."""
     tensors, biased, plans = source.tensors, has_bias(source.tensors), []
     joined: dict[str, list[str]] = {}
     for i, layer in enumerate(source.config.layers):

@@ -6,9 +6,9 @@
 
 The digest covers head and text. Each array must lie in the file and have the shape that the config asks for.
 A checksum of all arrays is in the head too; to compare it takes as long as reading them (`checksum`). A file
-is written beside its final name and renamed, so readers see all of it or none. One that does not check is
-simply not there: it is made anew. Others must not be able to write to it, nor to its directory. When it is
-cut short while it is mapped, the process ends with one line (`watch_mapping`)."""
+is written beside its final name and renamed, so readers see all of it or none; a file that fails a check
+counts as absent and is made anew. Other users must not be able to write to the file or its directory. A file
+that is cut short while it is mapped ends the process with one line (`watch_mapping`)."""
 
 from __future__ import annotations
 
@@ -111,9 +111,8 @@ def write_packed(
     report: Report,
     choice: StorageChoice = StorageChoice("never"),  # noqa: B008  (frozen)
 ) -> None:
-    """Pack `source` into the file `target`. On any failure no file of that name appears or changes.
-
-    choice: which weights are stored sparse."""
+    """Pack `source` into the file `target`. On any failure no file of that name appears or changes. `choice`:
+    the choice of weights that are stored sparse."""
     weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
     stored = [_stored(plan, choice) for plan in weights]
     text = _text(source)
@@ -151,10 +150,9 @@ def write_packed(
 def read_packed(
     target: Path, identity: str, source: Path, *, choice: StorageChoice | None = None, checksum: bool = False
 ) -> PackedModel | None:
-    """Map the packed file if it is whole and was made from what `identity` names; None otherwise.
-
-    choice: how weights are to be stored; None: in any way. checksum: read all arrays, and hold them to the
-    checksum that they were written with."""
+    """Map the packed file if it is whole and was made from what `identity` names; None otherwise. `choice`:
+    the storage that weights must have; None: any. `checksum`: True to read all arrays and compare their
+    checksum with the written one."""
     try:
         with open_file(target) as file:
             status = os.fstat(file.fileno())
@@ -207,12 +205,13 @@ def read_head(target: Path) -> dict[str, Any] | None:
 
 
 def versions() -> str:
-    """Part of every identity: a file made under other rules is not used."""
+    """The versions of file and packing, a part of every identity: a file of other versions is not used."""
     return f"file {FILE_VERSION}, packing {PACKING_VERSION}"
 
 
 def _text(source: ModelSource) -> tuple[bytes, bytes]:
-    """Tokenizer and chat template. JSON can smuggle in half characters, which no encoder takes."""
+    """Tokenizer and chat template as UTF-8. Raises ModelError for half characters, which JSON can smuggle
+    in."""
     try:
         return source.tokenizer_json().encode(), (source.chat_template or "").encode()
     except UnicodeEncodeError as error:
@@ -240,9 +239,8 @@ def _head(fields: dict[str, Any]) -> bytes:
 
 
 def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
-    """The weight's storage and, if it is sparse, its size; not yet a place.
-
-    Where storage depends on it all rows are read once, and once more when they are written."""
+    """The slot of a weight with its storage and, if sparse, its size; not yet a place. Where storage depends
+    on the numbers, all rows are read once, and once more when they are written."""
     slot = _Slot(plan.name, plan.n, plan.k, plan.form, ())
     if not choice.wants_sparse or not can_be_sparse(plan.form):
         return slot
@@ -260,7 +258,7 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
 
 
 def kept_numbers(plan: WeightPlan) -> int:
-    """The number of a weight's numbers that are not zero, of a weight that can be sparse; reads all of it."""
+    """Count the numbers that are not zero of a weight that can be sparse; reads all of it."""
     return sum(sparse.kept(packed) for packed in _made_ahead(_packed_chunks(plan)))
 
 
@@ -310,7 +308,8 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
 
 
 def _make_directory(path: Path) -> None:
-    """For this user alone: who can write to it can give another file the name of a packed one."""
+    """Make a directory for this user alone: other writers could give another file the name of a packed
+    one."""
     path.mkdir(parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != _DIRECTORY_MODE:
@@ -343,9 +342,8 @@ def _write_arrays(
 def _write_weight(
     fd: int, slot: _Slot, plan: WeightPlan, digest: Callable[[bytes | memoryview], None]
 ) -> int:
-    """A few rows at a time, so that memory stays small whatever the weight's size; its top exponent.
-
-    The digest is over the dense weight, whatever its storage."""
+    """Write a weight a few rows at a time, so that memory stays small; returns its top exponent. The digest
+    is over the dense weight, whatever its storage."""
     digest(_label(slot))
     places, top, stream_bytes = list(slot.offsets), 0, 0
     for packed in _made_ahead(_packed_chunks(plan)):
@@ -369,7 +367,7 @@ def _label(slot: _Slot) -> bytes:
 
 
 def _packed_chunks(plan: WeightPlan) -> Iterator[Callable[[], PackedWeight]]:
-    """The chunks that pack the weight in runs of whole panels, in order."""
+    """Yield calls that pack the weight in runs of whole panels, in order."""
     step = _rows_at_once(plan.k)
     for start in range(0, plan.n, step):
         yield partial(_packed_chunk, plan, start, min(start + step, plan.n))
@@ -386,7 +384,7 @@ def _packed_chunk(plan: WeightPlan, start: int, stop: int) -> PackedWeight:
 
 
 def _made_ahead(calls: Iterator[Callable[[], PackedWeight]]) -> Iterator[PackedWeight]:
-    """The results in order, made by as many threads as there are cores: numpy runs without the GIL."""
+    """Yield results in order, made by as many threads as there are cores: numpy runs without the GIL."""
     threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     waiting: deque[Future[PackedWeight]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -416,7 +414,7 @@ def _write(fd: int, offset: int, data: bytes | memoryview) -> int:
 
 
 def _slots(fields: dict[str, Any]) -> list[_Slot]:
-    """Those that a head names. ValueError where an array is not aligned or not in the file."""
+    """The slots that a head names. Raises ValueError where an array is not aligned or not in the file."""
     slots = []
     for slot_fields in fields["slots"]:
         form = None if slot_fields["form"] is None else WeightForm(**slot_fields["form"])
@@ -434,7 +432,7 @@ def _slots(fields: dict[str, Any]) -> list[_Slot]:
 
 
 def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
-    """As `_write_arrays` computes it: chunk by chunk of rows, in order."""
+    """The SHA-256 that `_write_arrays` computes, chunk by chunk of rows, in order."""
     content, memory = hashlib.sha256(), memoryview(mapped)  # of dense weights, whatever their storage
     for slot in slots:
         content.update(_label(slot))

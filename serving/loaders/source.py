@@ -1,13 +1,10 @@
-"""The input of the packer from every reader of model files: a checked config and tensors readable row by row;
-and packed forms: which one a tensor gets under each user-facing format, and the conversion of its rows.
+"""Sources of models for the packer: a checked config and tensors that are read row by row, and the packed
+form of a tensor under each user-facing format.
 
 Files are read with `pread` in bounded pieces and never mapped: a source that shrinks while it is read gives
-an error, not a signal, and its pages do not count as ours.
-
-Nothing is rounded twice. `native` keeps every tensor in the packed form that holds its numbers exactly.
-`int8` widens any block-quantised rows exactly and rounds only plain numbers; `int4` keeps four-bit rows as
-they are. Under `int4` the embedding and the output head stay in int8, as GGUF files of that size do: they
-cost little and carry much of the quality."""
+an error, not a signal. Nothing is rounded twice: `native` keeps every tensor's numbers exactly, `int8` widens
+block-quantised rows exactly and rounds only plain numbers, `int4` keeps four-bit rows as they are. Under
+`int4` the embedding and the output head stay in int8, as GGUF files of that size do."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class WeightForm:
 
     @property
     def in_blocks(self) -> bool:
-        """Scales lie with the codes, in one array."""
+        """True if scales lie with the codes, in one array."""
         return self.kind in BLOCKS
 
 
@@ -110,7 +107,7 @@ def target_form(source: WeightForm, weight_format: str, name: str) -> WeightForm
 
 
 def common_form(forms: set[WeightForm]) -> WeightForm | None:
-    """The form that holds exactly what each of these does; None where more than scales differ."""
+    """The form that holds the numbers of all `forms` exactly; None where more than scales differ."""
     if len(forms) == 1:
         return next(iter(forms))
     wide = {form if form.scale_dtype is None else replace(form, scale_dtype="float32") for form in forms}
@@ -118,7 +115,7 @@ def common_form(forms: set[WeightForm]) -> WeightForm | None:
 
 
 def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
-    """Some rows as `form` holds them: rounded once or not at all. `what` names the tensor in errors."""
+    """Convert rows to `form`, rounded once or not at all. `what`: the tensor, in errors."""
     check_finite(rows, what)
     if not isinstance(rows, np.ndarray):
         if form_of(rows) == form:
@@ -165,7 +162,7 @@ def pack_rows(pieces: list[Rows], form: WeightForm, what: str) -> PackedWeight:
 
 
 def check_finite(rows: Rows, what: str) -> None:
-    """Refuse NaN and infinity, in plain numbers or in scales and minima."""
+    """Raise ModelError for NaN and infinity, in plain numbers or in scales and minima."""
     if isinstance(rows, BlockRows):
         finite = rows.is_finite
     else:
@@ -206,7 +203,7 @@ class SourceFile:
         self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes."""
+        """Read exactly `length` bytes."""
         try:
             data = os.pread(self._fd, length, offset)
             while len(data) < length:
@@ -249,7 +246,7 @@ class SourceTensor:
 
 
 def take_rows(rows: Rows, order: Array) -> Rows:
-    """Some rows, in another order."""
+    """Take rows by their indices, in the order of `order`."""
     if isinstance(rows, BlockRows):
         return rows.taken(order)
     if not isinstance(rows, QuantRows):
@@ -259,9 +256,8 @@ def take_rows(rows: Rows, order: Array) -> Rows:
 
 
 def take_columns(rows: Rows, first: int, width: int, what: str) -> Rows:
-    """Some columns, from `first` on. ModelError for quantised rows whose groups a cut would divide.
-
-    what: the tensor, in errors."""
+    """Take `width` columns from `first` on. Raises ModelError for quantised rows whose groups a cut would
+    divide. `what`: the tensor, in errors."""
     if isinstance(rows, np.ndarray):
         return np.ascontiguousarray(rows[:, first : first + width])
     if isinstance(rows, QuantRows):
@@ -306,7 +302,7 @@ class ModelSource:
 
 
 def read_all(file: SourceFile, max_bytes: int = MAX_JSON_BYTES) -> str:
-    """A whole UTF-8 file that must not be larger than `max_bytes`."""
+    """Read a whole UTF-8 file that must not be larger than `max_bytes`."""
     if file.size > max_bytes:
         raise ModelError(f"{file.path} has {file.size} bytes; such a file may have {max_bytes}")
     try:
@@ -316,7 +312,7 @@ def read_all(file: SourceFile, max_bytes: int = MAX_JSON_BYTES) -> str:
 
 
 def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys; `what` names it in the error."""
+    """Parse a JSON object without duplicate keys; `what` names it in the error."""
     value = _parsed(text, what)
     if not isinstance(value, dict):
         raise ModelError(f"{what} holds {type(value).__name__}: a JSON object expected")
@@ -324,7 +320,7 @@ def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
 
 
 def parse_json_list(text: str | bytes, what: str, most: int) -> list[Any]:
-    """A JSON list of at most `most` entries; `what` names it in the error."""
+    """Parse a JSON list of at most `most` entries; `what` names it in the error."""
     value = _parsed(text, what)
     if not isinstance(value, list) or len(value) > most:
         raise ModelError(f"{what} holds {type(value).__name__}: a list of at most {most} entries expected")

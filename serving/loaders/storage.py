@@ -1,7 +1,5 @@
-"""True if a weight is packed dense or sparse: by how many of its numbers are zero, and by the CPU.
-
-A weight is one or the other in both phases. Storage changes no bit of any result (cython_kernels/sparse.py).
-"""
+"""Choice of dense or sparse storage of a weight: by how many of its numbers are zero, and by the CPU. A
+weight has the same storage in both phases, which changes no bit of any result (cython_kernels/sparse.py)."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from phasewise.serving.loaders.source import WeightForm
 from phasewise.serving.models.sparse_mode import SparseMode
 
 WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
-"""The largest share of the dense one's bytes that a sparse weight takes where nothing was measured.
-
-So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/sparse.md."""
+"""The largest bytes of a sparse weight, as a share of its dense bytes, where nothing was measured: then
+neither one row nor eight wait longer for it (benchmarks/notes/sparse.md)."""
 
 UNMEASURED_SEQUENCES = 8
-"""More sequences than that decode by dense weights where nothing was measured: arithmetic is their limit."""
+"""Most sequences that decode together by sparse weights where nothing was measured: for more arithmetic is
+the limit."""
 
 NEARLY_DENSE = 0.95
-"""The kept share of a weight's first rows from which on `auto` looks at no others."""
+"""The share of kept numbers in a weight's first rows above which `auto` stores the weight dense."""
 
 
 _AUTO, _SPARSE, _DENSE, _SERVED = FILE_SUFFIXES = ("", "-sparse", "-dense", "-served")
@@ -31,7 +29,7 @@ _AUTO, _SPARSE, _DENSE, _SERVED = FILE_SUFFIXES = ("", "-sparse", "-dense", "-se
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """True if a weight is stored sparse."""
+    """The storage of a weight, and the reason."""
 
     is_sparse: bool
     why: str
@@ -39,13 +37,13 @@ class StorageDecision:
 
 
 Measured = Callable[[WeightForm, int, int, float], StorageDecision | None]
-"""The verdict of comparisons for a form, outputs, inputs and kept share; None where none was made."""
+"""Returns what was measured for a form, outputs, inputs and share of kept numbers; None: nothing was."""
 
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """The choice of storage. measured: what a tuning database says, asked under `auto`; None: nothing.
-    sequences: those that are expected to decode together, at most."""
+    """Settings of the choice of storage. `measured`: decisions of a tuning database, asked under `auto`;
+    None: no database. `sequences`: most sequences that are expected to decode together."""
 
     mode: SparseMode = "auto"
     measured: Measured | None = None
@@ -60,12 +58,12 @@ class StorageChoice:
 
     @property
     def _goes_by_bytes(self) -> bool:
-        """True if what was not measured is stored sparse where that takes fewer bytes."""
+        """True if a weight that was not measured is stored sparse where that takes fewer bytes."""
         return expands_here() and self.sequences <= UNMEASURED_SEQUENCES
 
     @property
     def file_suffix(self) -> str:
-        """Suffix of packed files: those of one choice do not replace those of another."""
+        """Suffix of packed files: files of one choice do not replace those of another."""
         if self.mode == "always":
             return _SPARSE
         if not self.wants_sparse:
@@ -73,11 +71,11 @@ class StorageChoice:
         return _AUTO if self.sequences == 1 else _SERVED
 
     def is_sparse(self, form: WeightForm, n: int, k: int, kept: int | None) -> bool:
-        """True if such a weight is stored sparse. kept: how many numbers are not zero; None: nearly all."""
+        """True if such a weight is stored sparse. `kept`: numbers that are not zero; None: nearly all."""
         return self.decide(form, n, k, kept).is_sparse
 
     def decide(self, form: WeightForm, n: int, k: int, kept: int | None) -> StorageDecision:
-        """`is_sparse`, and why."""
+        """Decide the storage of a weight. `kept`: numbers that are not zero; None: nearly all."""
         if not can_be_sparse(form):
             return StorageDecision(False, f"there is no sparse storage of {form.kind} weights of this kind")
         if self.mode != "auto":
@@ -113,7 +111,7 @@ def can_be_sparse(form: WeightForm) -> bool:
 
 
 def worth_bytes(form: WeightForm) -> float:
-    """Bytes above which a sparse form is worth it: see WORTH_BYTES."""
+    """The share of dense bytes up to which sparse storage of a form is worth it (WORTH_BYTES)."""
     has_one_scale = form.kind == "q8" and form.group == COLUMN_GROUP
     return WORTH_BYTES["q8 column" if has_one_scale else form.kind]
 

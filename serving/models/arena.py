@@ -1,4 +1,5 @@
-"""The arena of a step: where rows of activations lie, by what the parts of layers need."""
+"""Layout of the activation arena of a step: the places of its rows, by the widths that parts of layers
+need."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def rounded(floats: int) -> int:
 
 @dataclass(slots=True)
 class _Room:
-    """Places one behind the other, from `end` on."""
+    """Gives places one behind the other, from `end` on."""
 
     end: int
 
@@ -29,7 +30,8 @@ class _Room:
 def lay_out(
     config: ModelConfig, tokens: int, logit_rows: int, n_outputs: int | None = None
 ) -> ActivationArena:
-    """n_outputs: numbers of a row that is given out; None: a logit of every token."""
+    """Lay out the places of a step with at most `tokens` tokens and `logit_rows` rows of logits. `n_outputs`:
+    numbers of an output row; None: a logit of every token of the vocabulary."""
     experts, streams, layers = config.experts, config.streams, config.layers
     rows, n_chosen = max(tokens, logit_rows), experts.chosen if experts else 1
     stride, n_inputs = rounded(config.hidden), config.layer_inputs.size if config.layer_inputs else 0

@@ -12,11 +12,11 @@ from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import SCALINGS
 
 FLAT = {"ffn_form"}
-"""Fields of a config whose own fields stand beside the config's others."""
+"""Fields of ModelConfig whose own fields are written beside the config's other fields."""
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON values; `config_from_json` is the inverse."""
+    """Write the config as plain JSON values; `config_from_json` is the inverse."""
     kinds = config.kinds if config.layer_kinds else ()
     values: dict[str, Any] = _plain(config)
     return {
@@ -59,7 +59,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _value(hint: Any, plain: Any) -> Any:
-    """A value of the type from its plain form."""
+    """Read a value of type `hint` from plain JSON values."""
     if plain is None:
         return None
     if get_origin(hint) is tuple:

@@ -1,5 +1,5 @@
-"""One layer of a decoder as operations of a program, and the operations behind the last one: its norm, logits
-of rows that want them, and rows that a head reads."""
+"""Operations of one decoder layer in a program, and the operations behind the last layer: the final norm,
+logits, and the rows that a draft head reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def add_layer_norm(
     factor: float = 1.0,
     bias: Vector | None = None,
 ) -> None:
-    """Rows, with `bias`, behind a LayerNorm, times `factor`."""
+    """Add a LayerNorm of `source` plus `bias`, times `factor`, into `target`. `norm`: the name of its
+    weight."""
     weight, own = model.vectors[norm] * np.float32(factor), model.vectors.get(f"{norm}_bias")
     norm_bias = np.zeros_like(weight) if own is None else own * np.float32(factor)
     eps = model.config.stream_eps
@@ -40,7 +41,7 @@ def add_layer_norm(
 def add_final_norm(
     program: Program, model: PackedModel, source: Place, target: Place, factor: float = 1.0
 ) -> None:
-    """The stream after the last norm, of rows that are wanted."""
+    """Add the model's final norm of rows that want logits, times `factor`."""
     if model.config.has_layer_norms:
         add_layer_norm(program, model, "final_norm", source, target, "logits", factor)
         return
@@ -50,19 +51,18 @@ def add_final_norm(
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Adds the ops of one layer. After the last one's keys and values, only rows that want logits matter.
-
-    With a residual scale r the stream is kept divided by r: halves of a layer are then added as they are, and
-    a norm of the stream is that of what is kept with its epsilon divided by r^2."""
+    """Adds the operations of one layer. Behind the last layer's keys and values only rows that want logits
+    matter. With a residual scale r the stream is kept divided by r: halves of a layer are then added as they
+    are, and norms of the stream use an epsilon divided by r^2."""
 
     linears: Linears
     model: PackedModel
     number: int
     arena: ActivationArena
     kept_as: int
-    """The layer whose place keys and values have."""
+    """Index, among layers that keep keys and values, of the layer whose keys and values are used."""
     is_read: bool
-    """True if a head reads the last layer's rows, all of them."""
+    """True if a draft head reads all rows behind the last layer."""
 
     def add(self) -> None:
         layer, arena, site = self.layer, self.arena, self.site
@@ -96,7 +96,8 @@ class DecoderLayer:
 
     @property
     def last(self) -> bool:
-        """True if no row reads another one beyond what mixes them here, or has before."""
+        """True if no later layer mixes rows, so that rows that want no logits end with this layer's
+        mixers."""
         return self.number >= self.config.last_mixing and not self.is_read
 
     @property
@@ -105,12 +106,11 @@ class DecoderLayer:
 
     @property
     def after(self) -> Place:
-        """The stream beyond attention."""
+        """The place of the stream behind the layer's mixers."""
         return self.arena.tail if self.last else self.stream
 
     @property
     def _mixed_rows(self) -> Rows:
-        """The rows that mixers give."""
         return "gathered" if self.last else "every"
 
     def _rows(self) -> Rows:
@@ -122,11 +122,11 @@ class DecoderLayer:
         return 1.0 if vector is None else float(vector[0])
 
     def _scale_behind_halves(self) -> float:
-        """The same where it is that of the second half's sum: no inputs of the layer come behind it."""
+        """`_out_scale`, or 1 where the inputs of the layer, which come later, apply the factor."""
         return 1.0 if self.layer.inputs is not None else self._out_scale()
 
     def _reading(self, norm: str, stream: Place, rows: Rows) -> ReadRows:
-        """The stream as products read it, normalised where the model does so before its halves."""
+        """The stream as products read it, normalised where the model has a norm before its halves."""
         eps = self.config.stream_eps
         if self.config.norms_sums or self.site.vector(norm) is None:
             return ReadRows(stream, None, eps)
@@ -137,7 +137,7 @@ class DecoderLayer:
         return ReadRows(stream, self.site.vector(norm), eps)
 
     def _add_mixers(self, mixers: tuple[Mixer, ...]) -> None:
-        """All read the stream before what any gives is added to it."""
+        """Add all mixers; each reads the stream before any mixer's output is added."""
         reading, places, rows = (
             self._reading("attn_norm", self.stream, "every"),
             self.arena.mixing,
@@ -157,8 +157,8 @@ class DecoderLayer:
         self.linears.add(self.site.parts(product), reads, source, target, reader, **options)
 
     def _ffn_reading(self, rows: Rows) -> tuple[ReadRows, Rows]:
-        """The rows of the second half: behind attention, or those of attention where both halves read one
-        norm."""
+        """Input of the second half: the stream behind attention, or attention's input where both halves read
+        one norm."""
         if self.config.parallel:
             normed = self.arena.normed
             return ReadRows(normed), "gathered" if self.last else "every"
@@ -172,7 +172,7 @@ class DecoderLayer:
         self._add_back(part.down, between, inner, "ffn", bias, self._rows(), scale)
 
     def _add_into(self, part: FeedForward) -> Place:
-        """The products of the stream; where their rows are."""
+        """Add the feed-forward products of the stream; returns the place of their rows."""
         inner = self.arena.gate_up[0], rounded(part.inner)
         reading, taken = self._ffn_reading(self._rows())
         part.add(self.site, reading, inner, taken)
@@ -205,8 +205,8 @@ class DecoderLayer:
         rows: Rows,
         scale: float = 1.0,
     ) -> None:
-        """Add the output of a half of a layer to the stream, after its norm and bias where there are such, or
-        before. scale: of all of it, where there is a norm."""
+        """Add the output of a half ("attn" or "ffn"), with its bias, to the stream, and the norm before or
+        after it. `scale`: factor of the sum, for a half with a norm or bias of its output."""
         residual, config, site = self.stream if rows == "gathered" else None, self.config, self.site
         if config.norms_sums or (not config.post_norms and bias is None):
             self._add_product(product, reads, source, self.after, add=True, rows=rows, residual=residual)
@@ -231,10 +231,8 @@ class DecoderLayer:
 
 
 def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, is_read: bool) -> None:
-    """The ops from the stream behind the last layer to logits.
-
-    is_read: a head reads all rows behind the last norm, which that layer has computed then. A head gives
-    those of its own rows that want logits."""
+    """Add the operations from the stream behind the last layer to logits. `is_read`: True if a draft head
+    reads all rows behind the final norm. A head itself gives out its rows that want logits."""
     config = model.config
     stream, tail = arena.hidden, arena.tail
     if is_read:

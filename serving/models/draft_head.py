@@ -20,13 +20,14 @@ from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.site import ActivationArena, ReadRows
 
 PARTS = ("head_embed", "head_rows")
-"""Weights of a head beside those of its layer, each with a norm of what it reads."""
+"""Names of a head's weights beside its layer's, each with a norm of its input."""
 
 RowVectors = npt.NDArray[np.float32]
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The config of a head for this model: a layer of the kind of those that attend, and of its mixture."""
+    """The config of a draft head of this model: one layer of the kind of the last that attends, with its
+    experts."""
     experts = config.experts
     if experts is not None:
         experts = replace(experts, dense_layers=(), dense_ffn=0)
@@ -35,20 +36,21 @@ def head_config(config: ModelConfig) -> ModelConfig:
 
 
 def with_own_head(head: PackedModel, model: PackedModel) -> PackedModel:
-    """The head with embeddings and the last product of the model that it drafts for."""
+    """The head with the embeddings and the output product of the model that it drafts for."""
     shared = {name: weight for name, weight in model.weights.items() if name in ("embed", "lm_head")}
     config = replace(head.config, tied_embeddings=model.config.tied_embeddings)
     return replace(head, config=config, weights={**shared, **head.weights})
 
 
 def check_feeds(config: ModelConfig) -> None:
-    """ModelError for a model whose rows are no plain stream."""
+    """Raise ModelError for a model whose rows a draft head cannot read: with LayerNorms, several streams, or
+    an encoder."""
     if config.layer_norms or config.streams is not None or config.encoder is not None:
         raise ModelError("a head that drafts reads the rows of a model with plain norms and one stream")
 
 
 def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
-    """The stream of a head, from embeddings of its tokens and the rows that it is given."""
+    """Add a head's input, E norm(embedding) + R norm(row), of its tokens' embeddings and the given rows."""
     linears.program.embed(model.weight("embed"), *arena.embedded, model.config.embed_scale)
     for part, source in zip(PARTS, (arena.embedded, arena.taken), strict=True):
         reading = ReadRows(source, model.vectors[f"{part}_norm"], model.config.stream_eps)
@@ -59,14 +61,14 @@ def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena)
 def add_normed_rows(
     linears: Linears, model: PackedModel, arena: ActivationArena, source: Place, rows: Rows
 ) -> None:
-    """Rows that a head reads, behind the last norm."""
+    """Add the final norm of `source` into the arena's `fed` rows, for a draft head."""
     norm, eps = model.vectors["final_norm"], model.config.stream_eps
     linears.program.adjust(model.config.hidden, *source, *arena.fed, norm=norm, rows=rows, eps=eps)
 
 
 @dataclass(frozen=True, slots=True)
 class FedRows:
-    """Rows of a program, of a model or of a head, between its runs."""
+    """The rows that a program, of a model or of a head, gives to the next run of a head."""
 
     program: Program
     arena: ActivationArena
@@ -74,15 +76,15 @@ class FedRows:
 
     @classmethod
     def of(cls, program: Program, config: ModelConfig, step_tokens: int, logit_rows: int) -> FedRows:
-        """Those of a program that has this room."""
+        """The rows of a program with room for `step_tokens` and `logit_rows`."""
         return cls(program, lay_out(config, step_tokens, logit_rows), config.hidden)
 
     def read(self, n_rows: int) -> RowVectors:
-        """The first rows that a head reads, as the last run left them."""
+        """Read the first rows that the last run left for a head, float32 [n_rows, hidden]."""
         rows = np.empty((n_rows, self.hidden), np.float32)
         self.program.read_rows(*self.arena.fed, rows)
         return rows
 
     def write(self, rows: RowVectors) -> None:
-        """The rows that the next run of a head reads: the model's, or its own."""
+        """Write the rows that the next run of a head reads: the served model's, or the head's own."""
         self.program.write_rows(*self.arena.taken, np.ascontiguousarray(rows, np.float32))

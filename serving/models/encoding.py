@@ -1,4 +1,4 @@
-"""Parts of an encoder's layers, and how texts and pairs of texts become vectors and scores."""
+"""Settings of an encoder's layers, and of the pooling of texts and pairs of texts to vectors and scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EncoderTasks:
 
     @property
     def numbers(self) -> int:
-        """Numbers of a token's row of all tasks' A, with a 1 behind them."""
+        """Numbers of a token's products with all tasks' A, and a 1 behind them."""
         return len(self.names) * self.rank + 1
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Encoder:
     qkv_biases: bool
     out_bias: bool
     ffn_biases: bool
-    """True for what leads back to the stream, and for what reads it where there is no gate."""
+    """True if `down` has a bias, and `up` where there is no gate."""
     scores: bool = False
     """True if a head gives a pair of texts one score: a cross-encoder."""
     pre_norms: bool = field(default=False, metadata=LATER)
@@ -77,15 +77,16 @@ class Embedding:
     normalised: bool
     """True if vectors have length 1."""
     max_tokens: int
-    """Most tokens of an input, with those that are put around it."""
+    """Most tokens of an input, the special tokens around it included."""
     lower_case: bool = False
-    """True if texts are written in lower case before they are cut."""
+    """True if texts are lower-cased before they are tokenized."""
     prompts: tuple[tuple[str, str], ...] = ()
     """Prompts that may stand before a text, by name."""
     default_prompt: str | None = None
-    """The name of the prompt of a text for which none is asked."""
+    """The name of the prompt of a text whose request names none."""
     pair_template: str | None = None
-    """The text that a pair becomes, with PAIR_PLACES where they stand; None: a pair is cut as two texts."""
+    """The text that a pair becomes, with PAIR_PLACES for its parts; None: a pair is tokenized as two
+    texts."""
     instruction: str = ""
     """The template's instruction for a request without one."""
 
@@ -97,6 +98,6 @@ class Embedding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Embedding:
-        """The value of `dataclasses.asdict`, as JSON."""
+        """The embedding whose `dataclasses.asdict` was written as JSON."""
         prompts = tuple((name, text) for name, text in fields.get("prompts", ()))
         return cls(**{**fields, "prompts": prompts})

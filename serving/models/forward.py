@@ -1,5 +1,4 @@
-"""From a model to a program: the ops of a forward step around those of its layers, and the schedules of all.
-
+"""Builds a model's program: the operations of a forward step around those of its layers, and all schedules.
 The program itself, and why its results do not depend on the batch, is in cython_kernels/program/program.h."""
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ Gives = Literal["logits", "rows"]
 AUTO = "auto"
 
 PATIENCE_S = 60.0
-"""Ranks meet after every op, which takes milliseconds, or seconds while weights come from a slow disk. One
-that is so late hangs, and is as good as dead."""
+"""Seconds that a rank waits for another before it counts as dead. Ranks meet after every operation, which
+takes milliseconds, or seconds while weights come from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The room of one program."""
+    """The sizes that one program has room for."""
 
     kv_slots: int
     step_tokens: int
@@ -49,7 +48,7 @@ class Capacity:
     ring_slots: int = 0
     """Slots of layers with windows, which keep a ring of each sequence; 0: all layers have `kv_slots`."""
     state_places: int = 0
-    """States of sequences that layers without keys and values keep, copies of earlier ones included."""
+    """Places of sequences' states, in layers that keep a state; copies of earlier states included."""
     touched: bool = False
     """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
     feeds: bool = False
@@ -57,12 +56,12 @@ class Capacity:
 
 
 EXACT_KINDS = ("f32", "f16")
-"""Weights whose products round neither them nor the inputs."""
+"""Kinds of weights whose products round neither weights nor inputs."""
 
 
 def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
-    """`auto` is f32 where every weight of the layers is multiplied in f32, so that nothing is rounded; else
-    int16, or f16 of latent vectors. ModelError for a format that those cannot have."""
+    """Resolve `auto`: f32 where every weight of the layers is multiplied in f32, so that nothing is rounded;
+    else int16, or f16 for latent vectors. Raises ModelError for a format that latent vectors cannot have."""
     if kv_format != AUTO:
         check_kv_format(model.config.latent, model.name, kv_format)
         return kv_format
@@ -72,14 +71,14 @@ def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
 
 
 def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> int:
-    """Bytes of the keys and values of one position, all layers. ModelError for a format that there is not.
-
-    teams: those of ranks (`Division.teams`), which keep copies of heads that they share; (): one rank."""
+    """Bytes of the keys and values of one position, all layers. Raises ModelError for an unknown format.
+    `teams`: the ranks' teams (`Division.teams`), which keep copies of shared heads; (): one rank."""
     return sum(kv_bytes_by_reach(model, kv_format, teams))
 
 
 def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> tuple[int, int]:
-    """The same of the layers that see every position, and of those with a window."""
+    """Bytes of one position's keys and values in layers that see every position, and in layers with a
+    window."""
     try:
         stored = resolve_kv_format(model, kv_format)
         by_layer = [(part.window, part.slot_bytes(stored, teams)) for part in model.config.keeping]
@@ -90,7 +89,7 @@ def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = 
 
 
 def check_generates(model: PackedModel) -> None:
-    """ModelError for an encoder, which has no next tokens."""
+    """Raise ModelError for an encoder, which generates no text."""
     if model.config.encoder is not None:
         raise ModelError(
             f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
@@ -110,17 +109,17 @@ def build_program(
     placed: list[PlacedProduct] | None = None,
     embed: Callable[[Linears, ActivationArena], None] | None = None,
 ) -> Program:
-    """A sealed program. ModelError if the model does not fit the kernels or the memory.
+    """Build a sealed program. Raises ModelError if the model does not fit the kernels or the memory.
 
-    gives: the logits of rows that want them, or what the last norm makes of these "rows". Then every slice is
-    a whole sequence, and all layers keep keys and values in the same place.
+    `gives`: "logits" of rows that want them, or all "rows" behind the final norm; for rows every slice is a
+    whole sequence, and all layers keep keys and values in the same place.
 
-    check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
-    lookup for each table that a run may name; the first one says how every weight is computed. division: over
-    ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared), kv_memory(bytes)
-    the keys and values of a single rank; None: they are allocated as its other memory is. patience_s: how
-    long a rank waits for another within a step. placed: is given the places of all schedules.
-    embed: adds the operations before the first layer; None: those of every decoder."""
+    `check_memory(model name, bytes, KV slots)`: may refuse before anything large is allocated. `schedules`: a
+    lookup for each table that a run may name; the first one says how every weight is computed. `division`:
+    the division over ranks; None: one rank. `memory(bytes)`: allocates what several ranks share
+    (Program.seal_shared). `kv_memory(bytes)`: allocates the keys and values of a single rank; None: beside
+    its other memory. `patience_s`: seconds that a rank waits for another within a step. `placed`: receives
+    the places of all schedules. `embed`: adds the operations before the first layer; None: a decoder's."""
     try:
         config = model.config
         if gives == "logits":
@@ -178,7 +177,7 @@ def build_program(
 def open_program(
     model: PackedModel, capacity: Capacity, division: Division | None, patience_s: float, gives: Gives
 ) -> Program:
-    """Without ops; attention's kinds are those of the config, in their order."""
+    """Open a program without operations; its kinds of attention are the config's, in their order."""
     config = model.config
     kinds = [(kind, *_rotation(kind, config)) for kind in config.kinds]
     first, inv_freq, magnitude = kinds[0]
@@ -194,7 +193,7 @@ def open_program(
 
 
 def _rotation(kind: LayerKind, config: ModelConfig) -> tuple[npt.NDArray[np.float64], float]:
-    """Radians per position, and what cosines and sines are multiplied by."""
+    """Radians per position, and the factor of cosines and sines."""
     if kind.rope is None:  # of latent vectors, whose last numbers are kept as they are turned, by nothing
         return np.zeros(0 if config.latent is None else config.latent.rope_dim // 2), 1.0
     return kind.rope.inv_freq(config.context_length), kind.rope.magnitude
@@ -238,9 +237,8 @@ def reschedule(
     lookups: Sequence[ScheduleLookup],
     placed: Sequence[PlacedProduct],
 ) -> None:
-    """Give a program of one rank other schedules, between two steps. Its arithmetic stays, and so every bit.
-
-    A weight whose schedules are now of another arithmetic keeps those it has."""
+    """Give a program of one rank other schedules, between two steps. Arithmetic, and so every bit, stays. A
+    weight whose new schedules have another arithmetic keeps its old schedules."""
     most_rows = max(capacity.step_tokens, capacity.logit_rows)
     for product in placed:
         lookup, weight = lookups[product.table], product.weight
@@ -273,16 +271,15 @@ def schedule_attention(
 def attention_problem(
     model: PackedModel, own: HeadShare | None = None, kv_format: str = AUTO
 ) -> tuple[str, int, int]:
-    """Under what attention's schedules are kept: KV format, dimensions of query and of KV heads.
-
-    Those of all heads, or of a rank's own."""
+    """The key of attention's schedules: KV format, and the summed dimensions of query heads and of KV heads,
+    of all heads or of a rank's `own`."""
     config, stored = model.config, resolve_kv_format(model, kv_format)
     heads = config if own is None else own
     return stored, config.head_dim * heads.n_heads, config.head_dim * heads.n_kv_heads
 
 
 def tuned_attention(model: PackedModel, kv_format: str = AUTO) -> tuple[str, int, int] | None:
-    """The same where attention's schedules are tuned: not over latent vectors or heads that differ by layers,
-    whose default cut is kept."""
+    """`attention_problem` where attention is tuned; None over latent vectors and over heads that differ by
+    layers, which keep the default cut."""
     untuned = model.config.latent is not None or model.config.has_mixed_heads
     return None if untuned else attention_problem(model, kv_format=kv_format)

@@ -1,6 +1,6 @@
-"""The mark of fields that files and fingerprints of configs do not mention where they have their defaults."""
+"""The mark of config fields that files and fingerprints leave out where a field has its default."""
 
 from __future__ import annotations
 
 LATER = {"later": True}
-"""Metadata of a field: files of before it stay as they are."""
+"""Metadata of a field that was added later: files without it stay valid."""

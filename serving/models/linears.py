@@ -1,9 +1,8 @@
-"""Linear ops of a program: every weight with its arithmetic, its schedules and its adapters, low-rank
-products that rows may have on top (LoRA).
+"""Linear operations of a program: every weight with its arithmetic, its schedules and its adapters (LoRA).
 
-Adapters are kept by what reads them: weights that read the same rows ("layers.3.qkv": q, k and v) are one
-update, whose first product is one matrix. Numbers are stored as bf16 where every one of a matrix is a bf16
-number, else as float32; nothing is rounded."""
+Adapters of weights that read the same rows ("layers.3.qkv": q, k and v) are one update, whose first product
+is one matrix. A matrix is stored as bf16 where every number is a bf16 number, else as float32; nothing is
+rounded."""
 
 from __future__ import annotations
 
@@ -38,10 +37,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Update:
-    """The part of an adapter that is added to the outputs of weights which read the same rows.
-
-    down: [sum of ranks, inputs], A below A. scales: of each of its outputs. ups: of each weight the first
-    column of its outputs and B, [outputs, rank]."""
+    """The part of an adapter that is added to the outputs of weights which read the same rows. `down`: each
+    weight's A, one below the other, [sum of ranks, inputs]. `scales`: a factor for each output of `down`.
+    `ups`: for each weight the first column of its outputs, and B, [outputs, rank]."""
 
     down: PackedWeight
     scales: npt.NDArray[np.float32]
@@ -54,9 +52,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of one model. updates: by what reads the same rows, e.g. "layers.3.qkv".
-
-    content_hash: SHA-256 of its numbers, their places and scales, whatever the file's format."""
+    """An adapter of one model. `updates`: updates by the product that they change, e.g. "layers.3.qkv".
+    `content_hash`: SHA-256 of the adapter's numbers, places and scales, the same for every file format."""
 
     name: str
     content_hash: str
@@ -64,12 +61,13 @@ class Adapter:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of it that a step reads."""
+        """Bytes of the adapter that a step reads."""
         return sum(update.n_bytes for update in self.updates.values())
 
 
 def update_of(parts: Sequence[tuple[int, LowRank]]) -> Update:
-    """The update of weights, each with the column that its outputs begin at."""
+    """Join adapters of weights that read the same rows, each with the first column of its outputs, to one
+    update."""
     down = np.concatenate([part.a for _, part in parts])
     scales = np.concatenate([np.full(part.rank, part.scale, np.float32) for _, part in parts])
     ups = tuple((column, pack_thin(part.b, _kind(part.b))) for column, part in parts)
@@ -81,13 +79,13 @@ def _kind(matrix: Matrix) -> Kind:
 
 
 def behind_zeros(up: PackedWeight, n_zeros: int) -> PackedWeight:
-    """A weight of `pack_thin` with so many outputs that are always zero before its own."""
+    """Put `n_zeros` outputs that are always zero before the outputs of a weight of `pack_thin`."""
     rows = unpack(up)
     return pack_thin(np.concatenate([np.zeros((n_zeros, up.k), np.float32), rows]), up.kind)
 
 
 def flat(adapters: Sequence[Adapter]) -> tuple[dict[str, PackedWeight], dict[str, npt.NDArray[np.float32]]]:
-    """Weights and vectors of all adapters by names of their own, as `unflat` reads them."""
+    """Collect weights and vectors of all adapters under unique names, as `unflat` reads them."""
     weights: dict[str, PackedWeight] = {}
     vectors: dict[str, npt.NDArray[np.float32]] = {}
     for index, adapter in enumerate(adapters):
@@ -102,7 +100,7 @@ def flat(adapters: Sequence[Adapter]) -> tuple[dict[str, PackedWeight], dict[str
 def unflat(
     weights: Mapping[str, PackedWeight], vectors: Mapping[str, npt.NDArray[np.float32]]
 ) -> tuple[Adapter, ...]:
-    """The adapters that `flat` was given, without their names."""
+    """The adapters that `flat` was given, without names and hashes."""
     updates: dict[int, dict[str, Update]] = {}
     ups: dict[str, list[tuple[int, PackedWeight]]] = {}
     for name, weight in weights.items():
@@ -123,7 +121,7 @@ Rows = Literal["every", "gathered", "logits"]
 
 @dataclass(frozen=True, slots=True)
 class PlacedProduct:
-    """The place of a product's schedules by one table in a program, and the weight that they are of."""
+    """The place in a program of a weight's schedules from one table."""
 
     op: int
     part: int
@@ -133,7 +131,7 @@ class PlacedProduct:
 
 
 def with_default_path(weight: PackedWeight, arithmetic: tuple[str | None, int]) -> tuple[str, int]:
-    """An arithmetic with the name of its path, the default one's where it names none."""
+    """The arithmetic with its path named, the default path of the weight's kind for None."""
     path, k_parts = arithmetic
     return path or compute_paths(weight.kind, weight.group)[0], k_parts
 
@@ -160,7 +158,8 @@ class Linears:
         reader: str | None = None,
         **options: Any,
     ) -> None:
-        """Program.linear, and what the lookups say about its weights. reader: what adapters call the op."""
+        """Add `Program.linear` with the arithmetic, schedules and adapters of its weights. `reader`: the
+        operation's name in adapters."""
         options |= reads
         options["arithmetics"] = [self._arithmetic(weight) for weight, _ in parts]
         kind = options.pop("source")
@@ -183,7 +182,7 @@ class Linears:
         target: Place,
         rows: Rows,
     ) -> None:
-        """Program.experts; the schedules are those of one expert's weight on one thread."""
+        """Add `Program.experts` with the schedules of one expert's weight on one thread."""
         options = {**reads, "arithmetic": self._arithmetic(expert), "rows": rows}
         kind = options.pop("source")
         op = self.program.experts(experts, stack, kind, *source, *target, **options)
@@ -193,14 +192,15 @@ class Linears:
     def add_heads(
         self, count: int, stack: PackedWeight, head: PackedWeight, source: Place, target: Place, step: int
     ) -> None:
-        """Program.heads; the schedules are those of one head's weight on one thread."""
+        """Add `Program.heads` with the schedules of one head's weight on one thread."""
         arithmetic = self._arithmetic(head)
         op = self.program.heads(stack, count, *source, *target, step, arithmetic=arithmetic)
         for table in range(len(self.lookups)):
             self._schedule(op, 0, table, head)
 
     def _schedule(self, op: int, part: int, table: int, weight: PackedWeight | None) -> None:
-        """The schedules of a weight by one table; None: this rank has nothing of it."""
+        """Set the schedules of a weight from one table; `weight` None: this rank has no part of the
+        weight."""
         ranges = [] if weight is None else self.lookups[table].products(weight, self.most_rows)
         self.program.set_schedules(op, part, [(rows.last_m, rows.schedule) for rows in ranges], table)
         if weight is not None:
@@ -211,7 +211,7 @@ class Linears:
 
 
 def _within(ups: Sequence[tuple[int, PackedWeight]], parts: Parts) -> list[tuple[int, PackedWeight]]:
-    """Each from a panel of its part on: rows of zeros go before outputs that begin within one."""
+    """Begin each of `ups` at a panel of its part: rows of zeros fill the panel before it."""
     placed = []
     for column, up in ups:
         first = max(start for _, start in parts if start <= column)

@@ -13,7 +13,7 @@ from phasewise.cython_kernels._native import drop_mapped
 
 @dataclass(frozen=True)
 class MappedFile:
-    """The packed file that a model's arrays are views of. Another process can map the same one."""
+    """The packed file that a model's arrays are views of. Other processes can map the same file."""
 
     path: Path
     address: int
@@ -23,7 +23,7 @@ class MappedFile:
     """Device and inode: the path may get another file."""
 
     def release(self) -> None:
-        """Give its pages back to the system, which reads them again where they are wanted."""
+        """Give the file's pages back to the system, which reads them again when they are used."""
         drop_mapped(self.address, self.n_bytes)
         fd = self.open_again()
         if fd is not None:
@@ -32,7 +32,7 @@ class MappedFile:
             os.close(fd)
 
     def open_again(self) -> int | None:
-        """A descriptor of the same file; None if another one has its name by now."""
+        """Open the same file again; None if another file has its path by now."""
         try:
             fd = open_regular(self.path)
         except OSError:

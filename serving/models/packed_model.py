@@ -1,7 +1,6 @@
-"""A model as the engine sees it: its shape, its packed weights, its tokenizer text.
-
-Every loader ends in a `PackedModel`; nothing after it knows GGUF or safetensors. A `ModelConfig` that exists
-has been checked, so the engine may multiply its numbers without fear."""
+"""A model as the engine sees it: its shape, its packed weights, its tokenizer text. Every loader ends in a
+`PackedModel`; nothing after it knows GGUF or safetensors. A `ModelConfig` has been checked when it is made,
+so that products of its numbers do not overflow."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ LARGEST = {
 MOST_KINDS = 4
 
 LAYER_TABLE = "layer_table"
-"""The name of the matrix whose rows are looked up alone."""
+"""The name of the table of layer inputs, whose rows are looked up and never multiplied."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Layer:
     hidden: int
     mixers: tuple[Mixer, ...]
     feed_forward: FeedForward | None
-    """The layer that computes every row, beside experts where there are any."""
+    """The feed-forward layer that computes every row, beside experts where there are any."""
     mixture: Mixture | None
     streams: StreamsOfLayer | None
     inputs: InputsOfLayer | None
@@ -92,7 +91,7 @@ class Layer:
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
-        """In the order in which a pass reads them."""
+        """The parts, in the order in which a forward pass reads their weights."""
         all_parts = (self.streams, *self.mixers, self.feed_forward, self.inputs, self.mixture)
         return tuple(part for part in all_parts if part is not None)
 
@@ -106,7 +105,8 @@ class Layer:
         return next((part for part in self.mixers if isinstance(part, Attending)), None)
 
     def vectors(self, has_bias: bool) -> dict[str, int]:
-        """Lengths, before vectors are joined. has_bias: queries, keys and values have biases."""
+        """Lengths of the layer's vectors by name, before any are joined. `has_bias`: True if queries, keys
+        and values have biases."""
         lengths = dict.fromkeys(self.norms, self.hidden)
         if self.scaled:
             lengths["out_scale"] = 1
@@ -118,13 +118,13 @@ class Layer:
 
     @property
     def joined(self) -> dict[str, tuple[str, ...]]:
-        """Vectors that are packed one behind the other, by the name of the whole."""
+        """Names of vectors that are packed as one, by the name of the whole."""
         return {name: parts for part in self.parts for name, parts in part.joined.items()}
 
 
 @dataclass(frozen=True)
 class SingleHalves:
-    """Layers of one half, each with one norm, which is called `attn_norm` in all of them."""
+    """The layers that have one half only, and one norm, which is called `attn_norm` in all of them."""
 
     mixing: tuple[int, ...] = ()
     """Layers without a feed-forward layer, ascending."""
@@ -132,25 +132,25 @@ class SingleHalves:
     """Layers that are a feed-forward layer, ascending."""
 
     def check(self, n_layers: int) -> None:
-        """ModelError unless a model of so many layers can have these."""
+        """Raise ModelError if none of `n_layers` layers mixes tokens."""
         if len(self.feed_forward) >= n_layers:
             raise ModelError("a model in which no token reads others cannot run")
 
 
 BOTH_HALVES = SingleHalves()
-"""Every layer has both."""
+"""The halves of a model whose layers all have both."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The settings in which layers of one model differ."""
+    """The settings of attention in which layers of one model differ."""
 
     window: int | None
     """Positions that a token sees, itself included; None: all. Of an encoder half of them on each side."""
     rope: RopeSpec | None
-    """None: positions leave no trace in queries and keys."""
+    """None: queries and keys carry no positions."""
     heads: HeadShape | None = field(default=None, metadata=LATER)
-    """None: those of the model."""
+    """The KV heads of the layer; None: the model's."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     add_bos: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
-    """One for each layer; none: all layers have `rope` and `sliding_window`."""
+    """The kind of each layer; (): all layers have `rope` and `sliding_window`."""
     ffn_form: FeedForwardForm = SILU_GATE
     pre_norms: bool = True
     post_norms: bool = False
@@ -195,14 +195,14 @@ class ModelConfig:
     attention_scale: float | None = None
     """The factor of scores; None: 1 / sqrt(head_dim)."""
     attention_cap: float | None = None
-    """c: scores are c tanh(score / c)."""
+    """The bound c of scores, which become c tanh(score / c)."""
     logit_cap: float | None = None
     experts: Experts | None = None
     encoder: Encoder | None = None
     norm_last: bool = field(default=False, metadata=LATER)
     """True if `qk_norm` is behind the rotation of queries and keys."""
     gated_attention: bool = field(default=False, metadata=LATER)
-    """True if what attention gives is multiplied by the logistic of one more product of the stream."""
+    """True if attention's output is multiplied by the logistic of one more product of the stream."""
     state: StateLayers | None = field(default=None, metadata=LATER)
     """Layers that keep a state in place of keys and values."""
     last_row_scores: bool = field(default=False, metadata=LATER)
@@ -210,7 +210,7 @@ class ModelConfig:
     layer_norms: bool = field(default=False, metadata=LATER)
     """True if norms of the stream are LayerNorms."""
     norm_biases: bool = field(default=False, metadata=LATER)
-    """True if these have biases."""
+    """True if norms of the stream have biases."""
     parallel: bool = field(default=False, metadata=LATER)
     """True if a layer is h += A(n) + F(n), n = norm(h): both halves read one norm of the same stream."""
     query_growth: QueryGrowth | None = field(default=None, metadata=LATER)
@@ -222,11 +222,11 @@ class ModelConfig:
     value_norms: bool = field(default=False, metadata=LATER)
     """True if values are normalised by heads, without weights."""
     layer_scales: bool = field(default=False, metadata=LATER)
-    """True if the stream is multiplied by a number of its own behind each layer."""
+    """True if each layer has a number by which the stream is multiplied behind the layer."""
     ffn_widths: tuple[int, ...] = field(default=(), metadata=LATER)
     """Widths of feed-forward layers where they differ: `ffn` is the largest."""
     shared_kv_layers: int = field(default=0, metadata=LATER)
-    """The last so many layers read keys and values of the last layer of their kind before them."""
+    """Number of last layers that read keys and values of the last layer of their kind before them."""
     layer_inputs: LayerInputs | None = field(default=None, metadata=LATER)
     streams: Streams | None = field(default=None, metadata=LATER)
     drafts: str = field(default="", metadata=LATER)
@@ -263,14 +263,12 @@ class ModelConfig:
             raise ModelError(f"a feed-forward layer is wider than {self.ffn} numbers, the widest")
 
     def _check_layers(self) -> None:
-        """Conditions of single halves and of factors."""
         self.halves.check(self.n_layers)
         self.factors.check()
         if not self.attention_layers or any(map(self.keeps_state, self.halves.feed_forward)):
             raise ModelError("a model whose layers keep no keys and values cannot run")
 
     def _check_own_layers(self) -> None:
-        """Conditions of what layers have of their own."""
         if type(self.shared_kv_layers) is not int or not 0 <= self.shared_kv_layers < self.n_layers:
             raise ModelError(
                 f"layers that read others' keys and values: {self.shared_kv_layers!r:.80} of {self.n_layers}"
@@ -315,7 +313,6 @@ class ModelConfig:
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The parts of every layer."""
         return layers_of(self)
 
     @property
@@ -325,7 +322,7 @@ class ModelConfig:
 
     @property
     def norms_sums(self) -> bool:
-        """True if norms are of the stream once a half of a layer is added to it."""
+        """True if the stream is normalised after each half of a layer is added to it."""
         return self.encoder is not None and not self.encoder.pre_norms
 
     @property
@@ -376,19 +373,19 @@ class ModelConfig:
 
     @property
     def turns(self) -> dict[str, int]:
-        """Runs of rows in which tensors hold several of ours (`loaders.families.family.TensorCut`)."""
+        """Counts by which a file's tensors are cut into ours (`loaders.cuts.CutFor.turns`)."""
         groups = 1 if self.state is None else max(self.state.groups, 1)
         turned = 0 if self.latent is None else self.latent.rope_dim
         return {"n_heads": self.n_heads, "groups": groups, "turned": turned}
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a sequence takes beside its keys and values, however long it is."""
+        """Bytes that a sequence's state takes beside keys and values, however long the sequence is."""
         return 0 if self.state is None else self.state.state_bytes(self.hidden)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The different kinds of its layers."""
+        """The different kinds of layers, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
 
 
@@ -398,7 +395,7 @@ STATE_MIXERS: dict[str, type[Convolving]] = {
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """Every layer. ModelError for parts that cannot be, or not together."""
+    """Make every layer of a model. Raises ModelError for parts that cannot run, alone or together."""
     _check_dense(config)
     alike: dict[tuple[object, ...], Layer] = {}
     layers = []
@@ -420,7 +417,7 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
 
 
 def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
-    """A state before keys and values: both read the stream before either is added."""
+    """The mixers of a layer, a state before attention; both read the stream before either output is added."""
     mixers: list[Mixer] = []
     if config.state is not None and number in config.state.layers:
         mixer = STATE_MIXERS[config.state.kind]
@@ -489,7 +486,7 @@ def _check_dense(config: ModelConfig) -> None:
 
 
 def _norms(config: ModelConfig, number: int) -> tuple[str, ...]:
-    """Norms of the stream before a layer's halves and behind them, with their biases."""
+    """Names of the norms of the stream before a layer's halves and behind them, and of their biases."""
     if config.encoder is not None:
         norms = ["attn_norm", "ffn_norm"]
         if config.encoder.pre_norms:  # the first layer's attention reads the stream as it is
@@ -509,10 +506,11 @@ def _norms(config: ModelConfig, number: int) -> tuple[str, ...]:
 class PackedModel:
     """A model ready to run; weights and vectors are views over a file mapped read-only.
 
-    weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}." and the products of its
-    parts, fused ("qkv") or, where their packed kinds differ, each part alone ("q"); what is outside layers is
-    in `loaders.layout`. vectors, float32: per layer those of its parts, joined where they say so.
-    content_hash names the source's content and the format, so equal models hash alike on every machine."""
+    `weights`: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}." and the products of
+    its parts, fused ("qkv") or, where their packed kinds differ, each part alone ("q"); `loaders.layout`
+    lists the weights outside layers. `vectors`: float32, per layer its parts' vectors, joined as
+    `Layer.joined` says. `content_hash`: names the source's content and the format, so equal models hash alike
+    on every machine."""
 
     config: ModelConfig
     format: str
@@ -525,7 +523,7 @@ class PackedModel:
     chat_template: str | None
     weight_bytes: int
     file: MappedFile | None = None
-    """None: the arrays are this process's own."""
+    """The mapped file; None: the arrays are in this process's own memory."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """The sampling that the model's files ask for."""
     embedding: Embedding | None = None
@@ -534,19 +532,18 @@ class PackedModel:
     """Adapters that requests may have on top; a slice names them by their numbers, from 1 on."""
 
     def site(self, linears: Linears, stem: str = "") -> Site:
-        """A layer in a program (stem "layers.3."), or what is outside of layers."""
+        """The site in a program of a layer (`stem` "layers.3."), or of what is outside layers ("")."""
         return Site(linears, self.weights, self.vectors, stem)
 
     def weight(self, name: str) -> PackedWeight:
-        """ModelError where there is none of the name."""
+        """Raises ModelError for an unknown name."""
         try:
             return self.weights[name]
         except KeyError:
             raise ModelError(f"{self.name} has no weight {name!r}") from None
 
     def products(self) -> dict[str, PackedWeight]:
-        """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere the
-        weight."""
+        """The weights that products read, by name: of a stack of experts or heads the first one's weight."""
         return {
             name: self.one_expert(name) or self.one_head(name) or weight
             for name, weight in self.weights.items()

@@ -94,7 +94,7 @@ class RopeSpec:
                 return _yarn(plain, self.theta, self.dim, self.scaling)
 
     def check(self, head_dim: int) -> None:
-        """ModelError unless heads of so many numbers can be turned so."""
+        """Raise ModelError unless heads of `head_dim` numbers can be rotated by these frequencies."""
         if type(self.dim) is not int or head_dim % 2 or self.dim % 2 or not 2 <= self.dim <= head_dim:
             raise ModelError(f"RoPE over {self.dim} of {head_dim} head dimensions is not supported")
         for context_length in (0, 1 << 62):

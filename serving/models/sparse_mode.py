@@ -1,4 +1,4 @@
-"""The names of the ways to choose sparse storage, for settings that import nothing else."""
+"""Names of the modes of sparse storage, for settings that import nothing else."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ MOST_GROWTH_STEPS = 1 << 16
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries at position p are multiplied by 1 + beta log(1 + p // span)."""
+    """Growth of queries: at position p they are multiplied by 1 + beta log(1 + p // span)."""
 
     beta: float
     span: int
 
     def factors(self, context_length: int) -> npt.NDArray[np.float32]:
-        """One for each `span` positions of a context, float32."""
+        """The factors of queries in a context, one for each `span` positions, float32."""
         steps = -(-context_length // self.span)
         return np.array([1 + self.beta * logarithm(1 + step) for step in range(steps)], np.float32)
 
@@ -52,10 +52,11 @@ class HeadShape:
     n_kv_heads: int
     head_dim: int
     keys_are_values: bool = False
-    """True if one product gives keys and values, which differ in their norms, and keys in their positions."""
+    """True if one product gives keys and values, which then get norms of their own, and keys their
+    rotation."""
 
     def check(self, n_kv_heads: int, head_dim: int) -> None:
-        """ModelError for heads that a model with as many of these at most cannot have."""
+        """Raise ModelError for more KV heads than `n_kv_heads` or heads larger than `head_dim`."""
         for value, most in ((self.n_kv_heads, n_kv_heads), (self.head_dim, head_dim)):
             if type(value) is not int or not 1 <= value <= most:
                 raise ModelError(
@@ -65,20 +66,19 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Attending(Mixer):
-    """A mixer that reads what a layer keeps of every token: keys and values, or one vector.
-
-    kind: the number of its window and its RoPE among those of the model."""
+    """A mixer that reads what a layer keeps of every token: keys and values, or one vector. `kind`: index of
+    the layer's kind (window, RoPE, heads) in `ModelConfig.kinds`."""
 
     hidden: int
     n_heads: int
     heads: HeadShape
-    """Heads of what is kept."""
+    """Heads of the kept keys and values."""
     kind: int
     window: int | None
     scale: float | None
     """The factor of scores; None: 1 / sqrt(head_dim)."""
     cap: float | None
-    """c: scores are c tanh(score / c)."""
+    """The bound c of scores, which become c tanh(score / c)."""
 
     is_latent: ClassVar[bool] = False
 
@@ -93,17 +93,16 @@ class Attending(Mixer):
 
     @property
     def numbers(self) -> int:
-        """Numbers of a position that a head's query and its result take."""
+        """Numbers of one position that a head reads, for its score and for its result."""
         return 2 * self.heads.head_dim
 
     def copies(self, teams: Teams) -> tuple[int, ...]:
-        """Copies that ranks keep of each KV head. All of them read the same latent vectors.
-
-        teams: `Division.teams`; (): one rank."""
+        """Copies of each KV head that the ranks keep; latent vectors are kept once for all ranks. `teams`:
+        the ranks' teams (`Division.teams`); (): one rank."""
         return head_copies(self.n_heads, self.heads.n_kv_heads, () if self.is_latent else teams)
 
     def slot_bytes(self, kv_format: str, teams: Teams = ()) -> int:
-        """Bytes of what is kept of a token, with copies for ranks."""
+        """Bytes that the layer keeps of one token, copies for ranks included."""
         return sum(self.copies(teams)) * kv_slot_bytes(kv_format, self.heads.head_dim, self.is_latent)
 
 
@@ -112,7 +111,7 @@ class Attention(Attending):
     """The attention of one layer over keys and values."""
 
     reads_others: bool = False
-    """True if keys and values are those of a layer before it."""
+    """True if keys and values are those that an earlier layer keeps."""
     qk_norm: bool = False
     whole_qk_norm: bool = False
     """True if norms are over all of a row's queries, and of its keys, rather than over each head."""
@@ -120,7 +119,7 @@ class Attention(Attending):
     out_bias: bool = False
     sinks: bool = False
     has_gate: bool = False
-    """True if what it gives is multiplied by the logistic of one more product of the stream."""
+    """True if the output is multiplied by the logistic of one more product of the stream."""
     factor: float = 1.0
     growth: QueryGrowth | None = None
     context_length: int = 0
@@ -145,7 +144,7 @@ class Attention(Attending):
 
     @property
     def into(self) -> Product:
-        """Queries, and the keys and values that the layer keeps."""
+        """The product that gives queries, and the keys and values that the layer keeps."""
         rows = {"q": self.q_rows, "k": self.kv_rows, "v": self.kv_rows}
         letters = "q" if self.reads_others else "qk" if self.heads.keys_are_values else "qkv"
         return Product(letters, self.hidden, {letter: rows[letter] for letter in letters}, reader="qkv")
@@ -177,7 +176,7 @@ class Attention(Attending):
 
     @property
     def biases(self) -> dict[str, int]:
-        """Vectors of a model whose queries, keys and values have biases."""
+        """Lengths by name of the biases of queries, keys and values."""
         return {f"{part}_bias": rows for part, rows in self.into.outputs.items()}
 
     @property
@@ -225,9 +224,9 @@ class Attention(Attending):
 
 
 def slopes_of(n_heads: int) -> np.ndarray:
-    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of 2^(-8 /
-    n) for n heads, n a power of two; of other numbers those of the next lower power, then every other one of
-    the next higher power's."""
+    """Slopes of ALiBi (Press et al. 2022), float32 [n_heads]: the loss of each head's scores for each
+    position of distance. Powers of 2^(-8 / n) for n heads, n a power of two; for other numbers those of the
+    next lower power of two, then every other slope of the next higher one."""
     lower = 1 << (n_heads.bit_length() - 1)
     powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
     powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
@@ -242,25 +241,26 @@ LATENT_KV_FORMATS = ("f32", "f16", "bf16")
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Attention of the config's heads over vectors of `vector` numbers, which are its `head_dim`.
+    """Attention of the config's heads over one vector of each token, of `vector` numbers (the config's
+    `head_dim`).
 
-    What a token keeps is the first `kv_rank` numbers of a product of the stream, normalised, and `rope_dim`
-    numbers more, turned. A head's query meets the first ones after a product with its own weight `k_b`, the
-    others as it is; what it reads of the first ones goes through its weight `v_b`."""
+    The vector is the first `kv_rank` numbers of a product of the stream, normalised, and `rope_dim` numbers
+    more, rotated. A head's query meets the first numbers after a product with the head's weight `k_b`, and
+    the others as it is; the head's result over the first numbers goes through its weight `v_b`."""
 
     kv_rank: int
     rope_dim: int
     key_dim: int
-    """Numbers of a head's query that are not turned."""
+    """Numbers of a head's query that are not rotated."""
     value_dim: int
     """Numbers of a head's value."""
     q_rank: int = 0
-    """Queries are a product of as many numbers, normalised, which are a product of the stream; 0: of the
-    stream."""
+    """Numbers of the normalised product of the stream from which queries are computed; 0: queries are a
+    product of the stream itself."""
     norm_eps: float = 1e-6
 
     def check(self, heads: HeadShape) -> None:
-        """ModelError unless the kernels can run it."""
+        """Raise ModelError unless the kernels can run this attention."""
         sizes = {
             "kv_rank": (PANEL, MOST_NUMBERS),
             "rope_dim": (2, MOST_NUMBERS),
@@ -301,10 +301,8 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class LatentMixer(Attending):
-    """The latent attention of one layer.
-
-    The absorbed form in every phase (decision 0112): queries go through a product by head to where the
-    vectors are, and what is read of these through another one to values."""
+    """The latent attention of one layer, in the absorbed form in every phase (decision 0112): a product by
+    head takes queries to the space of the vectors, and another one takes results from there to values."""
 
     latent: LatentAttention
 
@@ -325,7 +323,7 @@ class LatentMixer(Attending):
 
     @property
     def into(self) -> Product:
-        """Queries, or what they are a product of, and vectors."""
+        """The product that gives queries, or the `q_rank` numbers before them, and vectors."""
         latent = self.latent
         if latent.q_rank:
             return Product("q_a_kv_a", self.hidden, {"q_a": latent.q_rank, "kv_a": latent.vector})
@@ -403,7 +401,7 @@ def first_head(stack: PackedWeight, n_heads: int) -> PackedWeight:
 
 
 def check_kv_format(latent: LatentAttention | None, name: str, kv_format: str) -> None:
-    """ModelError for a format, one that is named, which latent vectors of the model `name` cannot have."""
+    """Raise ModelError for a format that latent vectors of the model `name` cannot have."""
     if latent is not None and kv_format not in LATENT_KV_FORMATS:
         raise ModelError(
             f"{name} keeps latent vectors, which cannot be {kv_format}: --kv-format"

@@ -1,4 +1,5 @@
-"""The number of experts in the mixtures of a model, and the choice of those that compute a row."""
+"""Settings of the mixtures of experts in a model: the experts' number, and the choice of those that compute a
+row."""
 
 from __future__ import annotations
 
@@ -24,21 +25,21 @@ class Experts:
     shared_ffn: int = 0
     """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
     shared_gate: bool = field(default=False, metadata=LATER)
-    """True if what that layer gives is multiplied by the logistic of a product of the stream."""
+    """True if the shared layer's output is multiplied by the logistic of a product of the stream."""
     scores: str = field(default=SOFTMAX, metadata=LATER)
     """The scores of logits: their softmax, or the logistic of each."""
     choice_bias: bool = field(default=False, metadata=LATER)
-    """True if experts have numbers that are added to their scores where they are chosen, and there alone."""
+    """True if each expert has a number that is added to its score for the choice alone."""
     groups: int = field(default=1, metadata=LATER)
     chosen_groups: int = field(default=1, metadata=LATER)
-    """Experts are of as many groups, one after the other; those of the best groups alone can be chosen."""
+    """Number of groups, the best of `groups` runs of neighbouring experts, from which experts are chosen."""
     group_best: int = field(default=1, metadata=LATER)
-    """A group is as good as the sum of so many of its best scores."""
+    """Number of a group's best scores whose sum ranks the group."""
     scale: float = field(default=1.0, metadata=LATER)
     dense_layers: tuple[int, ...] = field(default=(), metadata=LATER)
     """Layers without experts, ascending."""
     dense_ffn: int = field(default=0, metadata=LATER)
-    """The width of their feed-forward layers."""
+    """The width of the feed-forward layers of `dense_layers`."""
     own_norms: bool = field(default=False, metadata=LATER)
-    """True if router and experts read norms of their own, if what experts and the shared layer give is
-    normalised before it is added, each and then their sum, and if the weights of experts have factors."""
+    """True if router and experts read norms of their own, if the outputs of experts and of the shared layer,
+    and then their sum, are normalised, and if the weights of experts have factors."""

@@ -25,7 +25,7 @@ class FeedForwardForm:
     gated: bool = field(default=True, metadata=LATER)
     """True for down(act(gate(x)) * up(x)), else down(act(up(x)))."""
     ffn_biases: bool = field(default=False, metadata=LATER)
-    """True if what leads back to the stream has biases, and what reads it where there is no gate."""
+    """True if `down` has a bias, and `up` where there is no gate."""
 
     def __post_init__(self) -> None:
         activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
@@ -34,7 +34,7 @@ class FeedForwardForm:
 
 
 SILU_GATE = FeedForwardForm()
-"""That of a Llama."""
+"""The form of Llama's feed-forward layers."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class FeedForward(LayerPart):
     width: int
     form: FeedForwardForm
     factors: tuple[float, float] = (1.0, 1.0)
-    """Those of gate and up."""
+    """Factors of the products gate and up."""
     sparsity: float = 0.0
-    """Deviations above their mean at which gates begin to count; 0: all count."""
+    """Standard deviations above their mean at which gates begin to count; 0: all count."""
     weighed: bool = False
-    """True if what it gives is multiplied by the logistic of one more product of the stream."""
+    """True if the output is multiplied by the logistic of one more product of the stream."""
 
     def __post_init__(self) -> None:
         if type(self.width) is not int or not 1 <= self.width <= MOST_WIDTH:
@@ -85,18 +85,19 @@ class FeedForward(LayerPart):
 
     @property
     def inner(self) -> int:
-        """Numbers of a row between its products."""
+        """Numbers of a row between the first products and the last."""
         return self.width * (2 if self.form.gated else 1)
 
     def add(self, site: Site, reads: ReadRows, inner: Place, rows: Rows) -> None:
-        """The products of the stream, into rows at `inner`."""
+        """Add the products of the stream, into rows at `inner`."""
         factors, column = self.factors if len(self.into) > 1 else self.factors[1:], 0
         for product, factor in zip(self.into, factors, strict=True):
             site.add(product, reads, inner, column, factor, rows)
             column += self.width
 
     def add_weight(self, site: Site, reads: ReadRows, inner: Place, gate: Place, rows: Rows) -> None:
-        """Rows times the logistic of one number each, which their product then is."""
+        """Add the weight of each row, the logistic of one product: rows at `inner`, and so the output, are
+        multiplied."""
         site.add(self.products[0], reads, gate, rows=rows)
         up = inner[0] + self.inner - self.width, inner[1]
         site.program.gate_rows(self.width, *up, *up, gate, rows=rows, one_gate=True)

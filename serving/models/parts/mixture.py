@@ -102,7 +102,7 @@ class Mixture(LayerPart):
         }
 
     def add(self, site: Site, reads: ReadRows, arena: ActivationArena, rows: Rows) -> None:
-        """Routes of rows, and what their experts give."""
+        """Add the operations that route rows and compute the outputs of their experts, into `arena.given`."""
         experts, program, router = self.experts, site.program, arena.router
         routed, own = reads, reads
         if experts.own_norms:
@@ -120,16 +120,15 @@ class Mixture(LayerPart):
         site.linears.add_experts(experts, *down, between, arena.gate_up, arena.given, rows=rows)
 
     def add_sum(self, site: Site, given: Place, stream: Place, rows: Rows) -> None:
-        """The sum of what the experts gave is added to the stream."""
+        """Add the operation that adds the sum of the experts' outputs to the stream."""
         bias = site.vector("down_bias")
         site.program.combine(self.experts, self.expert.hidden, *given, *stream, bias=bias, rows=rows)
 
     def add_normed_sum(
         self, site: Site, given: Place, summed: Place, shared: Place, stream: Place, rows: Rows, scale: float
     ) -> None:
-        """The norm of two norms' sum is added to the stream, all of it times `scale`.
-
-        shared: what the feed-forward layer gave, in place of which the sum comes."""
+        """Add norm(norm(sum of the experts' outputs) + norm(shared output)) to the stream, all of it times
+        `scale`. `shared`: the place of the shared layer's output, which the sum replaces."""
         hidden, program = self.expert.hidden, site.program
         program.combine(self.experts, hidden, *given, *summed, rows=rows, add=False)
         program.adjust(hidden, *shared, *shared, norm=site.vector("shared_post_norm"), rows=rows)
@@ -157,6 +156,6 @@ def first_expert(stack: PackedWeight, experts: Experts, name: str) -> PackedWeig
 
 
 def _normed(site: Site, reads: ReadRows, name: str, factor: float = 1.0) -> ReadRows:
-    """The stream behind a norm of these weights, times `factor`."""
+    """The stream behind the norm `name`, times `factor`."""
     weights = site.needed(name)
     return ReadRows(reads.source, weights * np.float32(factor) if factor != 1 else weights, reads.eps)

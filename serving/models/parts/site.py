@@ -1,5 +1,5 @@
-"""A layer in a program: places of its rows, tensors by their names, products that read them, and the
-part that mixes the tokens of a sequence."""
+"""Interfaces between a layer's parts and a program: products, places of rows, tensors by name, and mixers,
+which mix the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Product:
     name: str
     inputs: int
     outputs: Mapping[str, int]
-    """Rows of each weight, by our names, in their order."""
+    """Output rows of each weight by our names, in packed order."""
     reader: str = ""
-    """The name that adapters have for the product; "": none changes it."""
+    """The name that adapters have for the product; "": no adapter changes it."""
     is_stack: bool = False
-    """True if the weights must be one: those of experts, one below the other."""
+    """True if the weights must be packed as one, as those of experts are."""
     is_native: bool = False
     """True if the weights keep the file's format."""
 
@@ -41,7 +41,7 @@ class Product:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Every weight, as (outputs, inputs)."""
+        """The shape (outputs, inputs) of every weight."""
         return {part: (rows, self.inputs) for part, rows in self.outputs.items()}
 
     def columns(self, first: int = 0) -> Iterator[tuple[str, int]]:
@@ -57,25 +57,24 @@ class LayerPart(ABC):
     @property
     @abstractmethod
     def products(self) -> tuple[Product, ...]:
-        """In the order in which a pass reads their weights."""
+        """The part's products, in the order in which a forward pass reads their weights."""
 
     @property
     @abstractmethod
     def vectors(self) -> Mapping[str, int]:
-        """Lengths of vectors by our names, before they are joined."""
+        """Lengths of the part's vectors by our names, before any are joined."""
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """Vectors that are packed one behind the other, by the name of the whole."""
+        """Names of vectors that are packed as one, by the name of the whole."""
         return {}
 
 
 @dataclass(frozen=True)
 class ProductFactors:
-    """One factor for the outputs of each product of a layer; 1 changes nothing.
-
-    No weight is multiplied by them: products of the stream read a norm that is, convolutions have taps that
-    are, and what is read of a state is multiplied on its way back."""
+    """One factor for the outputs of each product of a layer; 1 changes nothing. No weight is multiplied by a
+    factor: the norm that a product of the stream reads is, or the taps of a convolution, or what is read of a
+    state on its way back."""
 
     qkv: float = 1.0
     state_gate: float = 1.0
@@ -88,7 +87,7 @@ class ProductFactors:
     up: float = 1.0
 
     def check(self) -> None:
-        """ModelError unless all are numbers that kernels can take."""
+        """Raise ModelError unless kernels can take all factors."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not 1e-6 <= value <= 1e6:
@@ -106,22 +105,23 @@ Entry = TypeVar("Entry", Place, int)
 
 @dataclass(frozen=True, slots=True)
 class MixingRows(Generic[Entry]):
-    """An entry for each kind of rows: their place, or the numbers in each of them; 0 where a part needs
-    none."""
+    """An entry for each kind of a mixer's rows: their place, or the numbers of one row; 0: a mixer has no
+    such rows."""
 
     products: Entry
     """Products of the stream."""
     own: Entry
-    """Rows of the convolution, gates of attention, or queries where those are a product of products."""
+    """Rows of the convolution, gates of attention, or queries of two products one behind the other."""
     gates: Entry
-    """Gates, or queries as they meet vectors and later values."""
+    """Gates of a state; of latent attention absorbed queries, and later values."""
     mixed: Entry
-    """The numbers that are read of positions, of a state or of vectors."""
+    """Results of a mixer, as read of positions, of a state or of latent vectors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationArena:
-    """Places of rows, in floats. Mixers and feed-forward layers take turns in one of them."""
+    """Places of a step's rows, in floats. Rows of mixers and of feed-forward layers take turns in one
+    region."""
 
     hidden: Place
     """The stream."""
@@ -135,25 +135,25 @@ class ActivationArena:
     branch: Place
     """The output of a half of a layer, where it is normalised before it is added."""
     summed: Place
-    """The sum of what experts gave, where it is normalised before it is added."""
+    """The sum of the experts' outputs, where it is normalised before it is added."""
     inputs: Place
     """Inputs of all layers."""
     aside: Place
-    """Rows that go round attention."""
+    """Rows of the low-rank way round attention (LAuReL)."""
     streams: Place
     last_streams: Place
     """Streams behind the last layer, of rows that want logits."""
     merged: Place
-    """Their products, but the first one's."""
+    """Products of `last_streams`, of all streams but the first."""
     tail: Place
     """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
     logits: Place
     fed: Place
-    """Rows for a head that drafts."""
+    """Rows that a draft head will read."""
     taken: Place
-    """The rows that such a head reads."""
+    """The served model's rows, as a draft head reads them."""
     embedded: Place
-    """Embeddings of its tokens."""
+    """Embeddings of a draft head's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,8 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One layer of a model, or what is outside of layers. stem: "layers.3.", or nothing."""
+    """The place in a program of one layer of a model, or of what is outside layers. `stem`: the beginning of
+    the layer's names, "layers.3."; "" outside layers."""
 
     linears: Linears
     weights: Mapping[str, PackedWeight]
@@ -189,7 +190,7 @@ class Site:
         return self.vectors.get(self.stem + part)
 
     def needed(self, part: str) -> Vector:
-        """A vector that the layer's parts call for."""
+        """The vector of this name, which must be there."""
         return self.vectors[self.stem + part]
 
     def weight(self, part: str) -> PackedWeight:
@@ -214,16 +215,16 @@ class Site:
         factor: float = 1.0,
         rows: Rows = "every",
     ) -> None:
-        """A product, to columns of `target` from one on."""
+        """Add a product, whose outputs begin at `column` of `target`."""
         reads, reader = reading.options(factor), self.stem + product.reader
         self.linears.add(self.parts(product, column), reads, reading.source, target, reader, rows=rows)
 
 
 class Mixer(LayerPart):
-    """A part that reads other positions."""
+    """A part of a layer that reads other positions."""
 
     takes_no_adapters: ClassVar[str] = ""
-    """Why no adapter can be added to its products; "": one can."""
+    """The clause of an error that says why the mixer's products take no adapters; "": they take some."""
 
     @property
     @abstractmethod
@@ -236,6 +237,5 @@ class Mixer(LayerPart):
 
     @abstractmethod
     def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
-        """Adds the operations; the place of the rows that `back` reads.
-
-        kept_as: the layer whose place keys and values have. rows: those that are wanted behind it."""
+        """Add the mixer's operations; returns the place of the rows that `back` reads. `kept_as`: index of
+        the layer whose keys and values are used. `rows`: the rows that are wanted behind the mixer."""

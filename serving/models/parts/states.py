@@ -32,13 +32,13 @@ class StateLayers:
 
     kind: str
     layers: tuple[int, ...]
-    """Their numbers, ascending."""
+    """Indices of the layers, ascending."""
     taps: int
     """Rows that a convolution sees, its own included."""
     heads: int = 0
     """Heads of values."""
     groups: int = 0
-    """Heads of queries and keys, each for as many heads of values."""
+    """Heads of queries and keys, each shared by `heads` / `groups` heads of values."""
     key_dim: int = 0
     value_dim: int = 0
     conv_bias: bool = field(default=False, metadata=LATER)
@@ -47,10 +47,10 @@ class StateLayers:
     beside: bool = field(default=False, metadata=LATER)
     """True if these layers have attention too, and both read the same norm; "mamba2" alone."""
     norm_groups: int = field(default=1, metadata=LATER)
-    """The groups in which what is read is normalised, of "mamba2"; 0: it is not."""
+    """The groups in which results of "mamba2" are normalised; 0: results are not normalised."""
 
     def check(self, n_layers: int) -> None:
-        """ModelError unless such layers can be among so many."""
+        """Raise ModelError if all `n_layers` layers keep a state, and none keys and values."""
         if len(self.layers) >= n_layers and not self.beside:
             raise ModelError("a model whose layers all keep a state, and none keys and values, cannot run")
 
@@ -66,7 +66,7 @@ class StateLayers:
 
     @property
     def erases(self) -> bool:
-        """True if a change is what the state lacks of a value."""
+        """True if a state changes by what it lacks of a value (the delta rule)."""
         return self.kind in (DELTA, KDA)
 
     @property
@@ -76,7 +76,7 @@ class StateLayers:
 
     @property
     def gates(self) -> int:
-        """Numbers of a token's decays and factors, and of decays by key before them."""
+        """Numbers of a token's gates: decays by key where there are such, decays and factors."""
         return 2 * self.heads + (self.keys if self.by_key else 0)
 
     def channels(self, hidden: int) -> int:
@@ -97,7 +97,7 @@ def _whole_lines(floats: int) -> int:
 
 MOST_TAPS, LARGEST_DIM, MOST_HEADS = 16, 1 << 10, 1 << 12
 NORM_EPS = 1e-6
-"""The epsilon of the 2-norms of queries and keys, as every family has it."""
+"""The epsilon of the 2-norms of queries and keys, the same in every family."""
 Columns = tuple[int, int, int]
 
 
@@ -123,13 +123,13 @@ class Convolving(Mixer):
 
     @property
     def sizes(self) -> Mapping[str, tuple[int, int]]:
-        """The least and the most of the state's numbers."""
+        """The least and the largest value of each checked number of `state`."""
         return {"taps": (2, MOST_TAPS)}
 
     @property
     @abstractmethod
     def into(self) -> tuple[Product, ...]:
-        """Products of the stream, whose outputs lie one behind the other."""
+        """Products of the stream, whose output columns lie one behind the other."""
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -147,13 +147,13 @@ class Convolving(Mixer):
         }
 
     def taps(self, site: Site) -> np.ndarray:
-        """[channels, taps]."""
+        """The taps of the convolution, float32 [channels, taps]."""
         names = [name for name in self.vectors if name.endswith("taps")]
         numbers = np.concatenate([site.needed(name) for name in names])
         return numbers.reshape(self.channels, self.state.taps)
 
     def add_into(self, site: Site, reads: ReadRows, target: Place) -> None:
-        """One operation for all products that have one factor."""
+        """Add the products of the stream, those with the same factor as one operation."""
         own = {"state_gate": self.factors.state_gate, "state_time": self.factors.state_times}
         by_factor: dict[float, Parts] = {}
         column = 0
@@ -168,7 +168,7 @@ class Recurrence(Convolving):
     """A layer with heads of queries, keys and values behind its convolution."""
 
     gate = "silu"
-    """The function of the gate of what is read."""
+    """The activation of the gate of results."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,7 +186,7 @@ class Recurrence(Convolving):
     @property
     @abstractmethod
     def begins(self) -> Columns:
-        """First columns of the convolution's products, of the gate's and of those of time steps."""
+        """First columns, among the products, of the convolution's input, of the gate and of time steps."""
 
     @property
     def columns(self) -> Columns:
@@ -211,7 +211,8 @@ class Recurrence(Convolving):
         return MixingRows(more, self.channels, state.gates, state.values)
 
     def add_gates(self, site: Site, products: Place) -> int | None:
-        """Adds operations before the gates. The column of factors; None: beside the steps."""
+        """Add operations that come before the gates; returns the column of factors, None: beside the time
+        steps."""
         del site, products
         return None
 
@@ -250,7 +251,8 @@ class Recurrence(Convolving):
         return read
 
     def norm(self, site: Site) -> dict[str, Any]:
-        """The norm of what is read, before its gate or behind it, and what multiplies it."""
+        """Options of `Program.gate_rows`: the norm of results, before their gate or behind it, and their
+        factor."""
         state, out = self.state, self.factors.state_out
         scale = site.needed("state_scale") if state.norm_groups else None
         return {
@@ -296,7 +298,7 @@ class Delta(Recurrence):
 
     @property
     def mixed(self) -> Product:
-        """Queries, keys and values."""
+        """The product that gives queries, keys and values."""
         rows = {"state_q": self.state.keys, "state_k": self.state.keys, "state_v": self.state.values}
         return Product("state_qkv", self.hidden, rows)
 
@@ -306,8 +308,8 @@ class Delta(Recurrence):
 
 
 class KimiDelta(Delta):
-    """A layer of StateLayers.kind "kda": numbers of which both gates are products come last, and these
-    products where the convolution has read."""
+    """A layer of StateLayers.kind "kda". The inputs of both low-rank gates are the last columns of its
+    products; the gates are written where the convolution has read."""
 
     gate = "logistic"
 
@@ -324,7 +326,7 @@ class KimiDelta(Delta):
 
     @property
     def low(self) -> tuple[Product, Product]:
-        """The gates, of the numbers before them."""
+        """The second product of each low-rank gate."""
         state = self.state
         return (
             Product.alone("state_f_b", state.keys, state.key_dim),
@@ -353,8 +355,8 @@ class KimiDelta(Delta):
 
 
 class Mamba2(Recurrence):
-    """A layer of StateLayers.kind "mamba2": a gate, then values, keys and queries, then time steps; of one
-    product, or of three beside attention."""
+    """A layer of StateLayers.kind "mamba2". Columns of its products: the gate, values, keys, queries, time
+    steps; one product, or three in a layer with attention."""
 
     @property
     def into(self) -> tuple[Product, ...]:

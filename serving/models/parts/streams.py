@@ -17,23 +17,20 @@ from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Prod
 
 MOST_LAYER_INPUTS = 1 << 14
 HALF = math.sqrt(0.5)
-"""The factor of a sum of two."""
+"""The factor of a sum of two terms."""
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Numbers that every layer reads beside the stream, `size` of its own for each token.
-
-    They are the sum of a row of a table, of `tokens` rows, and of a product of the token's embedding,
-    normalised.
-
-    After its feed-forward half a layer adds norm(W (act(G h) * inputs))."""
+    """Numbers that every layer reads beside the stream, `size` of its own for each token: the sum of a row of
+    a table, of `tokens` rows, and of a product of the token's embedding, normalised. After its feed-forward
+    half a layer adds norm(W (act(G h) * inputs))."""
 
     size: int
     tokens: int
 
     def check(self, n_layers: int, vocab_size: int) -> None:
-        """ModelError for sizes that cannot run."""
+        """Raise ModelError for sizes that cannot run."""
         if type(self.size) is not int or self.size < 1 or self.size * n_layers > MOST_LAYER_INPUTS:
             raise ModelError(
                 f"layers read {self.size!r:.80} numbers of their own:"
@@ -45,7 +42,7 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class InputsOfLayer(LayerPart):
-    """The part of one layer that reads its numbers: norm(W (act(G stream) * inputs))."""
+    """The part of one layer that reads the layer's inputs: norm(W (act(G stream) * inputs))."""
 
     hidden: int
     size: int
@@ -70,7 +67,8 @@ class InputsOfLayer(LayerPart):
         rows: Rows,
         scale: float,
     ) -> None:
-        """Adds its outputs to each of `targets`, and multiplies the sum by `scale`. number: the layer's."""
+        """Add the part's output to each of `targets`, and multiply each sum by `scale`. `number`: the layer's
+        index."""
         gate, branch = arena.gate_up, arena.branch
         into, out = self.products
         site.linears.add(site.parts(into), {"source": "rows"}, stream, gate, rows=rows)
@@ -85,9 +83,9 @@ class InputsOfLayer(LayerPart):
 def add_layer_inputs(
     site: Site, inputs: LayerInputs, n_layers: int, eps: float, arena: ActivationArena
 ) -> None:
-    """Inputs of all layers, from rows of embeddings: (norm(P e / root(hidden)) + root(size) t) / root(2).
-
-    eps: that of the norm, of rows that were not divided before."""
+    """Add the inputs of all layers: (norm(P e / root(hidden)) + root(size) t) / root(2), e a token's
+    embedding, t its row of the table. `eps`: epsilon of the norm, for rows that were not divided by
+    root(hidden)."""
     place = arena.inputs
     site.linears.add([(site.weight("layer_projection"), 0)], {"source": "rows"}, arena.hidden, place)
     site.program.layer_inputs(
@@ -108,8 +106,9 @@ MOST_STREAMS = 8
 class Streams:
     """Several streams beside each other (AltUp): layers change the `active` one and predict the others.
 
-    scaled: what inputs of layers multiply has factors of its own. laurel_rank: of the way round attention.
-    sparsity: of each layer how many deviations above their mean gates begin to count; 0: all count."""
+    `scaled`: True if the stream that layer inputs multiply has factors of its own. `laurel_rank`: rank of the
+    way round attention (LAuReL). `sparsity`: for each layer the standard deviations above their mean at which
+    gates begin to count; 0: all count."""
 
     count: int
     active: int
@@ -118,7 +117,7 @@ class Streams:
     sparsity: tuple[float, ...]
 
     def check(self, n_layers: int) -> None:
-        """ModelError for what cannot run."""
+        """Raise ModelError for settings that cannot run."""
         if type(self.count) is not int or not 2 <= self.count <= MOST_STREAMS:
             raise ModelError(f"{self.count!r:.80} streams: 2 to {MOST_STREAMS} expected")
         if type(self.active) is not int or not 0 <= self.active < self.count:
@@ -131,7 +130,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class StreamsOfLayer(LayerPart):
-    """The operations around the halves of one layer."""
+    """The operations on streams around the halves of one layer."""
 
     streams: Streams
     hidden: int
@@ -153,7 +152,8 @@ class StreamsOfLayer(LayerPart):
         return {**dict.fromkeys(names, self.hidden), **by_streams}
 
     def add_before(self, site: Site, arena: ActivationArena, stream: Place, last: bool) -> None:
-        """Streams are predicted, and the layer's second way round attention: n + norm(R L n), n = norm(h)."""
+        """Add the prediction of streams, and the layer's way round attention: n + norm(R L n), n =
+        norm(h)."""
         aside, branch = arena.aside, arena.branch
         low, norm = arena.gate_up, site.vector("attn_norm")
         self._add_streams(site, arena, "predict", stream, last)
@@ -164,7 +164,8 @@ class StreamsOfLayer(LayerPart):
         site.program.adjust(self.hidden, *branch, *aside, norm=site.vector("laurel_norm"), add=True)
 
     def add_between(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> None:
-        """The mean of both ways, of rows that are gathered behind the last attention."""
+        """Join attention's result and the way round it: their sum times 1 / root(2), in the last layer of
+        gathered rows."""
         aside = arena.aside
         if last:
             site.program.adjust(
@@ -174,7 +175,8 @@ class StreamsOfLayer(LayerPart):
             site.program.adjust(self.hidden, *aside, *after, add=True, scale=HALF)
 
     def add_behind(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> list[Place]:
-        """Streams are corrected by what the halves gave. The places of all but the first one."""
+        """Add the correction of streams by the halves' outputs; returns the places of all streams but the
+        first."""
         self._add_streams(site, arena, "correct", after, last)
         first, stride = arena.last_streams if last else arena.streams
         return [(first + number * self.hidden, stride) for number in range(1, self.streams.count)]
@@ -201,7 +203,7 @@ class StreamsOfLayer(LayerPart):
 
 
 def add_spread(site: Site, streams: Streams, hidden: int, arena: ActivationArena) -> None:
-    """The other streams, from rows of embeddings: products as long as these."""
+    """Add all streams but the first: products of the embeddings, scaled to the same length."""
     rows, place = arena.hidden, arena.streams
     for number in range(1, streams.count):
         product = Product.alone(f"stream_in.{number}", hidden, hidden)
@@ -210,7 +212,7 @@ def add_spread(site: Site, streams: Streams, hidden: int, arena: ActivationArena
 
 
 def add_merge(site: Site, streams: Streams, hidden: int, arena: ActivationArena) -> None:
-    """The mean of streams behind the last layer, in rows that want logits."""
+    """Add the mean of streams behind the last layer, of rows that want logits."""
     tail, place, others = arena.tail, arena.last_streams, arena.merged
     for number in range(1, streams.count):
         source = place[0] + number * hidden, place[1]
