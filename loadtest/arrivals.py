@@ -34,7 +34,7 @@ class RequestPace:
         return self.rate is None and self.instants_s is None
 
     def arrivals_s(self, count: int, seed: int) -> list[float]:
-        """`count` ascending instants, seconds from the start of the load."""
+        """Draw `count` ascending arrival times, in seconds from the start of the load."""
         if self.instants_s is not None:
             return list(self.instants_s)
         if self.rate is None:
@@ -43,7 +43,7 @@ class RequestPace:
 
 
 def poisson_arrivals_s(rate: float, count: int, rng: random.Random) -> list[float]:
-    """Arrivals of a Poisson process, scaled so that the last is at count / rate in short runs too."""
+    """Draw ascending arrival times (s) of a Poisson process, scaled so that the last is count / rate."""
     gaps_s = [rng.expovariate(rate) for _ in range(count)]
     instants_s = list(accumulate(gaps_s))
     if not instants_s or instants_s[-1] <= 0:
@@ -72,7 +72,7 @@ def _later(request: RequestLengths, by_s: float) -> RequestLengths:
 
 
 def instants_of(trace: Trace) -> list[float] | None:
-    """The arrivals of all requests, seconds; None if any request has none."""
+    """The arrival times of all requests in seconds; None if any request of the trace has no arrival."""
     instants_s = [request.arrival_s for request in trace if request.arrival_s is not None]
     return instants_s if len(instants_s) == len(trace) else None
 
@@ -94,7 +94,7 @@ class LatencySlo:
 
 
 def parse_slo(text: str) -> LatencySlo:
-    """Bounds of every request's latencies (`slo.parse_bounds`). TraceError saying what is wrong."""
+    """Parse bounds of request latencies, in the syntax of `slo.parse_bounds`. Raises TraceError."""
     bounds = parse_bounds(text)
     if any(bound.percentile is not None for bound in bounds):
         raise TraceError(f"this SLO bounds every request, without percentiles: {text!r:.60}")

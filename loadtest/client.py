@@ -27,7 +27,7 @@ MAX_ERROR_CHARS = 200
 
 
 class StreamReader:
-    """Fills in `outcome` from bytes and their instants, on the clock of `outcome.start_s`."""
+    """Reader of a streamed answer that fills in `outcome`; times are on the clock of `outcome.start_s`."""
 
     def __init__(self, outcome: RequestOutcome) -> None:
         self._outcome = outcome
@@ -55,7 +55,7 @@ class StreamReader:
         return self._is_done or self._has_finish
 
     def close(self) -> None:
-        """The connection ended."""
+        """Settle the outcome at the end of the connection: an unfinished answer has failed."""
         outcome = self._outcome
         outcome.output_tokens = self._n_events if self._n_told is None else self._n_told
         if outcome.failure is None and not self.is_finished:
@@ -99,7 +99,7 @@ class StreamReader:
             self._outcome.cached_tokens = cached
 
     def _choice(self, choices: Any, at_s: float) -> None:
-        """One event of a choice: a token, or what opens or ends the answer."""
+        """Read an event's choices: a token, or the opening or the end of the answer."""
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict):
             return
@@ -132,7 +132,7 @@ CONNECT_S = 10.0
 LONGEST_S = 600.0
 """The time limit of one request."""
 KEEP_ALIVE_S = 3.0
-"""Less than servers keep an idle connection: a reused one must not close under a request."""
+"""Seconds that an idle connection is kept: fewer than on servers, so that none closes under a request."""
 STALE_CONNECTIONS = 8
 """The number of kept connections that may prove closed before a request counts as failed."""
 
@@ -150,7 +150,7 @@ class LoadTestError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """The server of all requests, and their common settings. `base`: the server's address without /v1."""
+    """The server of a load, and settings of all requests. `base`: the server's address without /v1."""
 
     base: str
     model: str = ""
@@ -160,7 +160,7 @@ class Target:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every body beside model, prompt and max_tokens."""
     makes_vectors: bool = False
-    """Its prompts are lists of texts, and its answers vectors, which do not stream."""
+    """True for embeddings: prompts are lists of texts, and answers are vectors, which do not stream."""
 
     @property
     def url(self) -> str:
@@ -183,7 +183,7 @@ class Target:
 
 
 def base_of(url: str) -> str:
-    """`http://host:8000` of that, or of `http://host:8000/v1/`; LoadTestError for anything else."""
+    """Return `http://host:8000` for that address, also behind /v1/. LoadTestError for any other text."""
     address = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(address)
@@ -235,7 +235,7 @@ class LoadClient:
 
     @asynccontextmanager
     async def _post_again(self, body: bytes, limit_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send again where a kept connection proves closed; the next one may be closed too."""
+        """Post `body`, again where a kept connection proves closed, up to STALE_CONNECTIONS times."""
         async with AsyncExitStack() as stack:
             for left in range(STALE_CONNECTIONS, -1, -1):
                 try:

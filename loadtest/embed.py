@@ -25,7 +25,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class TextBatches:
-    """The prompts of a load (`prompts.Prompts`): `each` texts a request, the last one with what is left."""
+    """Prompts of an embedding load (`prompts.Prompts`): `each` texts a request, the rest in the last one."""
 
     texts: Sequence[str]
     each: int = 1
@@ -44,7 +44,7 @@ class TextBatches:
 
 @dataclass(frozen=True)
 class EmbedFigures:
-    """The figures of a load. Latencies are those of answers with vectors."""
+    """Figures of an embedding load. Latencies are those of requests that were answered with vectors."""
 
     requests: int
     ok: int
@@ -57,16 +57,16 @@ class EmbedFigures:
     within_slo: float | None = None
     """Share of the answers with vectors that came within the SLO."""
     first_error: str | None = None
-    """The error of the first of those that failed; None where none did."""
+    """The error of the first failed request; None where no request failed."""
 
 
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
-    """A text for each length in words, of words that tokenizers know whole."""
+    """Make one text for each length in words, from words that tokenizers know whole."""
     return [words((seed, index), max(1, n)).strip() for index, n in enumerate(lengths)]
 
 
 def lengths_of(text: str, count: int, seed: int) -> list[int]:
-    """Words of each input: `75`, `20:120` (even) or `lognormal:75:0.6` (median, sigma), or LoadTestError."""
+    """Draw text lengths in words: `75`, `20:120` (even), `lognormal:75:0.6` (median, sigma); LoadTestError."""
     rng = random.Random(seed)
     parts = text.split(":")
     try:
@@ -96,7 +96,7 @@ async def find_model(base: str, api_key: str | None) -> str:
 async def send_batches(
     client: LoadClient, batches: TextBatches, pace: RequestPace, seed: int = 0
 ) -> Measured:
-    """Every batch once, at the pace. A client of a closed loop that is refused asks on at once."""
+    """Send every batch once, at the pace. A refused client of a closed loop sends its next batch at once."""
     load = RequestLoad((RequestLengths(1, 1),) * len(batches), pace, batches, seed, heeds_refusals=False)
     return await run_load(client, load, asyncio.Event())
 
@@ -108,7 +108,7 @@ async def highest_concurrency(
     rounds: int = 3,
     report: Callable[[int, float], None] = lambda _c, _s: None,
 ) -> int:
-    """The most queries at once of which all are answered within the SLO in every round; 0: not even one.
+    """Find the most concurrent queries that are all answered within the SLO in every round; 0: not even one.
 
     LoadTestError where a query alone fails, and not because the server is busy.
     """
@@ -144,7 +144,6 @@ async def highest_concurrency(
 def figures(
     outcomes: Sequence[RequestOutcome], batches: TextBatches, seconds: float, slo_s: float | None = None
 ) -> EmbedFigures:
-    """Figures of a load that took `seconds`."""
     good = [outcome for outcome in outcomes if outcome.is_complete]
     failed = [outcome for outcome in outcomes if not outcome.is_complete]
     n_busy = sum(outcome.failure is FailureKind.overloaded for outcome in failed)

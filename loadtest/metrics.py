@@ -61,7 +61,7 @@ class RequestOutcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None where there is only one."""
+        """Mean time of a token after the first; None where the answer has only one token."""
         if self.output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
@@ -107,7 +107,7 @@ def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
 
 
 def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
-    """vLLM's flat fields. As in vLLM, a metric without samples is 0; so is rtfx, which is for speech."""
+    """The fields of vLLM's flat JSON. As in vLLM, a metric without samples is 0; so is rtfx (for speech)."""
     complete, duration_s = measured.complete, measured.duration_s
     n_input = sum(outcome.prompt_tokens for outcome in complete)
     n_output = sum(outcome.output_tokens for outcome in complete)

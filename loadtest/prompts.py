@@ -26,13 +26,13 @@ your way down should because long each just state those people too make world ow
 good
 """
 WORDS = tuple(_TEXT.split())
-"""Each is one token with the space before it in almost every English vocabulary."""
+"""Words that are each one token, with the space before, in almost every English vocabulary."""
 
 FEW, MANY = 32, 96
-"""Numbers of words of the two probes."""
+"""Numbers of words in the two probes that measure the tokens per word."""
 
 _OF_BLOCKS = 1 << 62
-"""In the seed of a block, where a prompt's has its index."""
+"""Element of a block's random seed, in the place where a prompt's seed has the prompt's index."""
 
 PROBE_TOKENS = 16
 MOST_ADDED = 2
@@ -42,7 +42,7 @@ MOST_ADDED = 2
 class Prompts(Protocol):
     """Prompts by index; the same index and seed give the same prompt.
 
-    blocks: what it begins with, each of `block_tokens`; the same in every prompt that names the same.
+    blocks: ids of the prompt's leading blocks, each of `block_tokens` tokens; equal ids give equal tokens.
     """
 
     def __call__(
@@ -54,7 +54,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class IdPrompts:
-    """Random token ids. `added`: tokens that the server puts before them."""
+    """Prompts of random token ids. `added`: tokens that the server puts before the ids."""
 
     seed: int
     low: int = ID_RANGE[0]
@@ -82,7 +82,7 @@ class IdPrompts:
 
 @dataclass(frozen=True)
 class TextPrompts:
-    """Random words. `added`: tokens of an empty prompt, such as a chat template's."""
+    """Prompts of random words. `added`: tokens of an empty prompt, such as a chat template's."""
 
     seed: int
     tokens_a_word: float = 1.0
@@ -112,7 +112,7 @@ Count: TypeAlias = Callable[[Prompt], Awaitable[int | None]]
 
 
 async def calibrated(count: Count, seed: int, *, may_use_ids: bool) -> Prompts:
-    """Token ids if the server accepts them and counts as many, otherwise words by the server's counts."""
+    """Make prompts: of token ids if the server accepts ids and counts as many, otherwise of words."""
     if may_use_ids:
         n_counted = await count(IdPrompts(seed)(0, PROBE_TOKENS))
         if n_counted is not None and PROBE_TOKENS <= n_counted <= PROBE_TOKENS + MOST_ADDED:

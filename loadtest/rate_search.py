@@ -45,7 +45,7 @@ def find_rate(search: RateSearch) -> Generator[float, bool, float | None]:
 
 
 def _edges(by_rate: Mapping[float, Sequence[bool]]) -> tuple[float | None, float | None]:
-    """The highest kept rate below the lowest missed one, and the lowest missed rate, where there are."""
+    """The highest kept rate below the lowest missed one, and the lowest missed rate; each may be None."""
     kept = {rate for rate, verdicts in by_rate.items() if 2 * sum(verdicts) > len(verdicts)}
     missed = min(by_rate.keys() - kept, default=None)
     return max((rate for rate in kept if missed is None or rate < missed), default=None), missed

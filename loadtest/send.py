@@ -19,10 +19,10 @@ MOST_WAIT_S = 60.0
 """The longest pause of a closed-loop client after a Retry-After header."""
 
 AFTER_FAILURE_S = 0.2
-"""The pause of a closed-loop client after another failure."""
+"""Seconds that a closed-loop client pauses after a failure without a Retry-After header."""
 
 Limit: TypeAlias = Callable[[int], float | None]
-"""From the tokens of an answer to the seconds it may take; None: the client's own limit."""
+"""Maps an answer's number of tokens to its time limit in seconds; None: the client's own limit."""
 
 
 @dataclass
@@ -36,10 +36,10 @@ class RequestLoad:
     first_index: int = 0
     """Index of the first prompt; loads of one test use different ranges, so that they share no prompt."""
     duration_s: float | None = None
-    """No request is sent later than this after the start."""
+    """Seconds from the start after which no request is sent; None: no limit."""
     limit_s: Limit = field(default=lambda _tokens: None)
     heeds_refusals: bool = True
-    """A client of a closed loop that is refused pauses, as the server says."""
+    """True if a refused client of a closed loop pauses, for as long as the server says."""
 
 
 Observe: TypeAlias = Callable[[RequestOutcome], bool]

@@ -24,7 +24,7 @@ from phasewise.tuner.config.lengths import RequestLengths, Trace
 from phasewise.tuner.config.trace import fitted
 
 SETTLE_S = 1.0
-"""Pause between two probes, in which a server gives up what the first one left behind."""
+"""Seconds of pause between two probes, in which a server drops what the first probe left behind."""
 
 FEWEST_OF_A_PROBE, LONGEST_PROBE = 10, 3
 """A probe at a low rate is prolonged until it has FEWEST_OF_A_PROBE requests, up to LONGEST_PROBE times its
@@ -33,10 +33,10 @@ length."""
 MOST_WARM_AT_ONCE = 8
 
 Report: TypeAlias = Callable[[str], None]
-"""Given one line of text about what is done, without a newline."""
+"""Callback that is given one line of text about the progress, without a newline."""
 
 OpenProgress: TypeAlias = Callable[[int], AbstractContextManager[Observe]]
-"""Given the number of requests of a load: a context whose observer is called with each outcome."""
+"""Opens a context for a load of so many requests; the context's observer is called with each outcome."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ async def _with_model(client: LoadClient) -> tuple[LoadClient, int | None]:
 
 
 def _fitting(requests: Trace, context: int | None, report: Report) -> Trace:
-    """Requests cut to the model's context; reports how many were cut."""
+    """Cut the requests to the model's context, and report how many were cut."""
     if context is None:
         return requests
     cut = fitted(requests, context)
@@ -154,7 +154,7 @@ def _fitting(requests: Trace, context: int | None, report: Report) -> Trace:
 
 @dataclass(frozen=True)
 class _Session:
-    """One test on an open client."""
+    """A load test on an open client."""
 
     client: LoadClient
     test: LoadTest
@@ -173,7 +173,7 @@ class _Session:
             await run_load(self.client, load, self.stop)
 
     async def measure(self) -> LoadReport:
-        """One load at the pace of the test."""
+        """Send one load at the pace of the test."""
         test = self.test
         load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
         with self.progress(len(test.requests)) as observe:
@@ -181,7 +181,7 @@ class _Session:
         return self._load_report(measured, test.pace)
 
     async def search(self, search: RateSearch) -> LoadReport:
-        """Probes of the rates that the search asks for, until it ends or is interrupted."""
+        """Probe the rates that the search asks for, until the search ends or is interrupted."""
         probes: list[RateProbe] = []
         rates = find_rate(search)
         best: float | None = None

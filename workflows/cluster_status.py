@@ -13,7 +13,7 @@ from phasewise.workflows.report import Report, silent
 
 LOOK_S = 0.5
 OLD_NODES = 8
-"""Nodes that were lost are shown, the newest of them: a cluster remembers all."""
+"""Number of lost nodes that are shown, the newest ones: a cluster remembers all."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def cluster_status(address: str) -> ClusterStatus:
 def drain(
     address: str, name: str, *, undo: bool = False, wait: bool = True, report: Report = silent
 ) -> list[dict[str, Any]]:
-    """Drain an instance, or all of a node: they get no new requests, and stop when what has begun has ended.
+    """Drain an instance, or all of a node: no new requests go there, and it stops when begun ones have ended.
 
-    name: of an instance, or the address or id of a node. undo: they take requests again, and start anew where
-    they have stopped. The facts of the instances, after they have stopped or are back if `wait`. Raises
-    UsageError, ClusterError.
+    name: an instance's name, or a node's address or id. undo: drained instances take requests again, and
+    start anew where they have stopped. Returns the facts of the instances: with `wait`, after they have
+    stopped or are back. Raises UsageError, ClusterError.
     """
     from phasewise.cluster.real.ray_connection import ray_connection
     from phasewise.cluster.real.ray_desk import order_drain
@@ -84,7 +84,7 @@ def names_of(instance: dict[str, Any]) -> set[str]:
 
 
 def refuse_the_last(instances: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]) -> None:
-    """UsageError where a server would have no instance that takes requests."""
+    """Raise UsageError where a server would be left without an instance that takes requests."""
     leaving = {(own["server"], own["index"]) for own in chosen}
     for server in {own["server"] for own in chosen}:
         stays = [
@@ -118,7 +118,7 @@ def _at(places: set[tuple[Any, Any]]) -> list[dict[str, Any]]:
 
 
 def _until(ask: Callable[[], list[dict[str, Any]]], done: str, report: Report) -> list[dict[str, Any]]:
-    """Ask until all are so; a server that ends meanwhile has none."""
+    """Ask until all instances are in the state `done`, and report each change of state."""
     told: dict[Any, str] = {}
     while True:
         instances = ask()

@@ -1,4 +1,4 @@
-"""The configuration file, and what variables and it say of options that a call from Python does not state."""
+"""Reads the configuration file, and defaults of options from PHASEWISE_* variables and that file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def config_text(path: Path) -> bytes:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's tables; none where there is no file.
+    """The tables of the file; none where there is no file.
 
-    WorkflowError for a file that PHASEWISE_CONFIG names and that is not there, and for one that is not TOML.
+    Raises WorkflowError where PHASEWISE_CONFIG names an absent file, and for a file that is not TOML.
     """
     try:
         return parse_toml(config_text(path))
@@ -44,29 +44,29 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StandingOptions:
-    """Options of one command that stand for many calls: PHASEWISE_* variables, then the command's table of
-    the configuration file. Each is asked by its key, `kv_format` for PHASEWISE_KV_FORMAT.
+    """Defaults of one command's options: PHASEWISE_* variables, then the command's table in the configuration
+    file. Options are named by keys: `kv_format` for PHASEWISE_KV_FORMAT.
     """
 
     table: dict[str, Any]
 
     @classmethod
     def of(cls, *command: str) -> StandingOptions:
-        """command: the tables' names, `bench`, `run`. WorkflowError as `read_toml`."""
+        """command: names of nested tables, e.g. `bench`, `run`. WorkflowError as of `read_toml`."""
         table: Any = read_toml(config_path())
         for name in command:
             table = table.get(name, {}) if isinstance(table, dict) else {}
         return cls(table if isinstance(table, dict) else {})
 
     def text(self, key: str, choices: Sequence[str] = ()) -> str | None:
-        """None where nothing is said. UsageError for one that is not among `choices`."""
+        """None without a value. UsageError for a value that is not among `choices`."""
         value = self._value(key)
         if value is not None and choices and value not in choices:
             raise UsageError(f"{self._place(key)} is {value!r:.40}, not one of {', '.join(choices)}")
         return None if value is None else str(value)
 
     def count(self, key: str) -> int | None:
-        """A whole number from 1 on; UsageError for anything else."""
+        """An option's value as a whole number from 1 on. Raises UsageError for any other value."""
         value = self._value(key)
         if value is None:
             return None

@@ -35,7 +35,7 @@ _UNAUTHORISED = 401
 
 @dataclass
 class BatchResult:
-    """The outcome of a batch: lines by what became of them. `n_earlier`: answered by an earlier run."""
+    """Numbers of a batch's lines by outcome. `n_earlier`: lines answered by an earlier run."""
 
     n_earlier: int = 0
     n_answered: int = 0
@@ -47,7 +47,6 @@ class BatchResult:
         return self.n_earlier + self.n_answered + self.n_refused
 
     def to_json(self) -> Json:
-        """Plain JSON values."""
         return {"lines": self.n_lines, **asdict(self)}
 
 
@@ -63,9 +62,9 @@ def answer_batch(
 ) -> BatchResult:
     """Send every request of a file that has no answer yet, and append the answers in the requests' order.
 
-    server: the address of one that runs, or what is served for the batch. A run that was ended at any moment
-    goes on where it stopped. Raises UsageError, ModelError, and WorkflowError where a file or the server
-    fails.
+    server: the address of a running server, or the model to serve for the batch. A run that was ended at any
+    moment goes on where it stopped. Raises UsageError, ModelError, and WorkflowError where a file or the
+    server fails.
     """
     result = BatchResult()
     with open_answers(answers) as out:
@@ -129,7 +128,7 @@ class _Senders:
         return answered(line, said.status, said.request_id, _read(said.body))
 
     def _send(self, line: BatchLine) -> Response:
-        """The answer; a server that is busy is asked again."""
+        """Send a request until a server that is not busy answers it."""
         until_s = time.monotonic() + _MOST_WAIT_S
         while True:
             try:
@@ -166,7 +165,7 @@ _MOST_LINE_BYTES = 64 << 20
 
 
 def read_requests(path: Path) -> Iterator[BatchLine]:
-    """The requests of a file; a line that holds none is given with its fault. WorkflowError: no such file."""
+    """Read the requests of a file, a malformed line with its fault. WorkflowError: no such file."""
     try:
         with open_input(path) as file:
             for line in read_lines(file, _MOST_LINE_BYTES):
@@ -177,14 +176,14 @@ def read_requests(path: Path) -> Iterator[BatchLine]:
 
 
 class AnswersFile:
-    """Answers in the order of their requests. Each is on the disk's way before the next is written."""
+    """File of answers in the order of their requests; each answer is flushed before the next is written."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
         self._file = file
 
     def ids_there(self) -> Iterator[str | None]:
-        """The ids of the answers that are there, in their order. WorkflowError for a file of other lines."""
+        """The ids of the answers in the file, in order. Raises WorkflowError where a line is no answer."""
         if not self._path.is_file():
             return
         with open_file(self._path) as file:
@@ -196,8 +195,8 @@ class AnswersFile:
                 yield custom_id
 
     def follow(self, requests: Iterator[BatchLine]) -> int:
-        """Advance `requests` past those that are answered, and return their number. WorkflowError where the
-        answers are those of other requests.
+        """Advance `requests` past the answered ones, and return their number. WorkflowError where the file
+        holds answers to other requests.
         """
         n_there = 0
         for custom_id in self.ids_there():
@@ -208,7 +207,7 @@ class AnswersFile:
         return n_there
 
     def write(self, answer: Json) -> None:
-        """Append one. WorkflowError where the disk is full: what was written stays."""
+        """Append one answer. Raises WorkflowError where the disk is full: what was written stays."""
         try:
             self._file.write(written(answer) + b"\n")
             self._file.flush()
@@ -224,8 +223,8 @@ def _other_file(path: Path, number: int) -> WorkflowError:
 
 @contextmanager
 def open_answers(path: Path) -> Iterator[AnswersFile]:
-    """The file of answers, new or to go on with: half a line at its end is cut off. WorkflowError where it
-    cannot be written, or another batch writes it.
+    """Open the file of answers, new or to continue: half a line at its end is cut off. WorkflowError where
+    the file cannot be written, or another batch writes it.
     """
     try:
         with os.fdopen(open_output(path, os.O_CREAT | os.O_APPEND), "ab") as file:

@@ -57,7 +57,7 @@ class OwnServer:
     answering: OwnServing
 
     def command(self, report: Report) -> list[str]:
-        """The words behind `phasewise serve`. ModelError for a file that is no model."""
+        """The arguments after `phasewise serve`. Raises ModelError for a file that is no model."""
         weight_format, placement, answering = self.weights.weight_format, self.placement, self.answering
         words = [self.model, "--format", weight_format, "--log-level", "error"]
         words += [] if placement.threads is None else ["--threads", str(placement.threads)]
@@ -81,8 +81,6 @@ class OwnServer:
 
 
 class Response(NamedTuple):
-    """The answer of a server."""
-
     status: int
     request_id: str
     retry_after_s: float | None
@@ -90,7 +88,7 @@ class Response(NamedTuple):
 
 
 class Endpoint:
-    """The address of a server. `child`: the server, where it is the batch's own."""
+    """The address of a server. `child`: the server's process, where the batch started it."""
 
     def __init__(self, url: str, key: str | None, child: subprocess.Popen[bytes] | None = None) -> None:
         self._parts = urlsplit(url)
@@ -98,14 +96,14 @@ class Endpoint:
         self._child = child
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection of one thread's."""
+        """Open a connection for use by one thread."""
         if self._parts.scheme == "unix":
             return _UnixConnection(self._parts.path)
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port)
 
     def post(self, connection: http.client.HTTPConnection, path: str, body: bytes) -> Response:
-        """Send a request, and wait for its answer. OSError or HTTPException where the server has gone."""
+        """Send a request, wait for its answer. OSError or HTTPException where the server has gone."""
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -116,7 +114,7 @@ class Endpoint:
         return Response(answer.status, answer.headers.get("X-Request-Id", ""), after_s, answer.read())
 
     def has_ended(self) -> bool:
-        """True if the batch's own server is no more."""
+        """True if the batch's own server has exited."""
         return self._child is not None and self._child.poll() is not None
 
 
@@ -132,9 +130,9 @@ class _UnixConnection(http.client.HTTPConnection):
 
 @contextmanager
 def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Iterator[Endpoint]:
-    """The server at an address; else one of the batch's own, which ends with it.
+    """Yield a running server's endpoint, or start a server for the batch, which ends with the block.
 
-    UsageError for an address that is none. WorkflowError where the server does not start; it has said why.
+    UsageError for an invalid address; WorkflowError where the server does not start, which it has explained.
     """
     if isinstance(server, str):
         if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
@@ -169,8 +167,8 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Variables for the batch's own server: those of all servers here, with their configuration file, but for
-    other ways of serving.
+    """The environment and the configuration file of this process without options for other ways of serving;
+    the file is copied to `folder`.
     """
     import tomlkit
 
@@ -203,7 +201,7 @@ def _await_ready(endpoint: Endpoint, child: subprocess.Popen[bytes]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """In order: its ranks and sandboxes go with it."""
+    """Terminate the server by SIGTERM, so that it ends its ranks and sandboxes; kill it after _END_S."""
     if child.poll() is None:
         os.kill(child.pid, signal.SIGTERM)
     try:

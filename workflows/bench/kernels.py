@@ -1,4 +1,4 @@
-"""Matrix products of ours and plain reading, timed in turns.
+"""Times our matrix products and plain reading of memory in turns.
 
 Medians over the rounds are compared, so that a drift of the machine affects both. Weights are used in turn,
 so that they come from memory. A product's time includes converting x from float32 rows to our own form.
@@ -59,7 +59,7 @@ class KernelRow(Row):
     schedule_source: str = column(
         "schedule", of_row=lambda row: f"{row.schedule_source}: {schedule_text(row.schedule)}", left=True
     )
-    """exact, neighbour or default."""
+    """Origin of the schedule: exact, neighbour or default."""
     weight_bytes: int
     peak_flops_per_s: float
     read_bytes_per_s: float
@@ -72,7 +72,7 @@ class KernelRow(Row):
 
 
 def schedule_text(schedule: Mapping[str, Any]) -> str:
-    """`4x48 block 64x96x576 grid 1x2x1 nm int8_dot`; k parts and prefetch where there are any."""
+    """In words: `4x48 block 64x96x576 grid 1x2x1 nm int8_dot`, with k parts and prefetch where there are any."""
     s = schedule
     parts = [
         f"{s['mr']}x{16 * s['panels']}",
@@ -136,18 +136,18 @@ class KernelGrid:
 
 @dataclass(frozen=True)
 class ChosenSchedule:
-    """The schedule of a product and where it comes from: exact, neighbour or default."""
+    """The schedule of a product and its origin: exact, neighbour or default."""
 
     schedule: Schedule
     source: str
 
 
 Choose = Callable[["PackedWeight", int], ChosenSchedule]
-"""From a weight and m to the schedule to use."""
+"""Chooses the schedule for a weight and m."""
 
 
 def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) -> Choose:
-    """The schedules tuned for these cores, and the kernels' default where none was.
+    """Look up the schedules tuned for these cores, and the kernels' default where there is none.
 
     Raises KernelDbError if there is a database and it cannot be used.
     """
@@ -183,7 +183,7 @@ class OurKernels:
         self._choose = choose
 
     def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[Callable[[], float], ChosenSchedule]:
-        """A turn, which returns nanoseconds per product, and the schedule that it runs by."""
+        """Return a turn, which gives nanoseconds per product, and the schedule of its products."""
         chosen = self._choose(packs[0], m)
         arithmetic = arithmetic_of(chosen.schedule)
         product = _native.TeamProduct(self._team, packs, m, arithmetic.compute_path, arithmetic.k_parts)
@@ -241,7 +241,7 @@ class Point:
 
 
 def _measure(grid: KernelGrid, point: Point, ours: OurKernels, read: StreamingRead) -> KernelRow:
-    """The reader begins each round: it evicts from the caches what the round before left there."""
+    """Time one product and plain reading. The reader begins each round: it evicts the last round's data."""
     turn, chosen = ours.prepare(point.packs[: point.copies(grid.cold_bytes)], point.m)
     watch, taken = Watch(grid.cores), []
     for _ in range(grid.rounds):

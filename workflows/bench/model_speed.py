@@ -58,7 +58,7 @@ class OpenRanks:
     ranks: LocalRanks | ProcessRanks
 
     def cores(self, phase: Phase, sequences: int = 1) -> tuple[int, ...]:
-        """Those of steps of so many sequences."""
+        """The cores that compute steps of a phase with so many sequences."""
         return self.plans[phase].at(sequences).cores
 
 
@@ -121,19 +121,20 @@ class ModelRow:
     read_limit_bytes_per_s: float
     bandwidth_fraction: float
     kv_bytes_per_s: float
-    """Bytes of KV that decoding behind a depth reads, in the time that it takes longer than without; 0: not
-    known, as where the same test without a depth did not run before."""
+    """Bytes of KV that decoding behind a depth reads, per second that it takes longer than without; 0:
+    unknown, since the same test without a depth did not run before.
+    """
     joules_per_token: float | None
-    """Energy of the whole machine, by its counters; None where they cannot be read, or a test has a depth."""
+    """Joules of the whole machine by its counters; None if these are unreadable, or the test has a depth."""
     power_cap_w: float
-    """The watts that the packages were held to; 0: none, or it cannot be read."""
+    """Watts that the packages were limited to; 0: no limit, or an unreadable one."""
     samples_ns: list[int] = field(default_factory=list)
     samples_ts: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class PhaseLimits:
-    """Prefill's limit and decode's limit on the cores of their plans."""
+    """Peak arithmetic of the prefill plan's cores, and read bandwidth of the decode plan's cores."""
 
     peak_flops_per_s: float
     read_bytes_per_s: float
@@ -164,7 +165,7 @@ def open_ranks(
 
 @dataclass(frozen=True)
 class Timing:
-    """The repetitions of each test, in prefill steps of how many tokens at most; each size in turn."""
+    """Repetitions of each test, and the sizes of prefill steps (most tokens), which are timed in turn."""
 
     repetitions: int
     batch_tokens: tuple[int, ...] = (MAX_BATCH_TOKENS,)
@@ -173,7 +174,7 @@ class Timing:
 def bench_rows(
     opened: OpenRanks, workloads: Sequence[Workload], timing: Timing, report: Report = silent
 ) -> Iterator[ModelRow]:
-    """Time every workload, one after another, after the limits of the cores."""
+    """Measure the limits of the cores, then time one workload after another and yield its row."""
     energy, cores = EnergyCounters(), KeptCores(report)
     if energy.absence is not None:
         report(f"energy is not measured: {energy.absence}")

@@ -19,19 +19,19 @@ CACHE_TYPES = {"f32": "f32", "f16": "f16", "bf16": "bf16", "q8_0": "int8", "int8
 
 MOST_COUNT = 1 << 20
 MOST_VALUES = 1000
-"""The longest range."""
+"""Most values of one range."""
 LEAST_BATCH_TOKENS = 32
 MOST_BATCH_TOKENS = 1 << 16
 LIST = "LIST"
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """`128,512` or `1-8*2` (1,2,4,8) as integers; zeros are left out."""
+    """Parse `128,512` or `1-8*2` (1,2,4,8) as integers; zeros are left out."""
     return tuple(value for value in whole_numbers(text) if value)
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """The same, zeros kept."""
+    """Parse the syntax of `counts`, and keep zeros."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     values = [value for part in parts for value in _range(part)]
     if len(values) < len(parts) or not all(value <= MOST_COUNT for value in values):
@@ -49,7 +49,7 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def _range(part: str) -> list[int]:
-    """llama-bench's `first-last`, `first-last+step` and `first-last*factor`; nothing where it is none."""
+    """Expand llama-bench's `first-last`, `first-last+step` or `first-last*factor`; empty for other text."""
     match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?:([+*])([0-9]{1,9}))?)?", part)
     if match is None:
         return []
@@ -64,7 +64,7 @@ def _range(part: str) -> list[int]:
 
 
 def _pairs(text: str) -> tuple[tuple[int, int], ...]:
-    """`512,128;1024,64` as pairs; `0,0` is none."""
+    """Parse `512,128;1024,64` as pairs; `0,0` is no pair."""
     parts = [part.strip() for part in text.split(";") if part.strip()]
     matches = [re.fullmatch(r"([0-9]{1,7}),([0-9]{1,7})", part) for part in parts]
     if not all(matches):
@@ -134,7 +134,7 @@ class BenchTests:
     )
 
     def workloads(self) -> list[Workload]:
-        """By number of sequences, then depth: the prefills, the decodes, the pairs."""
+        """The workloads by number of sequences, then by depth: prefills, decodes, pairs."""
         from phasewise.serving.engine.throughput import Workload
 
         tests = [(p, 0) for p in self.prompts] + [(0, n) for n in self.n_gen] + list(self.pairs)
@@ -195,7 +195,7 @@ class BenchRunning:
     repetitions: int = option(5, "timed runs of each test", "-r", "--repetitions", min=1, max=1000)
 
     def kv_formats(self, default: str) -> list[str]:
-        """UsageError where keys and values should differ: they have one format here."""
+        """The KV cache formats to test. Raises UsageError where keys and values would have two formats."""
         if not self.cache_k and not self.cache_v:
             return [default]
         if self.cache_k != self.cache_v:
@@ -212,7 +212,7 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class KernelWish:
-    """The products that are timed, and how often."""
+    """The products to time, and their repetitions."""
 
     formats: str = option(
         "bf16",

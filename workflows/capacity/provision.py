@@ -27,7 +27,7 @@ NAMED_DESIGNS = {
     "split-heterogeneous": ("split:h100/a100",),
     "capped": ("split:h100/h100-capped",),
 }
-"""The paper's (IV-D, V-B): Baseline-A100 and -H100, Splitwise-AA, -HH, -HA and -HHcap."""
+"""Clusters of the Splitwise paper (IV-D, V-B): Baseline-A100 and -H100, Splitwise-AA, -HH, -HA and -HHcap."""
 
 BATCH_GUESS = 16
 """Sequences of a decode step, only to guess where the search begins."""
@@ -37,7 +37,7 @@ Budget = Literal["cost", "power"]
 
 @dataclass(frozen=True)
 class Design:
-    """Kinds of machines; how many of each is asked."""
+    """A cluster's design: the machine type of each role. Provisioning finds the numbers of machines."""
 
     name: str
     axes: tuple[tuple[Role, MachineType], ...]
@@ -48,7 +48,7 @@ class Design:
 
 @dataclass(frozen=True)
 class Question:
-    """The question that every design is asked."""
+    """The load and the promises that every design is provisioned for."""
 
     lengths: Sequence[tuple[int, int]]
     """Prompt and output tokens of requests to draw from."""
@@ -58,12 +58,12 @@ class Question:
     duration_s: float = 120.0
     seed: int = 0
     most: int = 100
-    """Machines of each kind."""
+    """Most machines of each kind."""
 
 
 @dataclass(frozen=True)
 class Provisioned:
-    """A design's answer. `reason` instead of it where there is none."""
+    """The cluster found for a design, or the `reason` why there is none."""
 
     design: Design
     cell: Cell = ()
@@ -77,7 +77,7 @@ class Provisioned:
 
 
 def parse_designs(text: str, catalogue: MachineCatalogue) -> list[Design]:
-    """`baseline,capped`, or kinds of one's own: `mixed:TYPE`, `split:PROMPT_TYPE/TOKEN_TYPE`."""
+    """Parse `baseline,capped`, or custom designs: `mixed:TYPE`, `split:PROMPT_TYPE/TOKEN_TYPE`."""
     designs = []
     for part in (entry.strip() for entry in text.split(",")):
         for written in NAMED_DESIGNS.get(part, (part,)):
@@ -99,7 +99,7 @@ def parse_designs(text: str, catalogue: MachineCatalogue) -> list[Design]:
 def provision_cluster(
     trace: str, wish: ProvisionWish, inputs: ClusterInputs, report: Report
 ) -> tuple[list[Provisioned], Slo]:
-    """Each design's answer to `wish`, and the promises that it was judged by.
+    """Find each design's answer to `wish`; also return the promises that designs were judged by.
 
     Raises ClusterError, TraceError and KernelDbError for input that cannot be read, and UsageError.
     """
@@ -230,7 +230,7 @@ def _run(
 
 
 def _affordable(design: Design, budget: Budget, amount: float, most: int) -> list[Cell]:
-    """Cells that leave less than a machine's worth of the budget, along the first axis."""
+    """For each count on the first axis, the cell that leaves less than one machine's worth of the budget."""
     weights = [_weight(kind, budget) for _, kind in design.axes]
     if not all(weights):
         raise ClusterError(f"design {design.name}: a machine type states no {budget}")
@@ -254,7 +254,7 @@ def _weight(kind: MachineType, objective: Objective) -> float:
 
 
 def _busy(question: Question, design: Design, rate: float) -> list[float]:
-    """Machines that the load keeps busy on each axis, roughly."""
+    """Estimate the number of machines that the load keeps busy on each axis of the design."""
     count = len(question.lengths)
     prompts = sum(prompt for prompt, _ in question.lengths) / count
     outputs = sum(output for _, output in question.lengths) / count

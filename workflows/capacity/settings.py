@@ -70,7 +70,7 @@ class SimulationWish:
 
 @dataclass(frozen=True)
 class ProvisionWish:
-    """The designs that are compared, what limits them, and what is made small or large."""
+    """The designs to compare, their limits, and the quantity to minimise or maximise."""
 
     design: str = option(
         "baseline,split-homogeneous,split-heterogeneous,capped",
@@ -106,6 +106,6 @@ class ProvisionWish:
             refuse_unused("with --rate", changed(self, "rate_step"))
 
     def check(self) -> None:
-        """UsageError where these exclude each other."""
+        """Raise UsageError where settings exclude each other."""
         if sum(amount is not None for amount in (self.rate, self.cost, self.power)) != 1:
             raise UsageError("give exactly one of --rate, --cost and --power")

@@ -59,7 +59,7 @@ class Load:
 
 
 def arrivals_of(load: Load) -> list[Arrival]:
-    """TraceError or ClusterError, one line, for a trace that has none."""
+    """Draw or read the arrivals of a load. Raises TraceError or ClusterError where a trace has none."""
     trace = lengths_of(load.trace)
     if load.rate is not None:
         lengths = [(request.prompt_tokens, request.output_tokens) for request in trace]
@@ -76,14 +76,14 @@ def arrivals_of(load: Load) -> list[Arrival]:
 
 
 def lengths_of(text: str) -> Trace:
-    """Every request of a file, or many of a distribution."""
+    """Lengths of every request of a file, or of LENGTHS_FROM_DISTRIBUTION requests of a distribution."""
     if ":" in text and "/" in text.partition(":")[2] and not text.endswith((".csv", ".json", ".jsonl")):
         return load_trace(text, LENGTHS_FROM_DISTRIBUTION)
     return read_trace(text)
 
 
 def _prefix_ids(path: str) -> dict[int, tuple[int, ...]]:
-    """By index of the served requests of a Mooncake trace: what each block of their prompts holds."""
+    """Ids of the blocks of each prompt of a Mooncake trace, by index among the served requests."""
     if not path.endswith(".jsonl"):
         return {}
     try:
@@ -97,7 +97,7 @@ def _prefix_ids(path: str) -> dict[int, tuple[int, ...]]:
 
 
 def _block_ids(lines: Iterable[str], path: str) -> dict[int, tuple[int, ...]]:
-    """`read_trace` has bounded the lines."""
+    """Block ids of the served requests, from lines that `read_trace` has bounded."""
     prefixes: dict[int, tuple[int, ...]] = {}
     served = 0
     for line in lines:
@@ -161,7 +161,7 @@ MODELLED_STEPS = (
     *(("prefill", tokens, 1, context) for tokens in PREFILL_TOKENS for context in (0, CONTEXTS[-1])),
     *(("decode", 1, sequences, context) for sequences in DECODE_SEQUENCES for context in CONTEXTS),
 )
-"""Phase, tokens, sequences, context of the steps that stand for a described machine."""
+"""Phase, tokens, sequences and context of the steps that stand for a described machine."""
 
 
 def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> StepTimes:
@@ -186,7 +186,7 @@ def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> 
 
 
 def modelled_steps(machine: Machine, shape: ModelShape) -> list[TimedStep]:
-    """Steps of the default plan as the modelled evaluator computes them. EvaluationError."""
+    """Steps of the default plan, timed by the modelled evaluator. Raises EvaluationError."""
     from phasewise.tuner.config.modelled import ModelledEvaluator
     from phasewise.tuner.config.steps import Step
     from phasewise.tuner.plans import PHASES, default_plan
@@ -207,7 +207,7 @@ def modelled_steps(machine: Machine, shape: ModelShape) -> list[TimedStep]:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A cluster and what one trace was like on it. `slo`: the promises to judge by; None without any."""
+    """A simulated cluster and the summary of one trace on it. `slo`: the promises to judge by, if any."""
 
     spec: ClusterSpec
     summary: Summary
@@ -217,7 +217,7 @@ class Simulated:
 def simulate_cluster(
     trace: str, pools: str, wish: SimulationWish, inputs: ClusterInputs, report: Report = silent
 ) -> Simulated:
-    """The cluster `pools` (a TOML file, or pools in a line) under `trace`.
+    """Simulate the cluster `pools` (a TOML file, or pools in a line) under `trace`.
 
     Raises ClusterError, TraceError and KernelDbError for input that cannot be read.
     """
@@ -254,7 +254,7 @@ def step_sources(inputs: ClusterInputs, report: Report = silent) -> TimedTypes:
 
 
 def reference_steps(name: str, catalogue: MachineCatalogue, report: Report) -> StepTimes | None:
-    """None where the catalogue's model is not known on that type: then nothing is told as a slowdown."""
+    """Step times of the machine type that slowdowns are relative to; None, and a report, where unknown."""
     try:
         return catalogue[name].steps
     except ClusterError as error:

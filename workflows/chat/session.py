@@ -22,9 +22,9 @@ from phasewise.workflows.report import Report, silent
 Message = dict[str, Any]
 
 LEAST_ANSWER_TOKENS = 16
-"""A conversation that leaves less room than this is too long."""
+"""Least tokens that a conversation must leave for an answer; else the conversation is too long."""
 MOST_ANSWER_TOKENS = 4096
-"""The length of an answer at which it is cut where no other limit is given."""
+"""Limit of an answer in tokens where no other limit is given."""
 MOST_REPEATED_TOKENS, LONGEST_PERIOD = 256, 64
 """An answer whose last 256 tokens repeat the same 64 or fewer does not come to an end by itself."""
 
@@ -53,7 +53,7 @@ class ChatSession:
         db: str | None = None,
         report: Report = silent,
     ) -> None:
-        """Opens the model. Raises ModelError, PlanError, KernelDbError; WorkflowError without a template."""
+        """Raises ModelError, PlanError, KernelDbError; WorkflowError for a model without a chat template."""
         weights = Weights(weight_format, lora=None if lora is None else [lora])
         check_settings(model, weights, kv_format, report)
         loaded = open_model(model, weights, threads, db, report)
@@ -94,9 +94,9 @@ class ChatSession:
     ) -> Iterator[str]:
         """Say `text` and stream the answer. `is_interrupted` ends it after a token; its beginning is kept.
 
-        max_tokens: None: MOST_ANSWER_TOKENS, or until it only repeats itself. An empty text comes after each
-        step of the prompt: `progress` tells how far it is.
-        ContextLengthExceeded, the conversation unchanged, where it leaves no room for an answer.
+        max_tokens: limit; None: MOST_ANSWER_TOKENS, or until the answer only repeats itself. An empty text
+        comes after each step of the prompt, whose state `progress` tells. Raises ContextLengthExceeded, the
+        conversation unchanged, where no room is left for an answer.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt_ids = tuple(self._text.conversation(asked))

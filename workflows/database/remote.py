@@ -54,11 +54,11 @@ from phasewise.workflows.database.sharing import (
 from phasewise.workflows.report import Report, silent
 
 LEAST_CHARS = 3
-"""Shorter names are parts of too many words."""
+"""Least length of a private word: a shorter one is part of too many other words."""
 
 
 def words_of_owner() -> frozenset[str]:
-    """This host's name, the user's, and the folders of both, in small letters."""
+    """Words that identify the user or the host (names, the home folder), in lower case."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
@@ -70,7 +70,7 @@ def words_of_owner() -> frozenset[str]:
 
 
 class PrivateWords:
-    """Leaves out rows whose names hold a word of their owner, or a path, and says how many."""
+    """Filter that leaves out rows whose names hold a word of their owner, or a path."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -78,7 +78,7 @@ class PrivateWords:
         self._left_out = 0
 
     def without(self, group: Iterable[StoredRow]) -> list[StoredRow]:
-        """The rows that may leave."""
+        """The rows that may leave this host."""
         rows = [*group]
         kept = [row for row in rows if not self._is_private(row)]
         self._left_out += len(rows) - len(kept)
@@ -93,7 +93,7 @@ class PrivateWords:
         )
 
     def close(self) -> None:
-        """Say what stayed here."""
+        """Report the number of rows that were left out."""
         if self._left_out:
             self._report(
                 f"{counted(self._left_out, 'row')} stayed here: the name of a model or kernel holds this "
@@ -103,8 +103,8 @@ class PrivateWords:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The rows of a push: of machines by text of their signatures, and the kinds of rows that name something
-    of their owner.
+    """Selection of a push's rows: text in machines' `signatures` (none: all machines), and `also` those kinds
+    of rows that name something of their owner.
     """
 
     signatures: Sequence[str] = ()
@@ -121,7 +121,7 @@ class Preview:
 
 @dataclass
 class Pushed:
-    """The bundles of a push; those that the remote did not have; its index from now on."""
+    """The bundles of a push, those `new` to the remote, and the remote's index from now on."""
 
     bundles: list[Bundle] = field(default_factory=list)
     new: list[Bundle] = field(default_factory=list)
@@ -138,9 +138,9 @@ def push(
     key: Path | None = None,
     report: Report = silent,
 ) -> Pushed:
-    """Add bundles of this database to a remote, and to its index; sign it with `key`.
+    """Add bundles of this database to a remote, and to its index; sign the index with `key`.
 
-    Who signs vouches for the whole index, so one that is there already has to be believed first. RemoteError.
+    Raises RemoteError, also for an existing index that is not trusted: who signs vouches for the whole index.
     """
     files = RemoteFiles(remote)
     with TemporaryDirectory(prefix="phasewise-") as folder, existing_store(db, report) as store:
@@ -185,7 +185,7 @@ def _noting_fields(lines: Iterable[str], fields: set[str]) -> Iterator[str]:
 
 
 def _paths_in(value: object, path: str = "") -> Iterator[str]:
-    """The fields of a JSON object, those within it after a dot; of a list's items together."""
+    """Paths of the fields of a JSON value: a nested field after a dot, a list's items under one path."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _paths_in(inner, f"{path}.{name}" if path else name)
@@ -194,7 +194,7 @@ def _paths_in(value: object, path: str = "") -> Iterator[str]:
 
 
 def _write_bundles(store: Store, leaving: Leaving, folder: Path, report: Report) -> list[Bundle]:
-    """One file for each kind of core, by its digest."""
+    """Write one file for each kind of core, named by the file's digest."""
     wanted, shared, private = wanted_machines(leaving.signatures), SharedPlans(report), PrivateWords(report)
     cores = sorted({machine.core_sig for machine in store.machines() if wanted(machine)})
     if leaving.signatures and not cores:
@@ -234,7 +234,7 @@ def _write_bundle(core: str, lines: Iterator[str], folder: Path) -> Bundle:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The bundles of a pull, and what became of their rows."""
+    """The bundles of a pull, and the outcome of their rows."""
 
     bundles: tuple[Bundle, ...]
     taken: Taken
@@ -242,9 +242,9 @@ class Pulled:
 
 @dataclass(frozen=True)
 class PullLimits:
-    """The most that a pull may take: seconds of reading, and bytes of one bundle; larger ones are left.
+    """Limits of a pull: seconds of reading, and bytes of one bundle; larger bundles are left out.
 
-    only_news: nothing is read but the index where the same one went into this database before.
+    only_news: stop after the index where this database has pulled the same index before.
     """
 
     seconds: float = math.inf
@@ -264,7 +264,7 @@ def pull(
     limits: PullLimits = NO_LIMITS,
     report: Report = silent,
 ) -> Pulled:
-    """Import a remote's bundles for cores like these, or for all. RemoteError, before anything is added."""
+    """Import a remote's bundles for this host's cores, or for all. RemoteError, before anything is added."""
     if not trust.is_given:
         raise RemoteError(
             "a remote is believed by --digest, which its owner tells you, or by --allowed-signers, a file of "
@@ -311,7 +311,7 @@ def _import(fetched: Sequence[Path], db: str | None, name: str, report: Report) 
 
 
 def _check_rows(bundle: Bundle, stream: BinaryIO, name: str) -> None:
-    """Every line is a row of the bundle's cores; a bundle is taken whole or not at all."""
+    """Raise RemoteError unless all rows are of the bundle's cores: it is taken whole or not at all."""
     count = 0
     for row in _rows(stream, name):
         count += 1
@@ -330,7 +330,7 @@ def _rows(stream: BinaryIO, name: str) -> Iterator[StoredRow]:
 
 
 def _read_index(files: RemoteFiles, trust: Trust | None) -> RemoteIndex | None:
-    """None where there is none yet. RemoteError where it is not believed."""
+    """Read the remote's index; None where there is none yet. Raises RemoteError for an untrusted index."""
     content = files.read(NAME, MAX_INDEX_BYTES)
     if content is None:
         return None
@@ -348,14 +348,14 @@ MOST_SERIALS_BYTES = 4 << 20
 
 
 class _Serials:
-    """The newest serial that was pulled of each remote: an older index is a replay, or a remote gone back."""
+    """The newest pulled serial of each remote: an older index is a replay, or a remote gone back."""
 
     def __init__(self, remote: str) -> None:
         self._file = user_folder("state") / "remotes.json"
         self._key = hashlib.sha256(remote.encode()).hexdigest()[:32]
 
     def is_known(self) -> bool:
-        """It was pulled before."""
+        """True if this index was pulled before."""
         return self._key in self._read()
 
     def check(self, serial: int, name: str) -> None:

@@ -30,7 +30,7 @@ from phasewise.kerneldb.remote_index import Bundle, RemoteError
 from phasewise.workflows.report import Report, silent
 
 NAMESPACE = "phasewise"
-"""The namespace of signatures: one that was made for something else is not one of ours."""
+"""Namespace of our signatures: a signature that was made for another purpose is not accepted."""
 SIGNATURE_SUFFIX = ".sig"
 MAX_SIGNATURE_BYTES = 64 * 1024
 _TIMEOUT_S = 60
@@ -38,7 +38,7 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Trust:
-    """The reason to believe an index: one of the two, or both."""
+    """Evidence for an index: its digest, allowed signers, or both."""
 
     digest: str | None = None
     """SHA-256 of the index, in hex."""
@@ -47,11 +47,11 @@ class Trust:
 
     @property
     def is_given(self) -> bool:
-        """There is something to check an index by."""
+        """True if a digest or signers are given."""
         return self.digest is not None or self.allowed_signers is not None
 
     def check(self, index: bytes, signature: bytes | None, name: str) -> None:
-        """RemoteError, in one line, where the index is not believed."""
+        """Raise RemoteError, in one line, where the index does not match the evidence."""
         if self.digest is not None:
             digest = hashlib.sha256(index).hexdigest()
             if digest != self.digest.lower():
@@ -67,7 +67,7 @@ class Trust:
 
 
 def _verify(index: bytes, signature: bytes, allowed_signers: Path, name: str) -> None:
-    """By any signer of the file, whose names the signature's key is looked up in."""
+    """Verify a signature by any signer of the file, whose names are looked up by the signature's key."""
     with TemporaryDirectory(prefix="phasewise-") as folder:
         file = Path(folder) / "index.sig"
         file.write_bytes(signature)
@@ -105,14 +105,14 @@ def _ssh_keygen(verb: str, *arguments: str, content: bytes = b"") -> subprocess.
 
 TIMEOUT_S = 30
 LOCK_S = 60.0
-"""A push waits no longer for another one."""
+"""Most seconds that a push waits for another push."""
 _LOOK_AGAIN_S = 0.05
 _CHUNK_BYTES = 1 << 20
 _LOCK = ".phasewise-lock"
 
 
 def identity_of(remote: str) -> str:
-    """One text for all ways to write the same remote: a folder's real path, or a normalised address."""
+    """One text for all spellings of the same remote: a folder's real path, or a normalised address."""
     if "://" not in remote:
         return os.path.realpath(os.path.expanduser(remote))
     address = urlsplit(remote)
@@ -121,7 +121,7 @@ def identity_of(remote: str) -> str:
 
 
 def _https_host(address: SplitResult) -> str:
-    """ValueError for a port that is none."""
+    """Normalised host of an address, with the port unless 443. Raises ValueError for an invalid port."""
     host, port = unquote(address.hostname or "").lower().removesuffix("."), address.port
     with suppress(UnicodeError):
         host = host.encode("idna").decode("ascii")
@@ -129,10 +129,10 @@ def _https_host(address: SplitResult) -> str:
 
 
 class RemoteFiles:
-    """Reads files of a remote, each to a limit, and writes where it is a folder. RemoteError."""
+    """Files of a remote: reads each up to a limit, and writes where the remote is a folder. RemoteError."""
 
     def __init__(self, remote: str, seconds: float = math.inf) -> None:
-        """seconds: after which reads are given up."""
+        """seconds: time after which reads are given up."""
         self.name = redacted(remote)
         self._seconds, self._deadline_s = seconds, time.monotonic() + seconds
         scheme, mark, rest = remote.partition("://")
@@ -146,7 +146,7 @@ class RemoteFiles:
         self._folder = Path(remote).expanduser()
 
     def read(self, path: str, most_bytes: int) -> bytes | None:
-        """A whole small file; None where there is none."""
+        """Read a whole small file; None where there is none."""
         with self._opened(path) as stream:
             if stream is None:
                 return None
@@ -171,7 +171,7 @@ class RemoteFiles:
             )
 
     def _chunks(self, stream: Any, most_bytes: int) -> Iterator[bytes]:
-        """All that is there, up to so many bytes; a source that only drips is given up in time."""
+        """Yield a stream's content, at most `most_bytes`; a stream that only drips is given up in time."""
         while most_bytes > 0 and (chunk := stream.read1(min(_CHUNK_BYTES, most_bytes))):
             if time.monotonic() > self._deadline_s:
                 raise RemoteError(f"{self.name} took more than {round(self._seconds)} s")
@@ -204,7 +204,7 @@ class RemoteFiles:
 
     @contextmanager
     def locked(self, report: Report = silent) -> Iterator[None]:
-        """Alone among pushes to a folder; it is made where it is not there. Waits LOCK_S for another push."""
+        """Hold a remote folder's lock, alone among pushes; waits LOCK_S at most. Creates an absent folder."""
         if self._url is not None:
             raise RemoteError(f"{self.name} is only read: push to the folder that it is served from")
         try:
@@ -238,21 +238,21 @@ class RemoteFiles:
             time.sleep(_LOOK_AGAIN_S)
 
     def write(self, path: str, content: bytes) -> None:
-        """The whole file or none of it."""
+        """Write the whole file, or nothing of it."""
         try:
             write_file(self._folder / path, content)
         except OSError as error:
             raise RemoteError(f"{self.name}/{path} cannot be written: {error.strerror}") from None
 
     def has(self, bundle: Bundle) -> bool:
-        """True if the bundle is there and is what its name says."""
+        """True if the bundle is there with the content that its name states."""
         with suppress(RemoteError), open(os.devnull, "wb") as nowhere:
             self.fetch(bundle, nowhere)
             return True
         return False
 
     def add(self, bundle: Bundle, content: Path) -> None:
-        """Put a bundle there, unless the same bytes are there already."""
+        """Copy a bundle to the remote, unless the same bytes are there already."""
         target = self._folder / bundle.path
         if self.has(bundle):
             return

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SharedPlans:
-    """Names the places of plans that an earlier version kept by cores; only their own machine can."""
+    """Converter of plans that earlier versions kept by cores: it names the places of this machine's cores."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -51,7 +51,7 @@ class SharedPlans:
         return read_machine()
 
     def as_shared(self, record: PlanRecord) -> PlanRecord | None:
-        """The record as it may leave; None where its cores are another machine's, or make no plan here."""
+        """The record in shared form; None for another machine's cores, or cores that make no plan here."""
         from phasewise.tuner import plans
         from phasewise.tuner.errors import PlanError
 
@@ -67,7 +67,7 @@ class SharedPlans:
         return None
 
     def close(self) -> None:
-        """Say what was left out."""
+        """Report the number of plans that were left out."""
         if self._left_out:
             self._report(
                 f"{counted(self._left_out, 'plan')} of another machine left out: earlier versions kept cores,"
@@ -81,7 +81,7 @@ HERE = "here"
 
 @dataclass(frozen=True)
 class Imported:
-    """The source of rows, their number, and the number of refused lines."""
+    """The source of imported rows, the number of rows, and the number of refused lines."""
 
     source: str
     taken: Taken
@@ -90,7 +90,7 @@ class Imported:
 
 @dataclass
 class Exported:
-    """The number of rows of an export, and of the kinds of machine that they are of; complete at its end."""
+    """Numbers of exported rows and of the rows' kinds of machine; complete at the end of the export."""
 
     n_rows: int = 0
     machines: set[MachineKey] = field(default_factory=set)
@@ -107,9 +107,9 @@ def export_rows(
 ) -> Exported:
     """Write all rows of machines whose core or placement signature contains one of `signatures`, or all.
 
-    `here` among them means a machine like this one. also: the kinds of rows that name something of their
-    owner. in_use: of schedules only those in use. ExportFileError, before anything is written, where no row
-    is of such a machine, or too many are.
+    `here` as a signature means a machine like this one. also: kinds of rows that are written although they
+    name something of their owner. in_use: only the schedules in use. Raises ExportFileError, before anything
+    is written, where no row is of such a machine, or too many are.
     """
     wanted, exported = wanted_machines(signatures), Exported()
     with existing_store(db, report) as store:
@@ -134,7 +134,7 @@ def _counted(groups: Iterable[list[StoredRow]], exported: Exported) -> Iterator[
 
 
 def wanted_machines(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
-    """True of kinds of machine with one of these texts in a signature, or of all."""
+    """Make a test for machines with one of these texts in a signature; without texts, for all machines."""
     if not signatures:
         return lambda _: True
     parts = [core_signature_here() if text == HERE else text for text in signatures]
@@ -144,19 +144,19 @@ def wanted_machines(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
 
 
 def no_rows_of(signatures: Sequence[str]) -> str:
-    """The reason why nothing leaves."""
+    """The reason why no row of these signatures is exported."""
     return f"no rows are of a machine with {' or '.join(signatures)} in its signature"
 
 
 def core_signature_here() -> str:
-    """The kind of cores that this process may use."""
+    """The core signature of the cores that this process may use."""
     from phasewise.topology import core_signature, read_machine
 
     return core_signature(read_machine())
 
 
 def import_file(file: str, db: str | None, report: Report = silent) -> Imported:
-    """Add the rows of an export (`-`: stdin) that are not there yet, unverified. Refused lines are told."""
+    """Add new rows of an export (`-`: stdin), unverified. Refused lines are reported."""
     refusals = _Refusals(file, report)
     with _opened(file) as stream:
         rows = read_export(stream, file, refusals.add)
@@ -225,7 +225,7 @@ class _Refusals:
 
 @contextmanager
 def _other_store(other: str, report: Report) -> Iterator[Store]:
-    """Another database, or a file of schedules as one in a temporary folder: it may be larger than memory."""
+    """Open another database, or load a file of schedules into a temporary one, not into memory."""
     if not _is_export(other):
         with _other_database(other, report) as store:
             yield store
@@ -242,7 +242,7 @@ def _other_store(other: str, report: Report) -> Iterator[Store]:
 
 
 def _is_export(other: str) -> bool:
-    """A regular file that does not begin as a SQLite database does."""
+    """True for a regular file that begins as JSON does, not as a SQLite database."""
     path = Path(other)
     if not path.is_file():
         return False

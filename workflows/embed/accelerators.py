@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accelerators:
-    """`names`: "cuda:0", "exec:0". `commands`: of the latter, by name.
+    """`names`: e.g. cuda:0, exec:0. `commands`: the workers' commands of exec devices, by name.
 
     A command comes from the command line or the configuration file of this host, and never from a database,
     which others may have filled.
@@ -25,7 +25,7 @@ class Accelerators:
 
 
 def accelerators_here(*, with_gpus: bool, devices: Sequence[str] | None) -> Accelerators:
-    """GPUs first, then `exec:COMMAND` devices in their order. UsageError for anything else."""
+    """List GPUs, then `exec:COMMAND` devices in their order. Raises UsageError for any other device."""
     from phasewise.serving.embedding.devices import accelerators, command_of
 
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def keep_plan(
     db: str | None, model: PackedModel, machine: Machine, plan: EmbeddingPlan, report: Report
 ) -> None:
-    """Append a plan; from now on it is the one in use. KernelDbError."""
+    """Append a plan to the database; from now on that plan is in use. Raises KernelDbError."""
     from phasewise.kerneldb.records import Origin, PlanRecord
     from phasewise.kerneldb.store import open_store
     from phasewise.serving.embedding.plan import PHASE, placed_json
@@ -32,7 +32,7 @@ def keep_plan(
 
 
 def kept_plan(db: str | None, model: PackedModel, machine: Machine, report: Report) -> EmbeddingPlan | None:
-    """The plan in use; None where there is none that this process can follow, which is told."""
+    """The plan in use; None, and a report, where there is no plan that this process can follow."""
     from phasewise.serving.embedding.plan import PHASE, stored_plan
     from phasewise.serving.errors import ServingError
     from phasewise.tuner.plans import machine_key, model_key

@@ -1,4 +1,4 @@
-"""Open an embedding model for this machine, and read what is to be embedded."""
+"""Opens an embedding model for this machine, and reads the texts to embed."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class OpenEmbedder:
         input_type: str | None = None,
         task: str | None = None,
     ) -> tuple[npt.NDArray[np.float32], int]:
-        """float32 [texts, dimensions] in the texts' order, and how many tokens they had.
+        """Embed texts: float32 [texts, dimensions] in the texts' order, and the number of tokens.
 
-        truncate: texts that are too long lose their end, else ContextLengthExceeded. dimensions: of each
-        vector that many numbers, with length 1 again. input_type: "query", "document" or one of the model's
-        prompts, which is put before each text; None: its default one. task: one of the model's tasks, in
-        place of these. WorkflowError where it has not as many numbers or no such prompt or task, or for a
-        cross-encoder; StepFailed where values are not numbers.
+        truncate: texts that are too long lose their end, else ContextLengthExceeded. dimensions: length to
+        which vectors are cut, then scaled to norm 1. input_type: "query", "document" or one of the model's
+        prompts, which is put before each text; None: the default prompt. task: one of the model's tasks, in
+        place of input_type. Raises WorkflowError where the model has fewer dimensions or no such prompt or
+        task, and for a cross-encoder; StepFailed where values are not numbers.
         """
         import numpy as np
 
@@ -116,7 +116,7 @@ def open_embedder(
 
 
 def in_precision(vectors: npt.NDArray[np.float32], precision: Precision) -> npt.NDArray[Any]:
-    """Vectors whose numbers take fewer bits: `pooling.PRECISIONS`."""
+    """Convert vectors to a precision of `pooling.PRECISIONS`, whose numbers take fewer bits."""
     import numpy as np
 
     from phasewise.serving.embedding.encoder.pooling import PRECISIONS
@@ -125,7 +125,7 @@ def in_precision(vectors: npt.NDArray[np.float32], precision: Precision) -> npt.
 
 
 def lines_of(path: Path) -> list[str]:
-    """One text a line. WorkflowError where the file cannot be read, is not UTF-8 or has no line."""
+    """Read one text a line. WorkflowError where the file cannot be read, is not UTF-8 or has no line."""
     try:
         text = read_input(path, MAX_TEXT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,11 +1,10 @@
-"""Find how a host should embed under an SLO: devices, instances, their cores, and depths of their queues.
+"""Finds a host's plan for embedding under an SLO: devices, instances, their cores, and depths of their
+queues.
 
-Each accelerator is measured alone, its worker on one core and on a quarter of them: the fewest cores win that
-hold nearly as much (section IV-D). Then every way to cut the other cores into one, two or more instances is
-measured while all of its instances work, and the accelerators beside them. Each time a few batches of each of
-a few sizes, a line through the times (section IV-B2), and from it the tokens that a queue may hold. The way
-that holds the most inputs of the given length wins, and the largest load that its line promises is tried. A
-CPU that adds no more than the accelerators' own noise is left out.
+Each accelerator is measured alone, its worker on one core and on a quarter of them; the fewest cores win that
+hold nearly as much (section IV-D). Every way to cut the other cores into instances is measured while all
+instances and accelerators work: a line through batch times (section IV-B2) gives the tokens that a queue may
+hold. The cut that holds the most inputs of the given length wins.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ ROUNDS = 3
 NOISE = 1 / 40
 """Depths are tried to within this share (`depth.stress`)."""
 NEARLY = 0.97
-"""More cores for an accelerator's worker are worth nothing where fewer hold this share."""
+"""Share of the best depth from which on an accelerator's worker gets no more cores."""
 
 
 @dataclass(frozen=True)
 class MeasuredCut:
-    """One way to cut the cores. `line`: of one instance, by tokens, while all work. `depth`: inputs of all,
-    by the line or by trying, whichever is fewer.
+    """One way to cut the cores. `line`: latency of one instance by tokens, while all instances work. `depth`:
+    inputs that all instances hold, by the line or by trying, whichever is fewer.
     """
 
     cores: tuple[tuple[int, ...], ...]
     line: LatencyLine
     depth: int
     predicted: int
-    """Inputs of one instance that its line says are answered within the SLO."""
+    """Inputs that one instance answers within the SLO by its line."""
     tried: int
-    """The most that were."""
+    """Most inputs that one instance answered within the SLO when tried."""
 
 
 @dataclass(frozen=True)
 class MeasuredAccelerator:
-    """One accelerator, its worker on `cores`. `line`, `depth`, `predicted`, `tried`: as of a cut."""
+    """One accelerator, with its worker on `cores`. `line`, `depth`, `predicted`, `tried`: as in MeasuredCut."""
 
     device: str
     cores: tuple[int, ...]
@@ -77,7 +76,7 @@ class TunedEmbedding:
 
 @dataclass(frozen=True)
 class _Probing:
-    """The conditions of all measurements."""
+    """Conditions common to all measurements."""
 
     model: PackedModel
     ref: str
@@ -142,7 +141,7 @@ def tune_embed(
 
 
 def _held(measured: MeasuredCut | MeasuredAccelerator, slo_s: float, length: int) -> Depth:
-    """The depth of one worker's queue."""
+    """The depth of one worker's queue: its line's, times the share of inputs that held when tried."""
     from phasewise.serving.embedding.depth import admission_depth
     from phasewise.serving.embedding.lateness import FIRST_SHARE
     from phasewise.serving.embedding.pace import KEPT
@@ -154,7 +153,7 @@ def _held(measured: MeasuredCut | MeasuredAccelerator, slo_s: float, length: int
 def _accelerators(
     probing: _Probing, machine: Machine, names: Sequence[str], report: Report
 ) -> list[MeasuredAccelerator]:
-    """Those that can be measured and answer one input in time; others are told."""
+    """The accelerators that can be measured and answer one input in time; all others are reported."""
     from phasewise.serving.embedding.devices import free_cores
     from phasewise.serving.errors import ServingError
 
@@ -213,7 +212,7 @@ def _cuts(
 
 
 def _counts(most: int) -> list[int]:
-    """1, 2, 4 .. instances."""
+    """Numbers of instances to try: powers of two up to `most`."""
     counts = [1]
     while 2 * counts[-1] <= most:
         counts.append(2 * counts[-1])
@@ -248,7 +247,7 @@ def _by_tokens(line: LatencyLine, length: int) -> LatencyLine:
 def _probe_all(
     probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]]
 ) -> FoundDepth:
-    """The depth of one of the workers while all work, and those of `busy` on as many inputs as they hold."""
+    """The depth of one worker of `specs` while all work, those of `busy` on the given numbers of inputs."""
     from phasewise.serving.embedding.open_embedding import start_worker
 
     workers: list[WorkerProcess] = []
@@ -295,7 +294,7 @@ async def _probe(
 
 
 def _batch(n: int, probing: _Probing) -> bytes:
-    """n inputs, for a task where the model has some: then they take longer."""
+    """A batch of n inputs; with a task, which takes longest, where the model has tasks."""
     from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
     from phasewise.serving.embedding.protocol import inputs_to_bytes
 

@@ -1,6 +1,6 @@
-"""KV policies that `bench kv` compares with those that serve: static blocks, S3's buckets, whole ODMA ones.
+"""KV policies that `bench kv` compares with the server's: static blocks, S3's buckets, whole ODMA buckets.
 
-Each is as its authors have it, so that none moves a request for another.
+Each follows its paper, so that none moves one request to make room for another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StaticSizes:
         return Size(n_positions, n_positions, None)
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
-        """Nothing is learnt."""
+        """Learn nothing: the size of a static block is fixed."""
 
     def refresh(self) -> bool:
         return False
@@ -115,9 +115,9 @@ class ComparedSettings(PoolSettings):
     """Settings of all policies that are compared."""
 
     answer_tokens: int | None = None
-    """fixed: the longest answer that buckets are cut from; None: the longest request."""
+    """Policy `fixed`: longest answer in tokens, up to which buckets are cut; None: the longest request."""
     n_fixed: int = 10
-    """fixed: the number of buckets."""
+    """Policy `fixed`: number of buckets."""
 
 
 def _static(n_slots: int, settings: ComparedSettings) -> KvPool:

@@ -29,7 +29,7 @@ from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
 Estimates: TypeAlias = tuple[Estimate | None, ...]
-"""One for each request of a trace."""
+"""The estimated answer of each request of a trace; None: no estimate."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ def read_samples(text: str, wish: ReplayWish, report: Report = silent) -> TraceR
 
 
 def estimates_for(text: str, samples: TraceRequests, seed: int) -> Estimates:
-    """Estimates by `none`, `exact`, `constant` (the trace's mean), `error:SIGMA` (standard deviation of the
-    logarithm, drawn with this seed) or a predictor's file. Raises TraceError for anything else."""
+    """Estimate answers by `none`, `exact`, `constant` (the trace's mean), `error:SIGMA` (standard deviation
+    of the logarithm, drawn with this seed) or a predictor's file. Raises TraceError for any other `text`.
+    """
     if text in _ESTIMATORS:
         return _ESTIMATORS[text](requests_of(samples))
     if text.endswith(".safetensors"):
@@ -76,7 +77,7 @@ def estimates_for(text: str, samples: TraceRequests, seed: int) -> Estimates:
 
 
 def unseen_by(text: str, samples: TraceRequests) -> TraceRequests:
-    """If `text` is a predictor's file, only the requests whose prompts it was not trained on."""
+    """The requests whose prompts the predictor file `text` was not trained on; all for any other `text`."""
     if not text.endswith(".safetensors"):
         return samples
     from phasewise.tuner.predictor.files import load_predictor
@@ -157,7 +158,7 @@ def _is_length_log(path: str) -> bool:
 
 
 def _first_line(path: str) -> str:
-    """Empty where the file cannot be read; reading the whole file then raises the error."""
+    """The first line of a file; empty if unreadable, since reading the whole file then raises the error."""
     try:
         with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
             return file.readline(1 << 22)

@@ -43,7 +43,7 @@ from phasewise.workflows.report import Report, silent
 
 TENTHS = partial(percent, places=1)
 GOES_ON, STOPS = 0, 1
-"""Token ids: any token of an answer, and the one that ends it."""
+"""Made-up token ids: any token of an answer, and the token that ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Replay:
 
 
 def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = silent) -> list[KvRow]:
-    """A row for each policy and estimate. `report` is told what is replayed. TraceError, UsageError."""
+    """Replay each policy with each source of estimates, one row each. Raises TraceError, UsageError."""
     names = [name.strip() for name in wish.policies.split(",")]
     if not set(names) <= set(KV_POLICIES):
         raise UsageError(f"--policies {wish.policies!r} is not a list of {', '.join(KV_POLICIES)}")
@@ -79,7 +79,7 @@ def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = si
 
 
 def replay_of(traces: Sequence[str], wish: ReplayWish, report: Report = silent) -> tuple[Replay, str]:
-    """The replay, and a line of text that describes it. TraceError."""
+    """Read the traces into a replay, and describe the replay in a line of text. Raises TraceError."""
     samples = tuple(sample for text in traces for sample in read_samples(text, wish, report))
     sources = [text.strip() for text in wish.estimate.split(",")]
     for text in sources:
@@ -102,7 +102,7 @@ def replay_of(traces: Sequence[str], wish: ReplayWish, report: Report = silent) 
 
 
 def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
-    """The trace and its limit as a line of text."""
+    """Describe a trace and its limit in a line of text."""
     shares = static_shares(trace, max_tokens)
     return (
         f"{describe(trace)}; max_tokens {max_tokens}, with which static pre-allocation fills "
@@ -112,7 +112,7 @@ def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
 
 
 class KvRow(Row):
-    """One policy on one trace."""
+    """Results of one policy on one trace."""
 
     policy: str = column("policy", left=True, narrow=True)
     estimate: str = column("estimate", lambda source: source.rsplit("/", 1)[-1][-12:], left=True, narrow=True)
@@ -131,7 +131,7 @@ class KvRow(Row):
     failed: int = column("failed", narrow=True)
     """Requests that can never run."""
     failed_why: str
-    """The reason of the first of them; empty where none failed."""
+    """The reason of the first failed request; empty where none failed."""
     migrations: int = column("migrations")
     moved_slots: int = column("slots moved")
     """Slots copied because blocks grew or moved."""
@@ -233,7 +233,7 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
 
 
 def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums) -> None:
-    """Run steps until every request has ended; all wait from the beginning."""
+    """Run steps until every request has ended; all requests wait from the first step on."""
     for number, estimate in enumerate(estimates):
         why = _add(scheduler, replay, number, estimate)
         sums.failed_why = sums.failed_why or why
@@ -245,7 +245,7 @@ def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums
 
 
 def _add(scheduler: Scheduler, replay: Replay, index: int, estimate: Estimate | None) -> str:
-    """Add a request; why it can never run, else nothing."""
+    """Add a request; return why the request can never run, or an empty text."""
     prompt = (GOES_ON,) * replay.trace[index].prompt_tokens
     stops = frozenset({STOPS})
     try:
