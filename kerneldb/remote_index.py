@@ -1,7 +1,7 @@
-"""The index of a remote: which bundles of rows it has, by the cores that they are of.
+"""The index of a remote: its bundles of rows, each of one kind of core.
 
     phasewise-index.json        {"file": "phasewise remote", "version": 1, "serial": 7, "bundles": [...]}
-    phasewise-index.json.sig    a signature over it, by `ssh-keygen -Y sign -n phasewise`
+    phasewise-index.json.sig    a signature over the index, by `ssh-keygen -Y sign -n phasewise`
     bundles/SHA256.jsonl        what `db export` prints of one kind of core, named by its content
 
 A bundle's name follows from its digest, so that no text of an index becomes a path. Indexes merge by the
