@@ -19,23 +19,22 @@ from phasewise.cli.present import note
 MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"
 HEADINGS_IN_ORDER = {MOST_USED: -1, OTHER_OPTIONS: 1}
-"""Places of headings that do not stand where their first option does."""
+"""Sort keys of headings that come first or last in help; all others stand where their first option does."""
 EXIT_USAGE = 2
 NOUNS: dict[Any, str] = {int: "N", Path: "FILE"}
-"""By type: what help calls the value of an option that names none itself; else the last word of its flag."""
+"""The noun for an option's value in help, by type; for other types the last word of the option's flag."""
 EXAMPLE = "$ "
-"""A line of a command's docstring that begins so is an example, which help shows first."""
+"""The beginning of an example in a command's docstring; help shows examples first."""
 HYPHEN, KEPT_HYPHEN = "-", "\N{NON-BREAKING HYPHEN}"
 SAYS_WHAT_IS_UNUSED = frozenset({"serve"})
-"""Commands that say which variables and lines of the configuration file they leave out. Others have defaults
-such as PHASEWISE_DB for runs that read them.
-"""
+"""Commands that report variables and lines of the configuration file without effect on this run. Others take
+defaults such as PHASEWISE_DB silently, since some of their runs read none."""
 TYPER_WORDS = "Value error, "
-"""Typer's validator puts them before the reason why a value is refused."""
+"""Prefix that Typer's validator puts before the reason why a value is refused."""
 
 
 def _replaced(args: list[str], pairs: dict[str, dict[str, list[str]]]) -> list[str]:
-    """`args` in which a flag and its value, e.g. `-o json`, are other words."""
+    """Replace each flag and value, e.g. `-o json`, by the words that `pairs` has for them."""
     replaced: list[str] = []
     index = 0
     while index < len(args):
@@ -46,7 +45,7 @@ def _replaced(args: list[str], pairs: dict[str, dict[str, list[str]]]) -> list[s
 
 
 class _WholeWords(typer.Context.formatter_class):  # type: ignore[misc, valid-type]
-    """Breaks lines at spaces alone, so that a flag stays in one piece."""
+    """Help formatter that breaks lines only at spaces, so that a flag stays in one piece."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         super().write_usage(_kept(prog), _kept(args), prefix)
@@ -66,7 +65,7 @@ def _kept(text: str) -> str:
 
 
 class _WithExamples:
-    """The help of a command or a group: usage, examples, what it does, its options."""
+    """Help of a command or a group: usage, examples, description, options."""
 
     examples: tuple[str, ...]
     help: str | None
@@ -97,7 +96,7 @@ class _WithExamples:
 
 
 def _name_value(parameter: Any) -> None:
-    """Give an option the noun of its value, where it has none and takes no choice."""
+    """Set the noun of an option's value, unless it has one or is a choice."""
     kind = parameter.type_descriptor
     if not isinstance(parameter, TyperOption) or parameter.is_flag or kind.is_choice:
         return
@@ -111,7 +110,7 @@ class GroupedCommand(_WithExamples, TyperCommand):
     """A command whose options are listed under the headings (`rich_help_panel`) that they were given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """`--json` and `-o json` mean the same to every command that has one of them."""
+        """Parse arguments; `--json` and `-o json` mean the same for every command that has one of them."""
         self._refuse_lines_of_the_file(ctx, args)
         flags = {flag for parameter in self.get_params(ctx) for flag in parameter.opts}
         if "--json" in flags and "-o" not in flags:
@@ -130,7 +129,7 @@ class GroupedCommand(_WithExamples, TyperCommand):
             raise
 
     def _refuse_lines_of_the_file(self, ctx: Any, args: list[str]) -> None:
-        """BadParameter for an option that the configuration file alone has."""
+        """Raise BadParameter for an option that only the configuration file has."""
         alone = {
             flag
             for parameter in self.get_params(ctx)
@@ -145,7 +144,7 @@ class GroupedCommand(_WithExamples, TyperCommand):
                 )
 
     def invoke(self, ctx: Any) -> Any:
-        """An error that carries `exit_code` 2 is told as wrong usage of the command."""
+        """Run the command; an error with `exit_code` 2 becomes a BadParameter, told as wrong usage."""
         if ctx.params.get("log_format") == "json":  # before the first line that a server writes
             from phasewise.serving.processes.json_lines import make_stderr_json
 
@@ -158,9 +157,8 @@ class GroupedCommand(_WithExamples, TyperCommand):
             raise typer.BadParameter(str(error), ctx) from None
 
     def _followed(self, ctx: Any) -> Any:
-        """Run the command without the variables and lines of the configuration file that it does not follow:
-        they stand for many runs. BadParameter where such an option was written.
-        """
+        """Run the command without the variables and lines of the configuration file that have no effect on
+        this run. BadParameter for such an option on the command line."""
         parameters = {parameter.name: parameter for parameter in self.get_params(ctx)}
         for _ in parameters:
             try:
@@ -198,7 +196,7 @@ class GroupedCommand(_WithExamples, TyperCommand):
 
 
 def _in_words(meaning: str) -> str:
-    """An option's help, whose bounds are numbers as people write them: `1 to 512`."""
+    """Rewrite the bounds in an option's help as people write them: `1 to 512`."""
     text, bracket, rest = meaning.rpartition("  [")
     rest = re.sub(r"(?<![\d.])(-?\d+)\.0(?=[;\]]|<=)", r"\1", rest)
     rest = re.sub(r"(\S+)<=x<=([^];]+)", r"\1 to \2", rest)
@@ -206,7 +204,7 @@ def _in_words(meaning: str) -> str:
 
 
 def _path(ctx: Any) -> str:
-    """The command as it is typed after `phasewise`."""
+    """The command's words after `phasewise`, as they are typed."""
     names: list[str] = []
     while ctx.parent is not None:
         names.insert(0, ctx.command.name)
@@ -215,20 +213,20 @@ def _path(ctx: Any) -> str:
 
 
 def _name(parameter: Any) -> str:
-    """The flag of an option that messages name, an argument as help shows it."""
+    """The name of a parameter in messages: an option's flag, or an argument as help shows it."""
     if not isinstance(parameter, TyperOption):
         return str(parameter.make_metavar(None)) if parameter.metavar is None else str(parameter.metavar)
     return next((flag for flag in parameter.opts if flag.startswith("--")), parameter.opts[0])
 
 
 def _source(ctx: Any, parameter: Any) -> str:
-    """The kind of place that a value comes from, in the words of the library; empty where none is known."""
+    """The name of click's ParameterSource for a value, e.g. `ENVIRONMENT`; empty where there is none."""
     source = ctx.get_parameter_source(parameter.name)
     return "" if source is None else str(source.name)
 
 
 def _written(ctx: Any, parameter: Any) -> str:
-    """The variable, or the line of the configuration file, that an option has its value from."""
+    """The variable, or the line of the configuration file, that an option's value comes from."""
     if ctx.get_parameter_source(parameter.name).name == "ENVIRONMENT":
         envvar = parameter.envvar
         return str(envvar) if isinstance(envvar, str) else str(envvar[0])
@@ -243,7 +241,7 @@ class GroupedCommands(CommandGroup):
     """A command whose subcommands are listed under headings, in the order of `headings`."""
 
     headings: ClassVar[dict[str, dict[str, Any]]]
-    """By heading: the names of subcommands."""
+    """The names of subcommands by heading."""
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         width = max(len(name) for names in self.headings.values() for name in names)
@@ -258,7 +256,8 @@ def _first_paragraph(command: Any) -> str:
 
 
 class CommandApp(typer.Typer):
-    """A Typer app of ours. Typer's own help drops `[words in brackets]` and breaks choices mid-word."""
+    """A Typer app with this package's help. Typer's own help drops `[words in brackets]` and breaks choices
+    mid-word."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
@@ -281,7 +280,7 @@ class CommandApp(typer.Typer):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Commands by name, for click, each imported and made when it is asked for."""
+    """Commands by name, for click; each command's module is imported when the command is asked for."""
 
     def __init__(self, package: str, places: Mapping[str, str], hidden: Mapping[str, str]) -> None:
         self._package = package

@@ -18,7 +18,7 @@ EXIT_FAILURE = 1
 
 
 def read_config(path: Path, command: Any) -> dict[str, Any]:
-    """The file's values for the options of `command`; empty where there is no file.
+    """Read the file's values for the options of `command`; empty where there is no file.
 
     WorkflowError for a file that cannot be read (`workflows.config_file.read_toml`); ends the process with
     one line for a table or key that no command or option has.
@@ -31,7 +31,8 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
 
 
 def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
-    """The values of a checked file as click's default map, which goes by the parameters' own names."""
+    """Turn the values of a checked file into click's default map, whose keys are the parameters' own names.
+    """
     children, keys = getattr(command, "commands", {}), _keys(command)
     defaults: dict[str, Any] = {}
     for key, value in values.items():
@@ -44,9 +45,8 @@ def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of the file: the parameter `name`. turns_off: true means that the parameter is false, as the flag
-    --no-resume does. is_list: the parameter takes several values.
-    """
+    """The parameter that a key of the file sets. turns_off: True if a true value sets the parameter to false,
+    as the flag --no-resume does. is_list: True if the parameter takes several values."""
 
     name: str
     turns_off: bool
@@ -59,7 +59,7 @@ class _Key:
 
 
 def wrong_value(tables: Sequence[str], key: str, value: Any, command: Any) -> str | None:
-    """The fault that the command behind `tables` would find in a value of a key that it has; None: none."""
+    """The fault that the command behind `tables` finds in the value of a known key; None for a good value."""
     for table in tables:
         command = command.commands[table]
     of_key = _keys(command)[key]
@@ -74,7 +74,8 @@ def wrong_value(tables: Sequence[str], key: str, value: Any, command: Any) -> st
 
 
 def _keys(command: Any) -> dict[str, _Key]:
-    """An option's key is its flag, `kv_budget` for --kv-budget; an argument's is its name."""
+    """The parameters of a command by their keys: an option's flag, `kv_budget` for --kv-budget, or an
+    argument's name."""
     keys = {}
     for parameter in command.params:
         is_list = getattr(parameter, "multiple", False) or parameter.nargs == -1
@@ -88,7 +89,7 @@ def _keys(command: Any) -> dict[str, _Key]:
 
 
 def unknown_key(values: Mapping[str, Any], command: Any, where: str = "") -> str | None:
-    """The fault of the first table or key that `command` does not have; None where all are known."""
+    """The fault of the first table or key that `command` lacks; None where all are known."""
     children = getattr(command, "commands", {})
     options = _keys(command)
     for key, value in values.items():

@@ -1,6 +1,5 @@
-"""The output of `--explain`, as text or JSON: schedules of products and attention,
-nodes of weights, shares of ranks, and the rule of drafts.
-"""
+"""Text and JSON of `--explain`: schedules of products and attention, nodes of weights, shares of ranks, and
+the rule of drafts."""
 
 from __future__ import annotations
 
@@ -16,21 +15,20 @@ if TYPE_CHECKING:
 
 
 _CELL_CHARS = 16
-"""More of a weight's names, and of its shape, are wrapped, so that a row stays within 80 columns."""
+"""Most characters of a cell with a weight's names or shape before it is wrapped, so that a row stays within
+80 columns."""
 
 
 def load_words(phase: str, from_sequences: int) -> str:
-    """A phase, or a band of decode's plan, e.g. `decode from 8`."""
+    """A phase in words, or a band of decode's plan, e.g. `decode from 8`."""
     return phase if from_sequences == 1 else f"{phase} from {from_sequences}"
 
 
 def uses_text(
     uses: Sequence[ScheduleUse], memory: MemoryPlacement | None = None, drafts: DraftRule | None = None
 ) -> str:
-    """A table a phase and band, a row for each entry, then the nodes of weights and the rule of drafts.
-
-    `--json` has all of a schedule.
-    """
+    """Text of `--explain`: a table for each phase and band with a row for each use, then the nodes of weights
+    and the rule of drafts. `--json` has all fields of a schedule."""
     from tabulate import tabulate
 
     tables = []
@@ -59,7 +57,8 @@ def uses_text(
 
 
 def _storage(use: ScheduleUse) -> str:
-    """A weight that could be stored in either way, and why it is as it is; all others are dense."""
+    """The storage of a weight that could be sparse or dense, and the reason for it; empty for all other
+    weights."""
     return f"{_problem(use)}: {use.storage}" + (f"\n  {use.storage_why}" if use.storage_why else "")
 
 
@@ -107,7 +106,7 @@ def _rule_text(drafts: DraftRule) -> str:
 
 
 def _source(use: ScheduleUse) -> str:
-    """The first word of the reason: default, exact, neighbour."""
+    """The source of a schedule: the first word of its reason, `default`, `exact` or `neighbour`."""
     return use.why.partition(":")[0].partition(" ")[0]
 
 

@@ -51,15 +51,14 @@ COMMANDS: dict[str, dict[str, str]] = {
     "What is kept, and sharing it": {"db": "db:app", "config": "config:app"},
     "Kernels of your own": {"kernels": "kernels:app"},
 }
-"""By heading of `phasewise --help`, in the order of use: each command's module under `cli.commands`, and the
-function or app in it.
-"""
+"""The module under `cli.commands` of each command, with the function or app in it, by heading of `phasewise
+--help` and in the order of use."""
 OTHER_NAMES = {"run": "chat:chat"}
-"""Commands that no help lists."""
+"""Further names of commands, which no help lists."""
 
 
 class Commands(GroupedCommands):
-    """The root of the command line. A command's module is imported when it is run, or named in a help."""
+    """The root of the command line. A command's module is imported when the command runs, or for its help."""
 
     headings = COMMANDS
 
@@ -76,7 +75,7 @@ app = CommandApp(name="phasewise", cls=Commands)
 
 EXIT_FAILURE = 1
 STDOUT_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
-"""The errors of writing to stdout, where stdout is a file on a full disk."""
+"""Errors of writing to stdout where stdout is a file on a full disk."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -108,7 +107,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command line. An expected failure carries `exit_code`; anything else keeps its traceback."""
+    """Run the command line. An expected failure carries `exit_code`; any other error keeps its traceback."""
     tell_shortages_in_one_line()
     try:
         _run_to_its_last_line()
@@ -139,7 +138,7 @@ def main() -> None:
 
 
 def _run_to_its_last_line() -> None:
-    """Run the command, and write all that it printed before it exits: errors of writing are raised here."""
+    """Run the command and flush stdout before it exits, so that errors of writing are raised here."""
     try:
         app(prog_name="phasewise")
     except SystemExit as end:
@@ -150,11 +149,12 @@ def _run_to_its_last_line() -> None:
 
 
 EXTRAS = {"tree_sitter": "kernels", "tree_sitter_c": "kernels", "ray": "ray", "gguf": "quantise"}
-"""By the module that is imported."""
+"""The extra of phasewise that installs a library, by the library's module."""
 
 
 def absence_of(error: BaseException) -> str | None:
-    """A line that names the extra of a library that is not installed; None for every other error."""
+    """The message for a library that is not installed, with the extra that installs it; None for every other
+    error."""
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if module not in EXTRAS:
         return None
@@ -162,7 +162,8 @@ def absence_of(error: BaseException) -> str | None:
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """As logging without a handler, but for shortages: of those a traceback tells nothing."""
+    """Log handler that writes to stderr as logging does without a handler, but a shortage in one line without
+    its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         shortage = shortage_of(record.exc_info[1]) if record.exc_info else None
@@ -185,7 +186,7 @@ def _thread_ended(ended: threading.ExceptHookArgs) -> None:
 
 
 def tell_shortages_in_one_line() -> None:
-    """From now on, in this process."""
+    """Report shortages in threads and logs of this process in one line each, from now on."""
     threading.excepthook = _thread_ended
     handler = _ToStderr()
     handler.setLevel(logging.WARNING)

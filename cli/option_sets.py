@@ -1,4 +1,5 @@
-"""Settings dataclasses as options: each field that says what its option is (`phasewise._options`) has one."""
+"""Options of commands from settings dataclasses: each field with an `Option` (`phasewise._options`) becomes
+one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from phasewise._options import OPTION, Option
 
 
 def info(option: Option, panel: str | None = None) -> Any:
-    """The option as typer takes it."""
+    """Make typer's form of the option."""
     settings = dict(option.settings)
     if "parser" in settings:
         settings["parser"] = _reader(settings["parser"])
@@ -26,7 +27,8 @@ def info(option: Option, panel: str | None = None) -> Any:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose settings are read from options: parameters that are dataclasses of options."""
+    """Turn a command with parameters that are settings dataclasses into one with an option for each of their
+    fields."""
     own = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)
     sets = {name: own[name] for name in signature.parameters if _is_settings(own[name])}
@@ -79,20 +81,21 @@ def _parameters(settings: Any) -> list[inspect.Parameter]:
 
 
 def _kind(kind: Any) -> Any:
-    """The type of a field as an option has it: a list for a sequence."""
+    """The type of a field's option: a list for a sequence."""
     sequences: list[Any] = [each for each in get_args(kind) if get_origin(each) is Sequence]
     return list.__class_getitem__(get_args(sequences[0])) | None if sequences else kind
 
 
 def _checked(option: Option, default: Any) -> str | None:
-    """The default as it is written; ValueError where that is not the field's own."""
+    """The default as a user writes it; ValueError if the option's parser does not read it as the field's
+    default."""
     if option.written is not None and option.settings["parser"](option.written) != default:
         raise ValueError(f"{option.written!r} is not the default {default!r}")
     return option.written
 
 
 def _reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse`, whose errors are those of the command line."""
+    """Wrap `parse` so that its ValueErrors become typer's BadParameter."""
 
     @wraps(parse)
     def read(text: str) -> Any:

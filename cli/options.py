@@ -25,7 +25,7 @@ def _complete_model(incomplete: str) -> list[str]:
 
 
 def complete_name(incomplete: str) -> list[str]:
-    """Names of models that begin so, for commands that take no path."""
+    """Complete the names of models, for commands that take no path."""
     from phasewise.workflows.opening.model_names import names
 
     return names(incomplete)

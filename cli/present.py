@@ -22,17 +22,17 @@ from phasewise._version import SCHEMA_VERSION
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, which shells report for Ctrl-C."""
 EXIT_READER_LEFT = 141
-"""As a shell tells of a program that SIGPIPE ended."""
+"""Exit code after the reader of stdout has gone, as shells report a program that SIGPIPE ended."""
 ERROR = "phasewise:"
-"""The beginning of the line of a failure, red on a terminal."""
+"""The first word of a failure's line, red on a terminal."""
 
 
 _STEERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"
 )
-"""Control characters but tab and newline, and invisible ones that reorder text or break lines."""
+"""Control characters but tab and newline, and invisible characters that reorder text or break lines."""
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Those of them that a text in no language needs."""
+"""The characters of `_STEERS` that no language needs."""
 
 
 def _as_json(match: re.Match[str]) -> str:
@@ -40,32 +40,32 @@ def _as_json(match: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal. Names in models, databases and error messages come from outside, and a terminal
-    obeys escape sequences in them. Each character that would steer it is written as JSON writes it."""
+    """Escape each character of `text` that would steer a terminal, as JSON writes it: names in models,
+    databases and error messages come from outside, and a terminal obeys escape sequences in them."""
     return _STEERS.sub(_as_json, text)
 
 
 def on_one_line(name: object) -> str:
-    """A name from outside as part of a line: its line breaks and tabs are written as JSON writes them too."""
+    """Escape a name from outside for a part of a line: its line breaks and tabs too, as JSON writes them."""
     return re.sub(r"[\n\t]", _as_json, printable(str(name)))
 
 
 def say(text: object = "", end: str = "\n") -> None:
-    """A line of results on stdout."""
+    """Print a line of results on stdout."""
     print(printable(str(text)), end=end)
 
 
 def say_words(text: str) -> None:
-    """A line of results in words on stdout, which a terminal gets broken between them."""
+    """Print a line of results in words on stdout; on a terminal it is broken between words."""
     text = printable(text)
     print(_fold(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def write_text(text: str) -> None:
-    """A model's text on stdout, at once, in UTF-8 whatever the terminal's encoding is.
+    """Write a model's text to stdout at once, in UTF-8 whatever the terminal's encoding is.
 
-    A pipe gets it as it is. A terminal gets no escape sequences, and nothing that reorders what it shows;
-    what joins characters stays, since scripts and emoji are written with it.
+    A pipe gets the text unchanged. A terminal gets no escape sequences and nothing that reorders what it
+    shows; characters that join others stay, since scripts and emoji need them.
     """
     if sys.stdout.isatty():
         text = _COMMANDS.sub(_as_json, text)
@@ -74,13 +74,14 @@ def write_text(text: str) -> None:
 
 
 def print_json(fields: Mapping[str, Any]) -> None:
-    """One JSON object on stdout, led by the version of its schema. Records are objects of their fields."""
+    """Print one JSON object on stdout, led by the version of its schema. Records become objects of their
+    fields."""
     whole = {"schema_version": SCHEMA_VERSION, **fields}
     say(json.dumps(whole, indent=2, ensure_ascii=False, default=_as_value))
 
 
 def _as_value(value: Any) -> Any:
-    """A value that JSON has no form for as one that it has."""
+    """Convert a value without a JSON form to one that has a form."""
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     match value:
@@ -92,13 +93,12 @@ def _as_value(value: Any) -> Any:
 
 
 def has_colours(stream: TextIO) -> bool:
-    """True if a stream is a terminal that may get colours."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def note(message: str) -> None:
-    """One line of progress or remark on stderr, which a terminal gets broken between words; dropped when
-    stderr is closed."""
+    """Print a line of progress or remark on stderr, broken between words on a terminal; dropped when stderr
+    is closed."""
     text = printable(message)
     try:
         if sys.stderr.isatty():
@@ -118,26 +118,26 @@ def _fold(line: str, columns: int) -> str:
 
 
 def note_plans(plans: Mapping[Phase, ServicePlan]) -> None:
-    """On stderr: the cores that each phase runs on, and where the plan comes from."""
+    """Print on stderr the cores that each phase runs on, and the source of each plan."""
     for plan in plans.values():
         note(plan.describe())
 
 
 def goes_on(resume: bool) -> str:
-    """The sentence about going on after a run that ended early; everything that it measured is kept."""
+    """The sentence on how to go on after a run that ended early, whose measurements are all kept."""
     if resume:
         return "The same command goes on from here."
     return "Without --no-resume the command goes on from here; with it, it begins anew."
 
 
 def fail(message: str, exit_code: int) -> NoReturn:
-    """One line on stderr, then the end."""
+    """Print one line on stderr and end the process."""
     note(f"{ERROR} {' '.join(message.split())}")
     sys.exit(exit_code)
 
 
 def read_stdin() -> str:
-    """The prompt on stdin; ends the command where it is not UTF-8."""
+    """Read the prompt from stdin; ends the command where it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -145,7 +145,8 @@ def read_stdin() -> str:
 
 
 def owns_stdout(path: Path | None, as_json: bool = False) -> bool:
-    """True if a file is `-`, which is stdout: then nothing else is printed there. JSON would be: the end."""
+    """True if a path is `-`, which is stdout, so that nothing else may be printed there. Ends the command as
+    wrong usage if JSON would be printed there too."""
     is_stdout = path is not None and str(path) == "-"
     if is_stdout and as_json:
         fail("--json and the file - both mean stdout: name a file", exit_code=2)
@@ -153,7 +154,7 @@ def owns_stdout(path: Path | None, as_json: bool = False) -> bool:
 
 
 def check_target(path: Path | None) -> None:
-    """End the command, as wrong usage, where the file that it measures for cannot be written for sure."""
+    """End the command, as wrong usage, if the file that its results are for surely cannot be written."""
     if path is None:
         return
     try:

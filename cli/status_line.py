@@ -1,6 +1,5 @@
-"""The one line that tells how far a command is: it changes in place on a terminal, and is printed now and
-then elsewhere, and where NO_COLOR asks for plain text. Drawn by no thread of its own: it would take a core
-from what is timed."""
+"""The status line of a command: it changes in place on a terminal, and is printed now and then elsewhere, and
+where NO_COLOR asks for plain text. No thread draws it: a thread would take a core from what is timed."""
 
 from __future__ import annotations
 
@@ -18,13 +17,14 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 LINE_EVERY_S = 10.0
-"""Interval between two lines off a terminal."""
+"""Seconds between two status lines off a terminal."""
 
 REDRAW_EVERY_S = 0.5
 
 
 class StatusLine:
-    """`live`: the terminal's changing line, None off a terminal. `every_s`: least time between two lines."""
+    """The status line of a command. live: the terminal's changing line, None off a terminal. every_s: least
+    seconds between two lines."""
 
     def __init__(self, live: Live | None, every_s: float) -> None:
         self._live = live
@@ -32,7 +32,7 @@ class StatusLine:
         self._shown_s = -math.inf
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._live is None:
             note(line)
             return
@@ -41,7 +41,7 @@ class StatusLine:
         self._live.console.print(Text(printable(line)), soft_wrap=True)
 
     def show(self, line: Callable[[], str]) -> None:
-        """The state by now; `line` is called if it is time for a new one."""
+        """Show the state by now; `line` is called only when it is time for a new line."""
         now_s = time.monotonic()
         if now_s - self._shown_s < self._every_s or self._every_s == math.inf:
             return
@@ -57,7 +57,8 @@ class StatusLine:
 
 @contextmanager
 def status_line(line_every_s: float = LINE_EVERY_S) -> Iterator[StatusLine]:
-    """A status line on stderr, removed at the end. `line_every_s`: off a terminal; infinite for no lines."""
+    """Yield a status line on stderr, and remove it at the end. line_every_s: seconds between lines off a
+    terminal; infinite for none."""
     if not sys.stderr.isatty() or os.environ.get("NO_COLOR"):
         yield StatusLine(None, line_every_s)
         return

@@ -1,6 +1,5 @@
-"""Rows as a table, JSON or CSV. On a terminal rich draws tables, in colours that mean something; in a pipe
-tabulate writes them.
-"""
+"""Rows as a table, JSON or CSV. On a terminal rich draws tables in colours by meaning; in a pipe tabulate
+writes them."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 WIDTH = 80
-"""Characters of a terminal's line that tables fit into."""
+"""Characters of a line that tables fit into on a terminal."""
 _EMPTY = ("", NOTHING, "none")
 _SCALARS = frozenset({"str", "int", "float", "bool"})
 LIMITS = frozenset({"peak", "bandwidth", "of limit", "of limit, m=1", "most m", "of copying"})
-"""Columns of shares of a measured limit."""
+"""Titles of columns with shares of a measured limit."""
 FAR, NEAR = 0.4, 0.7
-"""Shares of a limit: below the first a cell is red, from the second on it is green."""
+"""Shares of a limit for colours: a cell below FAR is red, from NEAR on green."""
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows with the same columns, of which `left` are aligned to the left. form: `github` is Markdown."""
+    """Rows with the same columns. left: columns aligned to the left. form: `github` is Markdown."""
 
     rows: Sequence[Mapping[str, object]]
     left: Collection[str] = ()
@@ -58,11 +57,10 @@ class RowTable:
 
     @property
     def names(self) -> list[str]:
-        """The columns."""
         return list(self.rows[0]) if self.rows else []
 
     def drawn(self) -> rich.table.Table:
-        """The table as rich draws it, which fits the terminal."""
+        """Make rich's table, which fits the terminal."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -84,7 +82,8 @@ class RowTable:
         return table
 
     def narrow(self, core: Sequence[str]) -> RowTable:
-        """Only the columns of `core` that say something in a row, and as many as fit into 80 characters."""
+        """Keep the columns of `core` that are not empty in every row, and as many as fit into 80 characters.
+        """
         names: list[str] = []
         for name in core:
             if any(row.get(name, "") not in _EMPTY for row in self.rows):
@@ -100,7 +99,7 @@ class RowTable:
 
 
 def style_of(column: str, cell: str) -> str:
-    """The colour of a cell: a share of a limit, a gain or a loss, no verdict; none for what is only told."""
+    """The colour of a cell: a share of a limit, a gain, a loss, or no verdict; none for all other cells."""
     if cell in (NO_VERDICT, NOTHING):
         return "dim"
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(x?)(%?)", cell)
@@ -115,7 +114,7 @@ def style_of(column: str, cell: str) -> str:
 
 
 def show(*parts: str | RowTable) -> None:
-    """Texts and tables on stdout, one below the other."""
+    """Print texts and tables on stdout, one below the other."""
     draws = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     for part in parts:
         if isinstance(part, RowTable) and part.rows and draws:
@@ -130,7 +129,8 @@ def show(*parts: str | RowTable) -> None:
 def table_of_rows(
     rows: Sequence[Row], *, wide: bool = True, title: str = "", form: Literal["simple", "github"] = "simple"
 ) -> RowTable:
-    """The table of rows whose fields have columns. wide: else as many of them as fit into 80 characters."""
+    """Make the table of rows whose fields have columns. wide: True for all columns, False for as many as fit
+    into 80 characters."""
     columns = {name: own for row in rows for own, cells in row.cells() for name in cells}
     left = [name for name, own in columns.items() if own.is_left]
     blank = dict.fromkeys(columns, "")
@@ -139,7 +139,7 @@ def table_of_rows(
 
 
 def show_rows(form: str, rows: Sequence[Row], tables: Iterable[str | RowTable]) -> None:
-    """The rows of a benchmark in the form that was asked for. tables: those for people."""
+    """Print the rows of a benchmark in the wanted form. tables: the form for people."""
     if form == "json":
         say(as_json(rows), end="")
     elif form == "csv":
@@ -150,24 +150,24 @@ def show_rows(form: str, rows: Sequence[Row], tables: Iterable[str | RowTable]) 
 
 
 def json_fields(row: DataclassInstance) -> dict[str, Any]:
-    """A row's fields, led by the version of our schema."""
+    """A row's fields for JSON, led by the version of our schema."""
     return {"schema_version": SCHEMA_VERSION, **asdict(row)}
 
 
 def as_json(rows: Iterable[DataclassInstance]) -> str:
-    """A list of objects, each with the version of our schema."""
+    """Write rows as a JSON list of objects, each with the version of our schema."""
     return json.dumps([json_fields(row) for row in rows], indent=2) + "\n"
 
 
 def scalar_names(kind: type[DataclassInstance], *others: str) -> list[str]:
-    """The fields that fit into a cell, in their order. `kind`'s annotations are texts. others: types beside
-    texts, numbers and truth values.
-    """
+    """The names of the fields that fit into a CSV cell, in their order. others: annotations (texts) that fit
+    beside texts, numbers and truth values."""
     return [field.name for field in fields(kind) if field.type in _SCALARS.union(others)]
 
 
 def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: bool = False) -> str:
-    """A header and the lines. quoted: every value in double quotes, the header not."""
+    """Write a header and lines as CSV. quoted: True puts every value, but not the header, in double quotes.
+    """
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow(names)
     body = csv.writer(out, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL, lineterminator="\n")
@@ -176,5 +176,6 @@ def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: b
 
 
 def low_limit_lines(shares: Iterable[float]) -> list[str]:
-    """The line under a table in which a share is not told."""
+    """The line that explains `-` in a table with a share above a measured limit; none without such a share.
+    """
     return [LOW_LIMIT] if any(share_of_limit(share) is None for share in shares) else []

@@ -32,7 +32,8 @@ from phasewise.kerneldb.errors import (
 from phasewise.kerneldb.location import MEMORY_URL, Location
 
 BUSY_TIMEOUT_S = 15.0
-"""The time to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
+"""Seconds that SQLite waits for another writer's lock, which is held for milliseconds, or seconds to upgrade.
+"""
 
 LEAST_ROOM_BYTES = 64 << 10
 """Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
@@ -45,28 +46,30 @@ _WRITES = "sqlite_writes"
 _STEPS = "sqlite_steps"
 
 MAX_STATEMENT_STEPS = 4_000_000_000
-"""Most steps of SQLite's virtual machine for one statement. It takes some 100 million in a second: enough to
-group and sort ten million rows. A damaged or hostile file can ask for any number."""
+"""Most steps of SQLite's virtual machine, which takes some 100 million a second, for one statement: enough to
+group and sort ten million rows. A damaged or hostile file can ask for any number of steps."""
 MOST_VALUE_BYTES = 64 << 20
-"""Largest row or text that SQLite makes for us; its own limit is a gigabyte."""
+"""Bytes of the largest row or text that SQLite may make; its own limit is a gigabyte."""
 _STEPS_BETWEEN_LOOKS = 1_000_000
 
 STATEMENT_TIMEOUT_S = 120
-"""Longest that a PostgreSQL server works on one statement of ours, where the URL names no other."""
+"""Seconds that a PostgreSQL server works on one statement at most, unless the database's URL sets a limit."""
 _NO_JIT = "-c jit=off"
-"""Compiling `queries.keys_by_seeking` took the server 5 s, running it less than one."""
+"""Option by which PostgreSQL does not compile queries: compiling `queries.keys_by_seeking` took 5 s, running
+it less than one."""
 _CONNECT_TIMEOUT_S = 15
 _LIBPQ_DRIVERS = ("postgresql", "postgresql+psycopg", "postgresql+psycopg2")
 
 _QUERY_CANCELED = "57014"
-"""PostgreSQL's SQLSTATE."""
+"""SQLSTATE of PostgreSQL for a statement that was cancelled or ran out of time."""
 
 MAX_REASON_CHARS = 160
-"""Longest part of a driver's message that is shown: SQLite may quote the whole definition of a table."""
+"""Most characters of a driver's message that are shown: SQLite may quote the whole definition of a table."""
 
 
 def _json_or_none(text: str) -> Any:
-    """A damaged value becomes None, which no record accepts; the row is then refused by name."""
+    """Parse JSON; a damaged value becomes None, which no record accepts, so that its row is refused by name.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError, TypeError):
@@ -77,7 +80,7 @@ _JSON: dict[str, Any] = {"json_deserializer": _json_or_none}
 
 
 def engine_for(location: Location, read_only: bool) -> Engine:
-    """An engine over the location; nothing is opened yet."""
+    """Make an engine for the location; it opens nothing yet."""
     if location.file is None:
         return (
             _memory_engine()
@@ -96,22 +99,24 @@ def engine_for(location: Location, read_only: bool) -> Engine:
 
 
 def _read_only_parameters(file: Path) -> str:
-    """Without a write-ahead log no process writes, and SQLite need not create files beside the database."""
+    """URL parameters of a read-only connection: a file without a write-ahead log has no writer, and is opened
+    as immutable so that SQLite need not create files beside it."""
     log_exists = os.path.lexists(f"{file}-wal")
     return "?mode=ro" if log_exists else "?mode=ro&immutable=1"
 
 
 def _memory_engine() -> Engine:
-    """One connection for as long as the engine lives: the database is gone with it."""
+    """Make an engine with one connection for as long as the engine lives: an in-memory database ends with its
+    connection."""
     options = {"isolation_level": None, "check_same_thread": False}
     engine = create_engine(MEMORY_URL, poolclass=StaticPool, connect_args=options, **_JSON)
     return _with_sqlite_habits(engine)
 
 
 def server_limits(url: str) -> dict[str, Any]:
-    """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long,
-    and that compile none. What the URL itself says of either holds instead. Empty for other kinds of servers
-    and drivers."""
+    """Arguments for a PostgreSQL driver that bound the time of a statement and of an attempt to connect, and
+    turn compiling of queries off. Options in the URL itself win. Empty for other kinds of servers and
+    drivers."""
     parsed = make_url(url)
     if parsed.drivername not in _LIBPQ_DRIVERS:
         return {}
@@ -141,7 +146,8 @@ def _server_engine(url: str, name: str) -> Engine:
 
 
 def _with_sqlite_habits(engine: Engine) -> Engine:
-    """Foreign keys, real transactions, and text that is not UTF-8 left to the row's checks."""
+    """Set up each connection: foreign keys, real transactions, text that is not UTF-8 left to the row's
+    checks."""
 
     @event.listens_for(engine, "connect")
     def set_up(dbapi: Any, _: ConnectionPoolEntry) -> None:
@@ -161,7 +167,8 @@ def _with_sqlite_habits(engine: Engine) -> Engine:
 
 
 class _StepLimit:
-    """Ends a statement that takes too many steps. SQLite calls it, so Python sees Ctrl-C amid a long one."""
+    """Progress handler that ends a statement after too many steps. SQLite calls it, so that Python sees
+    Ctrl-C during a long statement."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -172,8 +179,6 @@ class _StepLimit:
 
 
 def _limit_steps(engine: Engine) -> None:
-    """Limit the steps of each statement by itself."""
-
     @event.listens_for(engine, "connect")
     def set_up(dbapi: sqlite3.Connection, entry: ConnectionPoolEntry) -> None:
         entry.info[_STEPS] = limit = _StepLimit()
@@ -185,7 +190,7 @@ def _limit_steps(engine: Engine) -> None:
 
     @event.listens_for(engine, "handle_error")
     def tell_apart(context: ExceptionContext) -> None:
-        """An interrupted statement had too many steps, or else Ctrl-C came while SQLite called back."""
+        """Raise KeyboardInterrupt where Ctrl-C, and not the limit of steps, interrupted a statement."""
         error = context.original_exception
         if getattr(error, "sqlite_errorname", "") != "SQLITE_INTERRUPT" or context.connection is None:
             return
@@ -194,14 +199,15 @@ def _limit_steps(engine: Engine) -> None:
 
 
 def for_writing(engine: Engine) -> Engine:
-    """The same engine, whose transactions take SQLite's write lock at once: they wait, and never deadlock."""
+    """Copy the engine with transactions that take SQLite's write lock as they begin: they wait and never
+    deadlock."""
     return engine.execution_options(**{_WRITES: True})
 
 
 def use_write_ahead_log(engine: Engine) -> None:
-    """Readers and one writer side by side. Stored in the file, so needed once. The switch needs the file for
-    itself and does not wait for it, hence the loop. A file system that cannot share memory keeps the old
-    journal, which is slower and as safe."""
+    """Switch the file to a write-ahead log, by which readers and one writer work side by side. The file
+    stores the switch, so it is needed once; it needs the file for itself and does not wait for it, hence the
+    loop. A file system without shared memory keeps the rollback journal, which is slower and as safe."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         with engine.connect() as connection:
@@ -217,9 +223,10 @@ def use_write_ahead_log(engine: Engine) -> None:
 
 
 def check_file(file: Path) -> bool:
-    """True if an existing database file can be written as well as read; refuses what cannot be a database. A
-    file that this process has open is not looked into: closing any descriptor of a file drops all of a
-    process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away."""
+    """True if an existing database file can be written as well as read; ForeignDatabaseError for what cannot
+    be a database. The content of a file that this process has open is not read: closing any descriptor of a
+    file drops all POSIX locks of the process on it, SQLite's too, and another process may then remove the
+    write-ahead log."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -234,7 +241,8 @@ def check_file(file: Path) -> bool:
 
 
 def check_beside(file: Path) -> None:
-    """Refuses a pipe or a device in the place of one of SQLite's own files: it would open and wait for it."""
+    """Refuse a pipe or a device in the place of one of SQLite's own files, which SQLite would open and wait
+    for."""
     for ending in _OWN_FILES:
         own = Path(f"{file}{ending}")
         if os.path.lexists(own) and not own.is_file():
@@ -242,7 +250,7 @@ def check_beside(file: Path) -> None:
 
 
 def has_room(file: Path) -> bool:
-    """True if a database file can be opened for writing at all; yes where the system does not say."""
+    """True if the file system has room for opening the database file for writing, or does not say."""
     try:
         system = os.statvfs(file)
     except OSError:
@@ -256,7 +264,7 @@ def _head(file: Path) -> bytes:
 
 
 def _is_open_here(file: os.stat_result) -> bool:
-    """True if a descriptor of this process is of that file; never, where the system does not list them."""
+    """True if this process has the file open; False where the system does not list descriptors."""
     try:
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -271,7 +279,8 @@ def _is_open_here(file: os.stat_result) -> bool:
 
 
 def make_room(location: Location) -> None:
-    """Make sure that a new database file can be created. Only the default one brings its directory along."""
+    """Make sure that a new database file can be created. Only the default file's directory is created with
+    it."""
     assert location.file is not None
     folder = location.file.parent
     try:
@@ -290,8 +299,8 @@ def make_room(location: Location) -> None:
 
 
 def copy_beside(file: Path) -> Path:
-    """The copy: what is committed, as one whole file with the database's mode. There is one of each database,
-    of its last upgrade. KernelDbError where it cannot be made. The caller holds the write lock."""
+    """Copy what is committed into one file beside the database, of the same mode, replacing the copy that the
+    last upgrade made. The caller holds the write lock. KernelDbError where the copy cannot be made."""
     copy = file.with_name(file.name + COPY_SUFFIX)
     temporary = file.with_name(f".phasewise-{secrets.token_hex(8)}")
     try:
@@ -315,7 +324,7 @@ def copy_beside(file: Path) -> Path:
 
 
 def _copy_whole(source: Path, target: Path) -> None:
-    """By SQLite, which knows what of the write-ahead log is committed."""
+    """Copy by SQLite, which knows what of the write-ahead log is committed, and sync the copy to disk."""
     uri = f"{source.as_uri()}?mode=ro"
     with closing(sqlite3.connect(uri, uri=True)) as old, closing(sqlite3.connect(target)) as new:
         old.backup(new)
@@ -328,7 +337,7 @@ def _copy_whole(source: Path, target: Path) -> None:
 
 @contextmanager
 def clear_errors(name: str) -> Iterator[None]:
-    """Turn what a driver raises about the database `name` into one of our errors, in one line."""
+    """Turn what a driver raises about the database `name` into a KernelDbError of one line."""
     try:
         yield
     except DBAPIError as error:

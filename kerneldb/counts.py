@@ -54,7 +54,7 @@ class KeyCount:
 
 @dataclass(frozen=True)
 class SignatureCount:
-    """The number of rows of one kind of machine."""
+    """The number of rows of one kind of machine, by table."""
 
     machine: MachineKey
     measurements: int
@@ -64,7 +64,7 @@ class SignatureCount:
 
 @dataclass(frozen=True)
 class BuildCount:
-    """The number of rows of one build of a kernel family."""
+    """The number of measurements of one build of a kernel family."""
 
     kernel_abi: str
     measurements: int
@@ -74,7 +74,8 @@ class BuildCount:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Sizes. `file_bytes` is None where the database is no local file."""
+    """The size of a database: rows by table, kind of machine and build. `file_bytes` is None where the
+    database is no local file."""
 
     revision: str
     rows: Mapping[str, int]
@@ -84,12 +85,13 @@ class StoreStats:
 
 
 def problems_by_id(connection: Connection) -> dict[int, Problem | RecordError]:
-    """Every problem; the reason instead of one that breaks its bounds."""
+    """Every problem by its id; in place of a problem that breaks its bounds, the reason."""
     return {number: made(Problem, *values) for number, *values in connection.execute(select(PROBLEM))}
 
 
 def count_by_key(connection: Connection, report: Report, *where: ColumnElement[bool]) -> Iterator[KeyCount]:
-    """Every key that has measurements, ordered by machine; one that breaks its bounds is reported."""
+    """Yield the count of every key that has measurements, ordered by machine; a key that breaks its bounds is
+    reported and left out."""
     counts_by_key: dict[tuple[Any, ...], Counter[bool]] = {}
     for *columns, verified, count in connection.execute(queries.counts_by_key(*where)):
         counts_by_key.setdefault(tuple(columns), Counter())[bool(verified)] += count
@@ -101,14 +103,16 @@ def count_by_key(connection: Connection, report: Report, *where: ColumnElement[b
 
 
 def promoted_keys(connection: Connection, verified: bool, *where: ColumnElement[bool]) -> set[Key]:
-    """The keys with a schedule in use: here, or where it came from. where: conditions on promotions."""
+    """The keys with a schedule in use here (`verified`), or in the database that they were imported from.
+    where: conditions on promotions."""
     made_keys = _keys(connection, lambda _: None)
     keys = (made_keys(tuple(row)) for row in connection.execute(queries.promoted_keys(verified, *where)))
     return {key for key in keys if key is not None}
 
 
 def _keys(connection: Connection, report: Report) -> Callable[[tuple[Any, ...]], Key | None]:
-    """Makes a key of its columns; None for one that breaks its bounds, which is reported."""
+    """Make a function from a row's columns to its key; a key that breaks its bounds is reported and becomes
+    None."""
     problems = problems_by_id(connection)
 
     def made_key(columns: tuple[Any, ...]) -> Key | None:
@@ -130,7 +134,8 @@ def stats(
     file_bytes: int | None,
     absent_tables: Collection[str],
 ) -> StoreStats:
-    """Everything that `db stats` prints, in one pass over each index. absent_tables: of an older schema."""
+    """Count everything that `db stats` prints, in one pass over each index. absent_tables: tables that a
+    database of an older schema lacks."""
     machines: Counter[tuple[Any, ...]] = Counter()
     builds: dict[str, Counter[bool]] = {}
     for core, placement, abi, count, verified in connection.execute(queries.counts_by_build()):
@@ -180,7 +185,8 @@ def machines(
     absent_tables: Collection[str],
     kinds: Collection[type[StoredRow]] = KINDS.values(),
 ) -> set[MachineKey]:
-    """Every kind of machine that rows of these kinds are of."""
+    """Every kind of machine that has rows of these kinds. absent_tables: tables that a database of an older
+    schema lacks."""
     keys = set[tuple[Any, ...]]()
     for kind in kinds:
         columns = TABLES[kind].c

@@ -13,8 +13,8 @@ from phasewise.kerneldb.upkeep import AsShared, Preferred, order_of, preferred_o
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose preferred schedules differ, or their standing: in use, measured or imported. None on the
-    side that knows nothing of it."""
+    """A key whose preferred schedules differ between two databases, or their standing: in use, measured or
+    imported. None for a database that has no row of the key."""
 
     key: Key
     here: Preferred | None
@@ -23,12 +23,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class OtherDifference:
-    """The verdicts of two databases on anything else; None on the side that knows nothing of it."""
+    """The differing verdicts of two databases on a plan, storage, predictor or user's kernel; None for a
+    database that has none."""
 
     kind: str
     of: str
-    """E.g. `gemm bf16s8 1536x576, m 8`, a model and a phase, a predictor and the answers that judged it, or a
-    user's kernel and its shape."""
+    """The subject of the verdicts, e.g. `gemm bf16s8 1536x576, m 8`, a model and a phase, a predictor and the
+    answers that judged it, or a user's kernel and its shape."""
     machine: MachineKey
     kernel_abi: str
     here: str | None
@@ -40,17 +41,19 @@ class Diff:
     """The differences between the preferred rows of two databases."""
 
     same: int
-    """Keys whose schedules, storages, scores or parameters are the same."""
+    """Number of keys whose schedules, storages, scores or parameters are the same."""
     differences: tuple[Difference, ...]
     others: tuple[OtherDifference, ...] = ()
     steps_here: int = 0
-    """Steps of models that were timed here alone: which steps a search times is no difference."""
+    """Number of steps of models that were timed here alone: a choice of steps by a search is no difference.
+    """
     steps_there: int = 0
 
 
 def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> Diff:
-    """Compare by key. Another schedule or plan is a difference, and so is one in use on one side alone. One
-    key at a time: memory goes by keys and by what differs, not by timings."""
+    """Compare two databases by key. Another schedule or plan is a difference, and so is a schedule in use in
+    one database alone. Keys are compared one at a time: memory grows with keys and differences, not with
+    timings."""
     mine, theirs = standings(here), standings(there)
     keys = sorted({*mine, *theirs}, key=order_of)
     differences, same = [], 0
@@ -85,8 +88,9 @@ OtherKey: TypeAlias = tuple[str, str, MachineKey, str]
 
 
 def others_in_use(store: Store, as_shared: AsShared) -> dict[OtherKey, str]:
-    """The newest verdict of rows on each plan, storage, predictor and user's kernel. One made there counts
-    before an imported one, which is said where it is not used as it comes."""
+    """The newest verdict on each plan, storage, predictor and user's kernel of a database. A row made in that
+    database counts before an imported one; where imported rows of a kind are not used, the verdict says that
+    it was imported."""
     said: dict[OtherKey, tuple[bool, str]] = {}
     for kind in KINDS.values():
         for stored in store.stream(kind) if kind.verdict is not StoredRow.verdict else ():

@@ -16,23 +16,24 @@ class RecordError(KernelDbError, ValueError):
 
 
 class DatabaseNameError(KernelDbError):
-    """No file, no URL, or a URL of a kind for which there is no driver."""
+    """The name of a database is no file and no URL, or is a URL of a kind for which there is no driver."""
 
 
 class DatabaseTooNewError(KernelDbError):
-    """The schema is of a revision that this program does not know."""
+    """The database has a schema revision that this program does not know."""
 
 
 class DatabaseTooOldError(KernelDbError):
-    """It cannot be changed, or is on a server that other hosts use: those are upgraded by `db upgrade`."""
+    """The database has an older schema and cannot be changed, or is on a server, which only `db upgrade`
+    upgrades since other hosts use it."""
 
 
 class ForeignDatabaseError(KernelDbError):
-    """Not a database, or one that another program made."""
+    """The file or server holds no database, or one that another program made."""
 
 
 class DamagedDatabaseError(KernelDbError):
-    """The file is corrupt, or lacks tables that its revision promises."""
+    """The database file is corrupt, or lacks tables that its schema revision promises."""
 
 
 class ReadOnlyDatabaseError(KernelDbError):
@@ -40,12 +41,12 @@ class ReadOnlyDatabaseError(KernelDbError):
 
 
 class BusyDatabaseError(KernelDbError):
-    """Another process is writing and did not finish in time."""
+    """Another process is writing to the database and did not finish in time."""
 
 
 class DatabaseFullError(KernelDbError):
-    """The disk, the quota or the file's size limit is used up."""
+    """The disk, the quota or the file's size limit leaves the database no room."""
 
 
 class ExportFileError(KernelDbError):
-    """Not a file of schedules, one from a newer program, or more rows than a file may hold."""
+    """The file holds no schedules, comes from a newer program, or has more rows than a file may hold."""

@@ -1,4 +1,4 @@
-"""Fields of records: what each may hold, checked when a record is made, and how they are walked.
+"""Fields of records: the values that each may hold, checked when a record is made, and walks over them.
 
 A field's annotation holds its check. Nothing here knows SQL, or any one record.
 """
@@ -22,12 +22,12 @@ MAX_SAMPLES = 100_000
 MAX_TEXT = 255
 MAX_PLAN_CHARS = 100_000
 MAX_PAIRS = 32
-"""Most arguments, or parameters, of a user's kernel."""
+"""Most arguments, or most parameters, of a user's kernel."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number within bounds."""
+    """Check of a field: a whole number within bounds."""
 
     low: int
     high: int
@@ -42,7 +42,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Finite:
-    """A finite float within bounds."""
+    """Check of a field: a finite float within bounds."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -57,7 +57,7 @@ class Finite:
 
 @dataclass(frozen=True)
 class Truth:
-    """True or false."""
+    """Check of a field: True or False."""
 
     def __call__(self, name: str, value: object) -> object:
         if type(value) is not bool:
@@ -67,11 +67,11 @@ class Truth:
 
 @dataclass(frozen=True)
 class Characters:
-    """Text that one pattern matches, with a limit of characters."""
+    """Check of a field: text that a pattern matches, with a limit of characters."""
 
     most: int
     what: str
-    """In words, for messages."""
+    """The expected text in words, for messages."""
     pattern: re.Pattern[str]
 
     def __call__(self, name: str, value: object) -> object:
@@ -82,7 +82,7 @@ class Characters:
 
 @dataclass(frozen=True)
 class Samples:
-    """Nanoseconds a call or a step, raw, in the order taken."""
+    """Check of a field: raw samples in the order taken, in nanoseconds per call or per step."""
 
     def __call__(self, name: str, value: object) -> object:
         if not isinstance(value, tuple) or not 1 <= len(value) <= MAX_SAMPLES:
@@ -95,7 +95,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A mapping of words to finite numbers. What is kept is an own copy."""
+    """Check of a field: a mapping of words to finite numbers, of which a copy is kept."""
 
     most: int
 
@@ -110,7 +110,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Names with whole numbers, in the order of a kernel's text."""
+    """Check of a field: names with whole numbers, in the order of a kernel's text."""
 
     def __call__(self, name: str, value: object) -> object:
         if not isinstance(value, tuple):
@@ -147,23 +147,25 @@ PlanJson = Annotated[str, _PLAN]
 """A service plan, opaque here: `tuner.plans` reads and checks it."""
 SamplesNs = Annotated[tuple[int, ...], Samples()]
 EstimateNs = Annotated[int, _NS]
-"""The stated robust estimate over samples."""
+"""Nanoseconds: a robust estimate over samples."""
 Conditions = Annotated[Mapping[str, float], Numbers(16)]
-"""The surroundings that the timer noticed, e.g. `steal_share`, `mhz`, `load`."""
+"""The surroundings of a timing that the timer noticed, e.g. `steal_share`, `mhz`, `load`."""
 Figures = Annotated[Mapping[str, float], Numbers(64)]
 Choice: TypeAlias = Annotated[tuple[tuple[str, int], ...], Pairs()]
-"""A value for each parameter of a user's kernel, in the order of the text."""
+"""A value for each parameter of a user's kernel, in the order of the kernel's text."""
 
 
 # ---- fields of records ------------------------------------------------------------------------------------
 
 
 class CheckedRecord:
-    """A value whose fields are checked when it is made: RecordError, which names field, value and bounds."""
+    """Base of records, whose fields are checked when a record is made. RecordError names field, value and
+    bounds."""
 
     __slots__ = ()
     has_table: ClassVar[bool] = False
-    """Many rows share one: it has a table of its own and stays whole among flat fields."""
+    """True if the record has a table of its own, since many rows share one record: it stays whole among flat
+    fields."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -177,23 +179,23 @@ class CheckedRecord:
         self._check_whole()
 
     def _check_whole(self) -> None:
-        """Check what more than one field decides."""
+        """Check the relations between fields; RecordError where they do not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordField:
-    """One field of a record."""
+    """The name, the type and the check of one field of a record."""
 
     name: str
     record: Any
-    """The type of record that the field holds; None: a plain value."""
+    """The type of record that the field holds; None for a plain value."""
     check: Check | None
-    """The check of a plain value."""
+    """The check of a plain value; None for a record."""
     may_be_none: bool
 
     @property
     def is_flat(self) -> bool:
-        """The field is one value among a record's flat fields."""
+        """True if the field is one value, or one shared record, among a record's flat fields."""
         return self.record is None or self.record.has_table
 
 
@@ -228,7 +230,7 @@ def flat_parts(record: Any) -> tuple[RecordField, ...]:
 
 
 def flattened(record: object) -> dict[str, Any]:
-    """All values by the names of their flat fields."""
+    """The values of a record and of the records within it, by the names of their flat fields."""
     kind: Any = type(record)
     names, read = _flat(kind)
     return dict(zip(names, read(record), strict=True))
@@ -236,7 +238,7 @@ def flattened(record: object) -> dict[str, Any]:
 
 @cache
 def _flat(record: Any) -> tuple[tuple[str, ...], attrgetter[Any]]:
-    """The names of a record's flat fields, and what reads them all; every record has two or more."""
+    """The names of a record's flat fields, and a getter of all their values; every record has two or more."""
     return tuple(part.name for part in flat_parts(record)), attrgetter(*_paths(record))
 
 
@@ -247,18 +249,19 @@ def _paths(record: Any) -> Iterator[str]:
 
 @cache
 def is_shared(record: Any) -> bool:
-    """True of records of words and whole numbers alone: many rows have the same, and equal ones are alike."""
+    """True for a record of only words and whole numbers, such as a problem: many rows have an equal one."""
     return all(isinstance(part.check, Characters | Whole) for part in parts(record))
 
 
 @lru_cache(maxsize=4096, typed=True)
 def shared(record: Any, *values: Any) -> Any:
-    """One record for all rows with the same values, such as a problem or a kind of machine: checked once."""
+    """Make a record such as a problem or a kind of machine once, and return it for all rows with the same
+    values."""
     return record(*values)
 
 
 def made(record: Any, *values: Any) -> Any:
-    """The record of these values, or why there is none."""
+    """Make the record of these values, or return the RecordError that says why they make none."""
     try:
         return shared(record, *values)
     except RecordError as error:

@@ -1,10 +1,10 @@
-"""Another library's tables in our database: how it reaches the same file, by the same habits.
+"""Tables of another library in our database, reached with the same locking habits as our own.
 
 Optuna keeps its studies beside our tables, under its own names and its own Alembic history (ours has a table
-of another name, see `schema.VERSION_TABLE`). It brings its own engine; here is what that engine needs so that
-several processes may write to one SQLite file: the same waiting for a lock, and the lock taken when a
-transaction begins, since reading first and writing later would let two processes claim the same row. What
-only reads says so (`only_reading`), and then waits for no lock.
+of another name, see `schema.VERSION_TABLE`). Its engine gets from here what several processes need to write
+to one SQLite file: the same waiting for a lock, and the lock taken when a transaction begins, since reading
+first and writing later would let two processes claim the same row. Code that only reads runs within
+`only_reading` and waits for no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from phasewise.kerneldb.location import Location
 
 
 def engine_arguments(location: Location) -> tuple[str, dict[str, Any]]:
-    """The URL and the arguments for `create_engine`. The database must exist: open the store first."""
+    """The URL and the arguments of SQLAlchemy's `create_engine`. The database must exist: open the store
+    first."""
     if location.file is None:
         url = location.url or ""
         return url, {"pool_pre_ping": True, "connect_args": server_limits(url)}
@@ -45,7 +46,7 @@ _is_reading: ContextVar[bool] = ContextVar("_is_reading", default=False)
 
 @contextmanager
 def only_reading() -> Iterator[None]:
-    """Nothing inside writes: its transactions need no lock."""
+    """Let transactions within this context begin without SQLite's write lock: they only read."""
     token = _is_reading.set(True)
     try:
         yield
@@ -54,7 +55,8 @@ def only_reading() -> Iterator[None]:
 
 
 def lock_when_beginning(engine: Engine) -> None:
-    """Let every transaction of a guest's engine begin with SQLite's write lock, unless it only reads."""
+    """Let every transaction of a guest's engine begin with SQLite's write lock, unless it runs in
+    `only_reading`."""
     if engine.dialect.name == "sqlite":
 
         @event.listens_for(engine, "begin")

@@ -30,25 +30,23 @@ class HintTrust(IntEnum):
     """In the package: read-only, and lowest in trust."""
 
     def describe(self) -> str:
-        """In words, for people."""
+        """The source in words, for people."""
         return ("of another build of the kernels", "imported", "of the package")[self]
 
 
 @dataclass(frozen=True)
 class Hint:
-    """The timing of a schedule that was in use elsewhere."""
+    """The timing of a schedule that was in use elsewhere, and its source."""
 
     measurement: Measurement
     trust: HintTrust
 
     @property
     def problem(self) -> Problem:
-        """The product that it is about."""
         return self.measurement.problem
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that won there."""
         return self.measurement.sample.schedule
 
 
@@ -58,8 +56,8 @@ Hints: TypeAlias = Mapping[Problem, Hint]
 def waiting_hints(
     store: Store, machine: MachineKey, kernel_abi: str, shipped: Iterable[Measurement] = ()
 ) -> Hints:
-    """The hints for products of one build of a kernel family on one kind of machine. Of a weight all have the
-    arithmetic of the most trusted one, since its products must agree in it."""
+    """Find the hints for products of one build of a kernel family on one kind of machine. All hints for one
+    weight have the arithmetic of the most trusted hint, since the weight's products must agree in it."""
     own = store.promoted_measurements(machine, verified=True)
     judged = {row.problem for row in own if row.kernel_abi == kernel_abi}
     sources = {
@@ -97,11 +95,13 @@ def waiting_hints(
 
 
 def same_kernels(kernel_abi: str, other: str) -> bool:
-    """True of two builds of one family for one instruction set, e.g. `gemm-avx2-5f1c9e2b7a04` and another."""
+    """True for two builds of one family and instruction set, e.g. `gemm-avx2-5f1c9e2b7a04` and
+    `gemm-avx2-0b7d21c6e9f3`."""
     return kernel_abi.rpartition("-")[0] == other.rpartition("-")[0]
 
 
 def counts_told(hints: Iterable[Hint]) -> str:
-    """E.g. `12 of another build of the kernels, 3 imported`; empty where there are none."""
+    """Count hints by source in words, e.g. `12 of another build of the kernels, 3 imported`; empty for no
+    hints."""
     counts = Counter(hint.trust for hint in hints)
     return ", ".join(f"{counts[trust]} {trust.describe()}" for trust in HintTrust if counts[trust])

@@ -25,7 +25,7 @@ _SECRET_PARAMETER = re.compile(r"(?i)([?&;][^=&;#]*(?:pass|pwd|secret|token|key)
 
 @dataclass(frozen=True)
 class Location:
-    """Either a SQLite file or a URL; exactly one of the two is set."""
+    """The location of a database: either a SQLite file or a URL; exactly one of the two is set."""
 
     file: Path | None
     url: str | None
@@ -33,31 +33,31 @@ class Location:
 
     @property
     def name(self) -> str:
-        """For people: the file, or the URL without its password."""
+        """The name for people: the file, or the URL without its password."""
         return str(self.file) if self.file else redacted(self.url or "")
 
     @property
     def is_absent(self) -> bool:
-        """Known not to exist yet. A server is never known to be absent."""
+        """True if the database is known not to exist yet; False for every server."""
         return self.file is not None and not os.path.lexists(self.file)
 
 
 def redacted(url: str) -> str:
-    """An SQLAlchemy URL without what is secret in it; other text as it is."""
+    """Return an SQLAlchemy URL without the secrets in it; other text stays as it is."""
     if "://" not in url:
         return url
     return _SECRET_PARAMETER.sub(r"\1***", _PASSWORD.sub(r"\1***@", url))
 
 
 def default_file() -> Path:
-    """`phasewise/phasewise.db` in the XDG data directory."""
+    """The user's own database: `phasewise/phasewise.db` in the XDG data directory."""
     return user_folder("data") / FILE_NAME
 
 
 def locate(db: str | os.PathLike[str] | None) -> Location:
-    """The location that `--db` names: nothing, a path (`~` is expanded), or a URL such as
-    `postgresql://host/name`. `sqlite:///relative/file` and `sqlite:////absolute/file` are files too;
-    `sqlite://` and `:memory:` live in memory."""
+    """Find the location that `--db` names: the default file for None, a path (`~` is expanded), or a URL such
+    as `postgresql://host/name`. `sqlite:///relative/file` and `sqlite:////absolute/file` are files too;
+    `sqlite://` and `:memory:` are databases in memory."""
     if db is None:
         return Location(default_file(), None, is_default=True)
     text = os.fspath(db)

@@ -47,39 +47,39 @@ from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.summaries import summary_of
 
 Refuse: TypeAlias = Callable[[int, str], None]
-"""Gets the number of a line, from 1, and why it is not taken."""
+"""Callback for a line that is not taken: its number, from 1, and the reason."""
 
 FILE = "phasewise schedules"
 VERSION = 1
 
 MAX_ROWS = 10_000_000
 MAX_LINE_BYTES = 4 * 2**20
-"""Twice a row with as many and as long samples as a record may have."""
+"""Most bytes of a line: twice a row with as many and as long samples as a record may have."""
 MAX_SKIPPED_BYTES = 256 * 2**20
-"""Most bytes of a longer line that are read past; a device, say, gives zeros without end."""
+"""Most bytes of an overlong line that are read past: a device, say, gives zeros without end."""
 
 ROWS_AT_ONCE = 2000
-"""Are appended in one transaction, so that other writers need not wait long."""
+"""Rows appended in one transaction: few, so that other writers need not wait long."""
 
 ROW_DIGITS = 16
 MAX_REASON_CHARS = 200
 
 BESIDE = (Sample, Origin)
-"""Records whose fields stand in a file beside those of the row."""
+"""Records whose fields stand beside those of the row, not nested, in a file."""
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The fate of the rows of a file or of another database."""
+    """The number of rows of a file or of another database that were added and that were read."""
 
     read: int
     added: int
 
     @property
     def known(self) -> int:
-        """Rows that were there already."""
+        """The number of rows that were there already."""
         return self.read - self.added
 
 
@@ -89,9 +89,10 @@ def groups_of(
     also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[StoredRow]]:
-    """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file. also:
-    plans, scores of predictors and step times, which name models, and what is known of users' kernels, which
-    names their functions. as_shared: a plan as it goes out, None where it cannot."""
+    """Yield groups of rows in the order of a file: every timing, promotion and storage duel of the wanted
+    machines. also: kinds of private rows to yield too: plans, scores of predictors and step times, which name
+    models, and rows of users' kernels, which name functions. as_shared: function from a plan to the plan as
+    it goes out, None where it cannot."""
     for record in KINDS.values():
         if record in also or record not in PRIVATE:
             for group in store.grouped(record, wanted):
@@ -105,8 +106,8 @@ def in_use_groups(
     also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[StoredRow]]:
-    """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each. All
-    of them are in memory; they are as many as there are problems."""
+    """Like `groups_of`, but only the newest timing and promotion of each schedule in use, with five samples
+    each. All of these rows are in memory at once; they are as many as there are problems."""
     timings = [
         replace(row, sample=replace(row.sample, samples_ns=tuple(summary_of(row.sample.samples_ns))))
         for row in store.promoted_measurements()
@@ -134,13 +135,13 @@ def rows_of(
     wanted: Callable[[MachineKey], bool] = lambda _: True,
     also: Collection[type[StoredRow]] = PRIVATE,
 ) -> Iterator[StoredRow]:
-    """The rows of `groups_of`, one after the other."""
+    """Yield the rows of `groups_of`, one after the other."""
     return chain.from_iterable(groups_of(store, wanted, also))
 
 
 def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
-    """The lines of a file with these rows, each with its line end. ASCII only. Groups come in the order of a
-    file (`groups_of`); one of them at a time is in memory."""
+    """Yield the lines of a file with these rows, ASCII with line ends. Groups come in the order of a file
+    (`groups_of`); one of them at a time is in memory."""
     digest = hashlib.sha256()
     count = 0
     for line in chain([canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
@@ -153,7 +154,7 @@ def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
 
 
 def too_many(count: int) -> str:
-    """Says that a file holds fewer rows, and what to do."""
+    """The message that a file would hold too many rows, with what to do."""
     rows = counted(count, "row")
     return f"{rows} are too many for one file, which holds {MAX_ROWS}: choose machines with --signature"
 
@@ -181,7 +182,7 @@ def _numbers_of(record: Any) -> tuple[Any, ...]:
 
 
 def row_line(row: StoredRow) -> str:
-    """The line of a row, without its end."""
+    """The line of a row in a file, without its line end."""
     word, content = row.kind.word, canonical({row.kind.word: fields_of(row)})
     digest = f'"sha256":"{_digest_of(content)}"'
     return f"{content[:-1]},{digest}}}" if word < "sha256" else f"{{{digest},{content[1:]}"
@@ -192,12 +193,13 @@ def _digest_of(text: str) -> str:
 
 
 def canonical(value: Mapping[str, Any]) -> str:
-    """A JSON object as text; ValueError for a number that JSON has not."""
+    """Write a JSON object as canonical text; ValueError for a number that JSON lacks."""
     return _ENCODER.encode(value)
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """A record as a file has it. A kernel's build stands beside the row's fields, whatever record has it."""
+    """The fields of a record as a file has them. A kernel's build stands beside the row's fields, whichever
+    record has it."""
     fields: dict[str, Any] = {}
     row: Any = type(record)
     for part in parts(row):
@@ -222,8 +224,8 @@ _shared_fields = lru_cache(maxsize=4096)(fields_of)
 
 
 def import_rows(store: Store, rows: Iterable[StoredRow]) -> Taken:
-    """Append the rows, unverified, unless they are there. Interrupted, it has kept what it read; run again,
-    it adds the rest."""
+    """Append the rows that are not there yet, unverified. An interrupted import has kept the rows it read;
+    run again, it adds the rest."""
     source = iter(rows)
     read = added = 0
     while batch := [trusted(row, False) for row in islice(source, ROWS_AT_ONCE)]:
@@ -233,8 +235,8 @@ def import_rows(store: Store, rows: Iterable[StoredRow]) -> Taken:
 
 
 def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[StoredRow]:
-    """The rows of a file, unverified; `refuse` hears of each line left out, while the rows are taken. Raises
-    ExportFileError at once when the first line is not an export's, or one of a newer program."""
+    """Read the rows of a file, all unverified; `refuse` is called with each line that is left out. Raises
+    ExportFileError at once when the first line is not an export's, or a newer program's."""
     lines = _Lines(stream, refuse)
     _check_header(lines.next() or b"", name)
     return _read_rows(lines, refuse)
@@ -259,7 +261,8 @@ def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[StoredRow]:
 
 
 class _Lines:
-    """The lines of a stream in bounded memory, their number, and the digest of those before the last one."""
+    """Reader of a stream's lines in bounded memory, with the number of the last line and the digest of those
+    before it."""
 
     def __init__(self, stream: BinaryIO, refuse: Refuse) -> None:
         self.number = 0
@@ -269,7 +272,7 @@ class _Lines:
         self._last = b""
 
     def next(self) -> bytes | None:
-        """The next line that is not too long, None at the end."""
+        """The next line that is not too long, None at the end of the stream."""
         while True:
             self._digest.update(self._last)
             self._last = self._stream.readline(MAX_LINE_BYTES)
@@ -323,7 +326,7 @@ def _check_end(content: Mapping[str, Any], rows: int, lines: _Lines, refuse: Ref
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """A line's JSON object. Raises ValueError, or RecursionError where it nests too deeply."""
+    """Parse a line into a JSON object. Raises ValueError, or RecursionError for one nested too deeply."""
     try:
         content = _DECODER.decode(line.decode("utf-8"))
     except ValueError as error:
@@ -337,7 +340,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=with_unique_keys, parse_constant=r
 
 
 def read_row(line: bytes) -> StoredRow:
-    """The row of a line, unverified. ValueError or RecursionError where it holds none."""
+    """Read the row of a line, unverified. ValueError or RecursionError for a line that holds none."""
     return _row(_parsed(line))
 
 
@@ -356,7 +359,7 @@ def _row(content: dict[str, Any]) -> StoredRow:
 
 @cache
 def _names(record: Any) -> frozenset[str]:
-    """The fields that a file has of a row; a kernel's build stands beside them, whatever record has it."""
+    """The names of a row's fields in a file, without the kernel's build, which stands beside them."""
     inner = [part.record for part in parts(record) if part.record not in (None, *BESIDE)]
     has_build = "kernel_abi" in (part.name for kind in (record, *inner) for part in parts(kind))
     return _own_names(record) | ({"kernel_abi"} if has_build else set())
@@ -371,7 +374,7 @@ def _own_names(record: Any) -> frozenset[str]:
 
 
 def _made(record: Any, fields: Mapping[str, Any], build: object) -> Any:
-    """The record of the fields that a file has of it; unverified. build: of the row's kernel."""
+    """Make an unverified record from its fields in a file. build: the row's kernel build."""
     if is_shared(record):
         values = [fields[part.name] for part in parts(record)]
         try:

@@ -1,4 +1,4 @@
-"""The products of a machine or a model, by what the database knows of them."""
+"""Counts of a machine's or a model's products, by what the database knows of each."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from phasewise.kerneldb.upkeep import builds_set_aside
 
 @dataclass(frozen=True)
 class ProductCounts:
-    """Numbers of products. One that is verified is imported and tuned as well."""
+    """Counts of products by state. A verified product counts as imported and as tuned as well."""
 
     tuned: int = 0
-    """With a verdict of this build of the kernels: a duel chose what is in use, the default included."""
+    """Products with a verdict of this build of the kernels: a duel chose the schedule in use, perhaps the
+    default."""
     imported: int = 0
-    """With timings that came from elsewhere."""
+    """Products with timings that came from elsewhere."""
     verified: int = 0
-    """Imported, and with a verdict here."""
+    """Products that were imported and have a verdict here."""
     set_aside: int = 0
-    """With a winner of another build alone, which waits to be timed again."""
+    """Products whose only winner is of another build of the kernels and waits to be timed again."""
 
     def describe(self) -> str:
-        """E.g. `40 tuned here, 12 imported of which 3 verified, 5 set aside`."""
+        """The counts in words, e.g. `40 tuned here, 12 imported of which 3 verified, 5 set aside`."""
         return (
             f"{self.tuned} tuned here, {self.imported} imported of which {self.verified} verified, "
             f"{self.set_aside} set aside"
         )
 
     def by_state(self) -> dict[str, int]:
-        """For metrics."""
+        """The counts by the names of states in metrics."""
         return asdict(self)
 
 
@@ -42,8 +43,8 @@ def count_products(
     builds: Collection[str],
     of: Collection[tuple[Problem, MachineKey]] | None = None,
 ) -> ProductCounts:
-    """Products of one kind of core; of these products, or of all that are known. builds: this program's own.
-    Read from indexes of this kind of core alone."""
+    """Count the products `of` on one kind of core, or all that are known; reads indexes of this core alone.
+    builds: kernel builds of this program."""
 
     def is_wanted(key: Key) -> bool:
         return of is None or (key.problem, key.machine) in of

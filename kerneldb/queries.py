@@ -23,13 +23,14 @@ KEY_FIELDS = (*BUILD_FIELDS, "problem_id")
 
 
 def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
-    """Runs of `count` items, the last perhaps shorter."""
+    """Split items into runs of `count`, the last run perhaps shorter."""
     for first in range(0, len(items), count):
         yield items[first : first + count]
 
 
 def of(kind: type[StoredRow], **equal: object) -> Condition:
-    """Rows of a kind whose fields have these values; a record's flat fields stand for it."""
+    """The condition of rows of a kind whose fields have these values; a record's flat fields stand for a
+    record."""
     columns, conditions = TABLES[kind].c, list[ColumnElement[bool]]()
     for name, value in equal.items():
         if isinstance(value, Problem):
@@ -42,20 +43,20 @@ def of(kind: type[StoredRow], **equal: object) -> Condition:
 
 
 def of_same_key(row: StoredRow) -> Condition:
-    """Rows of what a row is about, on its kind of machine and of its build."""
+    """The condition of rows with the same subject, kind of machine and kernel build as `row`."""
     named = {name: getattr(row, name) for name in row.kind.named_by}
     return of(type(row), **named, machine=row.origin.machine, kernel_abi=row.build)
 
 
 def naming_columns(kind: Any) -> list[str]:
-    """The columns of what rows are about, the most general first."""
+    """The columns that name the subject of a kind's rows, the most general first."""
     named = [part for part in parts(kind) if part.name in kind.kind.named_by]
     named.sort(key=lambda part: kind.kind.named_by.index(part.name))
     return [own.name for part in named for own in ((part,) if part.is_flat else flat_parts(part.record))]
 
 
 def of_weight(problem: Problem, machine: MachineKey, kernel_abi: str) -> Condition:
-    """Measurements of the keys that differ in m only."""
+    """The condition of measurements whose keys differ from these in m only."""
     of_weight = MEASUREMENT.c.problem_id.in_(_problem_ids(problem, but="m"))
     return (of_weight, *of(Measurement, machine=machine, kernel_abi=kernel_abi))
 
@@ -86,9 +87,9 @@ def _same_schedule() -> Condition:
 
 
 def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
-    """One measurement a key: the newest of the schedule that was promoted last. A promotion that names a
-    schedule without measurements hides no older one. where: conditions on promotions, from which the search
-    goes out."""
+    """Select one measurement id of each key: the newest of the schedule that was promoted last. A promotion
+    that names a schedule without measurements hides no older promotion. where: conditions on promotions, at
+    which the search starts."""
     newest = -MEASUREMENT.c.id  # ordered by the id itself, SQLite reads all timings of a schedule for it
     rank = func.row_number().over(partition_by=key_of(PROMOTION), order_by=(PROMOTION.c.id.desc(), newest))
     ranked = (
@@ -101,7 +102,7 @@ def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
 
 
 def promoted_keys(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
-    """Keys of which `promoted_ids` has a measurement. where: conditions on promotions."""
+    """Select the keys that have a measurement in `promoted_ids`. where: conditions on promotions."""
     timed = exists().where(_same_key(), *_same_schedule())
     return select(*key_of(PROMOTION)).where(PROMOTION.c.verified == verified, timed, *where).distinct()
 
@@ -110,13 +111,13 @@ def promoted_keys(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
 
 
 def counts_by_key(*where: ColumnElement[bool]) -> AnySelect:
-    """The number of measurements of each key, those that are verified and the others; read from an index."""
+    """Count the measurements of each key, verified and imported ones apart; reads an index."""
     columns = (*key_of(MEASUREMENT), MEASUREMENT.c.verified)
     return select(*columns, func.count()).where(*where).group_by(*columns)
 
 
 def counts_by_build() -> AnySelect:
-    """The number of measurements of each machine and build, and how many are verified; from an index."""
+    """Count the measurements of each machine and build, in all and verified; reads an index."""
     columns = [MEASUREMENT.c[name] for name in BUILD_FIELDS]
     verified = func.count().filter(MEASUREMENT.c.verified)
     return select(*columns, func.count(), verified).group_by(*columns)
@@ -126,8 +127,9 @@ def counts_by_build() -> AnySelect:
 
 
 def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
-    """Ids of timings of schedules behind the `keep` fastest of their key that no promotion names. Beside
-    each, its rank among the rows of the schedule: 1 has the least estimate, the older of equals."""
+    """Select the ids of timings of schedules that are behind the `keep` fastest of their key and that no
+    promotion names. Beside each id: its rank among the schedule's rows, 1 for the least estimate, the older
+    of equals."""
     row = MEASUREMENT.c
     of_schedule = (*key_of(MEASUREMENT), row.schedule_id)
     place = func.row_number().over(
@@ -147,7 +149,8 @@ def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
 
 
 def old_rows(kind: type[StoredRow], keep: int) -> AnySelect:
-    """Ids of rows behind the `keep` newest of their key (`RowKind.newest_of`) and trust."""
+    """Select the ids of rows behind the `keep` newest with the same `RowKind.newest_of` fields and the same
+    `verified`."""
     columns = TABLES[kind].c
     key = [columns[name] for name in (*kind.kind.newest_of, "verified")]
     rank = func.row_number().over(partition_by=key, order_by=columns.id.desc())
@@ -156,7 +159,7 @@ def old_rows(kind: type[StoredRow], keep: int) -> AnySelect:
 
 
 def delete_unnamed(kind: type) -> Delete:
-    """Deletes problems, or schedules, that no row names."""
+    """Delete the problems, or the schedules, that no row names."""
     own = TABLES[kind]
     naming = [
         column

@@ -1,11 +1,11 @@
 """The kinds of records that the database keeps, each declared once: frozen values, checked when made.
 
-A `StoredRow` has a `RowKind`: what names it, its indexes, what is private in it, and which of several
-rows counts. Tables, lines of files, merging, diff, counts and clean-up follow from that and
-from the fields. Nothing here knows SQL.
+A `StoredRow` has a `RowKind`: the fields that name its subject, its indexes, its private fields, and the rule
+by which one of several rows counts. Tables, lines of files, merging, diff, counts and clean-up follow from
+that and from the fields. Nothing here knows SQL.
 
-Rows may come from a stranger's database, so every record refuses what no honest measurement could hold.
-The bounds here are sanity; a kernel still checks a schedule against its operands before any pointer moves.
+Rows may come from a stranger's database, so every record refuses what no honest measurement could hold. The
+bounds here are sanity; a kernel still checks a schedule against its operands before any pointer moves.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ SINGLE_CORE = "1 core"
 """The placement of kernels that one thread runs."""
 
 LOOP_ORDERS = ("nm", "mn")
-"""Outermost first: panel blocks outside row blocks, or the other way round."""
+"""Orders of a kernel's loops, outermost first: `nm` has panel blocks outside row blocks, `mn` row blocks
+outside."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineKey(CheckedRecord):
-    """The kind of machine: topology's two signatures. Never a host name."""
+    """The kind of machine: topology's two signatures, never a host name."""
 
     core_sig: Line
     placement_sig: Line
@@ -65,7 +66,7 @@ class MachineKey(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Problem(CheckedRecord):
-    """The computation that a kernel is asked for: y[m, n] = x[m, k] W[n, k]^T over weights of one format."""
+    """The computation of a kernel: y[m, n] = x[m, k] W[n, k]^T over weights of one format."""
 
     has_table = True
 
@@ -88,12 +89,12 @@ _Threads = Annotated[int, Whole(1, 4096)]
 
 @dataclass(frozen=True, slots=True)
 class Schedule(CheckedRecord):
-    """The way in which a kernel computes it: only numbers, and the names of a compute path and of a loop
-    order.
+    """The way in which a kernel computes a `Problem`: only numbers, and the names of a compute path and of a
+    loop order.
 
-    The micro-kernel holds `mr` rows by `panels` panels of 16 columns. A computation slice is
-    `block_m x block_n x block_k`; the thread grid is `threads_m x threads_n x threads_k`.
-    `compute_path` and `k_parts` are the arithmetic and decide the bits of the result; the rest decides speed.
+    The micro-kernel holds `mr` rows by `panels` panels of 16 columns. A computation slice is `block_m x
+    block_n x block_k`; the thread grid is `threads_m x threads_n x threads_k`. `compute_path` and `k_parts`
+    are the arithmetic and decide the bits of the result; the rest decides speed.
     """
 
     has_table = True
@@ -107,14 +108,13 @@ class Schedule(CheckedRecord):
     threads_n: _Threads
     threads_k: _Threads
     compute_path: Word
-    """The arithmetic of weights and activations, e.g. `fma`, `int8_dot`, `bf16_dot`; known to the kernel
-    family."""
+    """The arithmetic of weights and activations, by a name that the kernel family knows, e.g. `fma`,
+    `int8_dot`, `bf16_dot`."""
     k_parts: Annotated[int, Whole(1, MAX_K_PARTS)]
     """Number of parts in which the k inputs are summed; the parts' sums are added in order."""
     prefetch_bytes: Annotated[int, Whole(0, 65_536)]
-    """The distance ahead of a panel's reads at which its lines are asked for; 0: not at all."""
+    """Distance in bytes from a panel's reads to the lines that are prefetched; 0: no prefetching."""
     loop_order: Word
-    """One of LOOP_ORDERS."""
 
     def _check_whole(self) -> None:
         Whole(1, 4096)("the thread grid", self.threads)
@@ -131,7 +131,8 @@ class Schedule(CheckedRecord):
 
     @property
     def walk(self) -> dict[str, int | str]:
-        """The fields that kernels are told: all but the arithmetic, which belongs to the weight."""
+        """The fields that kernels are told: all but `compute_path` and `k_parts`, which belong to the weight.
+        """
         return {
             name: value for name, value in asdict(self).items() if name not in ("compute_path", "k_parts")
         }
@@ -163,7 +164,7 @@ class Origin(CheckedRecord):
     machine: MachineKey
     program_version: Line
     created_at_ms: Annotated[int, Whole(0, MAX_TIME_MS)]
-    """Unix time in milliseconds."""
+    """Unix time at which the row was made, in milliseconds."""
     verified: Annotated[bool, Truth()] = True
     """Measured by this database's owner on a machine of this kind; imported rows start unverified."""
 
@@ -200,7 +201,7 @@ class Comparison(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class ServedStep(CheckedRecord):
-    """The engine's turn that was timed: `sequences` of `context` tokens take `tokens` new ones each."""
+    """The step of the engine that was timed: `sequences` of `context` tokens take `tokens` new ones each."""
 
     phase: Word
     tokens: Annotated[int, Whole(1, MAX_STEP_TOKENS)]
@@ -211,11 +212,11 @@ class ServedStep(CheckedRecord):
 @dataclass(frozen=True, slots=True)
 class UserProblem(CheckedRecord):
     """A user's kernel, in one build, on one shape: the values of its whole numbers. No code is kept.
-    `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used for the very
+    `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used only for the
     source that they were found with."""
 
     name: Line
-    """Name of its function."""
+    """Name of the kernel's function."""
     kernel_abi: Line
     shape: Choice
 
@@ -229,35 +230,36 @@ class UserProblem(CheckedRecord):
 
 @dataclass(frozen=True)
 class RowKind:
-    """The declaration of a kind of rows beside its fields. Names are those of flat fields. To add one:
+    """The declaration of a kind of rows beside its fields. Names are those of flat fields. To add a kind:
     declare it at the end of this file, and draft its migration (`phasewise.migrations`)."""
 
     word: str
-    """By which a line of a file begins."""
+    """The word that begins a row's line in a file."""
     table: str
     named_by: tuple[str, ...]
-    """Fields of the row that say what it is about. Files are sorted by them, then by machine, build and time;
-    rows with the same ones and the same instant are compared when others are merged in."""
+    """Fields that name the row's subject. Files are sorted by these fields, then by machine, build and time;
+    in a merge, rows are compared with rows of the same subject and instant."""
     indexes: Mapping[str, tuple[str, ...]]
-    """Columns, by the last word of the index's name."""
+    """Columns of each index, by the last word of the index's name."""
     private: tuple[str, ...] = ()
-    """Fields that may name something of the owner. Such rows leave where they are asked for, and those are
-    never pushed that hold the host's name, the user's or a path."""
+    """Fields that may name something of the owner. Rows of a kind with such fields leave only on request, and
+    a row whose private fields hold the host's name, the user's or a path is never pushed."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Older names of columns."""
+    """Names of columns that differ from their fields' names, by field."""
     on_one_core: bool = False
-    """The placement is SINGLE_CORE, and no column."""
+    """True if the placement of every row is SINGLE_CORE, which needs no column."""
     newest_of: tuple[str, ...] = ()
-    """Clean-up with a limit keeps the newest rows of each combination of these fields."""
+    """Fields of which clean-up with a limit keeps the newest rows of each combination; empty: it deletes
+    none."""
     is_used_imported: bool = False
-    """The newest row counts though it was imported, where none was made here."""
+    """True if the newest imported row counts where no row was made here."""
 
 
 R = TypeVar("R", bound="StoredRow")
 
 
 class StoredRow(CheckedRecord):
-    """A row that tables and files keep. Appended, never edited; the newest one of what it is about counts."""
+    """A row that tables and files keep: appended, never edited. The newest row of a subject counts."""
 
     __slots__ = ()
     kind: ClassVar[RowKind]
@@ -265,17 +267,18 @@ class StoredRow(CheckedRecord):
 
     @property
     def build(self) -> str:
-        """The kernel's build; empty where a row is of none."""
+        """The kernel's build; empty for a kind of row without one."""
         return getattr(self, "kernel_abi", "")
 
     @property
     def verdict(self) -> tuple[str, str, str] | None:
-        """For a comparison of databases: the kind of thing, which one, and what the row says of it."""
+        """The row in words for a comparison of databases: kind of subject, subject and verdict; None for rows
+        without."""
         return None
 
 
 def trusted(row: R, verified: bool) -> R:
-    """The same row, verified here or not, which is a database's own business."""
+    """Copy the row with another `verified`, which each database decides for itself."""
     if row.origin.verified is verified:
         return row
     changed: R = replace(cast(Any, row), origin=replace(row.origin, verified=verified))
@@ -289,7 +292,7 @@ _OF_MODEL = ("model_key", "phase", "core_sig", "placement_sig")
 
 @dataclass(frozen=True, slots=True)
 class Measurement(StoredRow):
-    """A sample kept for ever: of which problem, with which build of the kernel, from where."""
+    """A timing of a schedule for a problem, by one build of the kernel, on one kind of machine."""
 
     kind = RowKind(
         "measurement",
@@ -304,20 +307,20 @@ class Measurement(StoredRow):
     problem: Problem
     sample: Sample
     kernel_abi: Line
-    """Hash over the kernel family's body and flags: samples of another build are kept apart."""
+    """Hash over the kernel family's body and flags: samples of different builds are not compared."""
     origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion(StoredRow):
-    """A schedule taken into use for a problem, after it was compared with the one in use until then. The
-    newest verified one of a problem, machine and build is in use."""
+    """A schedule taken into use for a problem after a duel with the schedule in use until then. The newest
+    verified promotion of a problem, machine and build counts."""
 
     kind = RowKind("promotion", "promotion", named_by=("problem",), indexes=_OF_PROBLEM)
     problem: Problem
     schedule: Schedule
     incumbent: Schedule | None
-    """The schedule that it was compared with; None: the kernel's own default."""
+    """The schedule that the promoted one was compared with; None: the kernel's own default."""
     comparison: Comparison
     kernel_abi: Line
     origin: Origin
@@ -325,16 +328,16 @@ class Promotion(StoredRow):
 
 @dataclass(frozen=True, slots=True)
 class StorageDuel(StoredRow):
-    """A weight stored sparse, compared with the same weight stored dense."""
+    """A duel of a weight stored sparse with the same weight stored dense."""
 
     kind = RowKind("storage_duel", "storage_duel", named_by=("problem",), indexes=_OF_PROBLEM)
     problem: Problem
-    """About the sparse weight: its format names the sixteenths that are kept, e.g. `bf16s8`."""
+    """The product by the sparse weight, whose format names the sixteenths that are kept, e.g. `bf16s8`."""
     schedule: Schedule
-    """By which the sparse weight ran."""
+    """The schedule of the product by the sparse weight."""
     dense_schedule: Schedule
     comparison: Comparison
-    """`gain` is dense's time / sparse's time."""
+    """The paired timings; `gain` is dense's time / sparse's time."""
     kernel_abi: Line
     origin: Origin
 
@@ -364,18 +367,17 @@ class PlanRecord(StoredRow):
     plan_json: PlanJson
     origin: Origin
     objectives: Figures = field(default_factory=dict, hash=False)
-    """The figures of the plan when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
+    """Figures measured for the plan, e.g. `tpot_ms`; empty for a plan set by hand."""
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """The plan of a model's phase."""
         return "plan", f"{self.model_key}, {self.phase}", self.plan_json
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime(StoredRow):
-    """One timing of one step of a model on one configuration of cores. Code that replays the timing checks
-    that the plan is the one that `configuration_key` names."""
+    """One timing of one step of a model on one configuration of cores. A reader checks that
+    `configuration_key` names the plan that it replays."""
 
     kind = RowKind(
         "step_time",
@@ -387,10 +389,10 @@ class StepTime(StoredRow):
     )
     model_key: Key
     configuration_key: Line
-    """Hash over the cores of the plan's ranks, `tuner.topotree.Configuration.key`."""
+    """Hash over the cores of the plan's ranks, as `tuner.topotree.Configuration.key` computes it."""
     plan_json: PlanJson
     kernels: Word
-    """`default` or `tuned`: by which schedules the products ran."""
+    """The schedules of the products: `default` or `tuned`."""
     step: ServedStep
     samples_ns: SamplesNs
     estimate_ns: EstimateNs
@@ -402,8 +404,8 @@ class StepTime(StoredRow):
 
 @dataclass(frozen=True, slots=True)
 class PredictorScore(StoredRow):
-    """The worth of a predictor of answers' lengths, judged by answers that it did not learn from. It says
-    nothing of a machine: its origin is where it was judged."""
+    """The worth of a predictor of answers' lengths, judged by answers that it did not learn from. The score
+    says nothing of a machine: its origin is only where it was judged."""
 
     kind = RowKind(
         "predictor_score",
@@ -415,37 +417,36 @@ class PredictorScore(StoredRow):
         is_used_imported=True,
     )
     model_name: Key
-    """The model whose answers they are."""
+    """The model whose answers the predictor forecasts."""
     reads: Key
-    """`tokens`, or the embedding model that reads prompts for it."""
+    """The predictor's input: `tokens`, or the name of the embedding model that reads prompts for it."""
     answers_key: Line
-    """Hash over the answers that judged it: scores with the same one can be compared."""
+    """Hash over the answers that judged the predictor: scores with the same hash can be compared."""
     judged_by: Word
-    """`held_out`, `folds` or `drift`."""
+    """The way of judging: `held_out`, `folds` or `drift`."""
     learnt_answers: Annotated[int, Whole(1, MAX_ANSWERS)]
     judged_answers: Annotated[int, Whole(1, MAX_ANSWERS)]
     hold: Annotated[float, Finite(0.0, 1.0)]
-    """The share of answers that its rooms were to hold."""
+    """The share of answers that the reserved lengths were to hold."""
     origin: Origin
     figures: Figures = field(default_factory=dict, hash=False)
-    """E.g. `accuracy`, `utilisation`, and `coverage_90`: the share within the forecast's 90 %."""
+    """Figures by name, e.g. `accuracy`, `utilisation`, and `coverage_90`: the share of answers within the
+    forecast's 90 % interval."""
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """The share of answers that it holds."""
         of = f"{self.model_name}, {self.reads}, {self.judged_by}, answers {self.answers_key}"
         return "predictor", of, f"holds {percent(self.figures.get('accuracy', 0.0), 1)}"
 
 
 class _UserRow(StoredRow):
-    """About a user's kernel, which one thread runs."""
+    """A row about a user's kernel, which one thread runs."""
 
     __slots__ = ()
     problem: UserProblem
 
     @property
     def kernel_abi(self) -> str:
-        """The build of the kernel."""
         return self.problem.kernel_abi
 
     def _check_whole(self) -> None:
@@ -468,7 +469,7 @@ def _of_user(word: str, table: str) -> RowKind:
 
 @dataclass(frozen=True, slots=True)
 class UserTiming(_UserRow):
-    """One timing of one choice of a user's kernel's parameters."""
+    """One timing of one choice of parameters for a user's kernel."""
 
     kind = _of_user("user_timing", "user_kernel_timing")
     problem: UserProblem
@@ -492,7 +493,6 @@ class UserPromotion(_UserRow):
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """The parameters in use."""
         chosen = " ".join(f"{name}={value}" for name, value in self.choice)
         return "user kernel", self.problem.describe(), chosen or "default"
 
@@ -501,6 +501,6 @@ _KINDS: tuple[type[StoredRow], ...] = (
     *(Measurement, PlanRecord, PredictorScore, Promotion, StepTime, StorageDuel, UserPromotion, UserTiming),
 )
 KINDS = {record.kind.word: record for record in sorted(_KINDS, key=lambda record: record.kind.word)}
-"""The kinds of rows, by the word that a line of a file begins with; in the order of a file."""
+"""The types of rows by the word that begins a line of a file, in the order of a file."""
 PRIVATE = frozenset(record for record in KINDS.values() if record.kind.private)
-"""Rows that name something of their owner: models, or functions."""
+"""Types of rows that name something of their owner: models, or functions."""

@@ -1,7 +1,7 @@
-"""The index of a remote: which bundles of rows it has, by the cores that they are of.
+"""The index of a remote: its bundles of rows, each of one kind of core.
 
     phasewise-index.json        {"file": "phasewise remote", "version": 1, "serial": 7, "bundles": [...]}
-    phasewise-index.json.sig    a signature over it, by `ssh-keygen -Y sign -n phasewise`
+    phasewise-index.json.sig    a signature over the index, by `ssh-keygen -Y sign -n phasewise`
     bundles/SHA256.jsonl        what `db export` prints of one kind of core, named by its content
 
 A bundle's name follows from its digest, so that no text of an index becomes a path. Indexes merge by the
@@ -32,12 +32,12 @@ MAX_SERIAL = 2**53
 
 
 class RemoteError(KernelDbError):
-    """A remote cannot be read, written or trusted. Nothing was changed by what it holds."""
+    """A remote cannot be read, written or trusted. Nothing that it holds has changed the database."""
 
 
 @dataclass(frozen=True, order=True)
 class Bundle(CheckedRecord):
-    """Rows of one kind of core, by the digest of their bytes."""
+    """A file of rows of one kind of core in a remote, named by the digest of its bytes."""
 
     core: Line
     """Core signature."""
@@ -47,7 +47,7 @@ class Bundle(CheckedRecord):
 
     @property
     def path(self) -> str:
-        """Relative to the remote."""
+        """The bundle's path relative to the remote."""
         return f"bundles/{self.sha256}.jsonl"
 
 
@@ -59,7 +59,8 @@ class RemoteIndex:
     bundles: tuple[Bundle, ...] = ()
 
     def with_bundles(self, more: Iterable[Bundle]) -> RemoteIndex:
-        """The next index, with these too; the same one where it has them all. RemoteError for too many."""
+        """Make the next index, with these bundles too; return this index where it has them all. RemoteError
+        for too many bundles."""
         bundles = tuple(sorted({*self.bundles, *more}))
         if bundles != self.bundles and (self.serial >= MAX_SERIAL or len(bundles) > MAX_BUNDLES):
             raise RemoteError(
@@ -69,14 +70,14 @@ class RemoteIndex:
         return self if bundles == self.bundles else RemoteIndex(self.serial + 1, bundles)
 
     def to_bytes(self) -> bytes:
-        """The index as a file."""
+        """Write the index as the bytes of a file."""
         fields = {"file": FILE, "version": VERSION, "serial": self.serial}
         bundles = [asdict(bundle) for bundle in self.bundles]
         return (json.dumps({**fields, "bundles": bundles}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_index(content: bytes, name: str) -> RemoteIndex:
-    """An index of `to_bytes`. RemoteError, in one line, for anything else."""
+    """Read an index that `to_bytes` wrote. RemoteError, in one line, for anything else."""
     try:
         return _index(read_json(content.decode("utf-8")))
     except (ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Between records and rows of the tables. A row that no record can hold raises RecordError."""
+"""Conversion between records and rows of the tables. A row that fits no record raises RecordError."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     AnyRow: TypeAlias = TableRow[*tuple[Any, ...]]
 
 Getter: TypeAlias = Callable[[Any], Any]
-"""Reads one value of a row."""
+"""Function that reads one value of a row."""
 
 MOST_SHARED = 65_536
 """Most problems, or schedules, that `SharedRecords` keeps in memory: some 20 MB."""
 
 KEYS_AT_ONCE = 100
-"""Keys that one query asks for: a database has limits on its parameters."""
+"""Keys that one query asks for at most: a database limits its parameters."""
 
 
 @cache
 def rows_of(record: Any) -> AnySelect:
-    """All rows of a kind: the id, then their columns; ids in place of problems and schedules."""
+    """Select all rows of a kind: the id, then its columns, with ids in place of problems and schedules."""
     columns = TABLES[record].columns
     return select(columns["id"], *(columns[name] for name in _places(record)))
 
 
 @cache
 def _places(record: Any) -> Mapping[str, int]:
-    """The place of each column in a row of `rows_of`."""
+    """The position of each column in a row of `rows_of`."""
     names = [f"{part.name}_id" if part.record else part.name for part in flat_parts(record)]
     return {name: place for place, name in enumerate(filter(TABLES[record].c.__contains__, names), start=1)}
 
@@ -61,7 +61,7 @@ class SharedRecords:
         ]
 
     def learn(self, rows: Iterable[AnyRow]) -> None:
-        """Read what these rows name and is not known yet."""
+        """Read the problems and schedules that these rows name, unless they are known."""
         for kind in {kind for _, kind in self._keyed}:
             records_by_id = self._by_id[kind]
             named = {row[place] for row in rows for place, own in self._keyed if own is kind} - {None}
@@ -74,7 +74,8 @@ class SharedRecords:
                     records_by_id[number] = made(kind, *values)
 
     def record_of(self, row: AnyRow) -> Any:
-        """The record of a row of `rows_of` that was learnt. RecordError where it can hold none."""
+        """Make the record of a row of `rows_of` that `learn` was given. RecordError for a row outside its
+        record's bounds."""
         return self._make(row)
 
     def _getter_of(self, record: Any) -> Callable[[Any], Getter]:
@@ -104,7 +105,8 @@ class SharedRecords:
 
 
 def _assembler(record: Any, getter_of: Callable[[Any], Getter]) -> Callable[[Any], Any]:
-    """Makes records of rows: `getter_of` gives what reads a flat field of a row."""
+    """Make a function from a row to its record. getter_of: gives the function that reads a flat field of a
+    row."""
     getters = [
         getter_of(part) if part.is_flat else _assembler(part.record, getter_of) for part in parts(record)
     ]
@@ -114,7 +116,8 @@ def _assembler(record: Any, getter_of: Callable[[Any], Getter]) -> Callable[[Any
 
 
 def as_tuples(value: Any) -> Any:
-    """JSON's lists, and lists of lists, as the tuples that records want; they refuse anything else."""
+    """Turn JSON's lists, and lists of lists, into the tuples that records demand; any other value stays as it
+    is."""
     if type(value) is not list:
         return value
     if list in map(type, value):
@@ -132,8 +135,8 @@ def _by_ids(kind: Any) -> AnySelect:
 
 
 def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
-    """Insert them in their order, with problems and schedules that are new, in few statements: other
-    processes wait for the transaction."""
+    """Insert the rows in their order, with problems and schedules that are new, in few statements, since
+    other processes wait for the transaction."""
     by_kind: dict[Any, list[StoredRow]] = {}
     for row in rows:
         by_kind.setdefault(type(row), []).append(row)
@@ -151,7 +154,7 @@ def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
 
 
 def _ids_of(connection: Connection, kind: type, records: Iterable[Any]) -> dict[Any, int | None]:
-    """The ids of the rows of problems or schedules, inserted where they are new; None of None."""
+    """The ids of problems or schedules, inserted where they are new; None of None."""
     keys = {record: tuple(flattened(record).values()) for record in {*records} - {None}}
     ids = _found_ids(connection, kind, [*keys.values()])
     new = [record for record, key in keys.items() if key not in ids]
@@ -164,7 +167,7 @@ def _ids_of(connection: Connection, kind: type, records: Iterable[Any]) -> dict[
 def _found_ids(
     connection: Connection, kind: type, keys: Sequence[tuple[Any, ...]]
 ) -> dict[tuple[Any, ...], int]:
-    """The ids of those that have a row, by their values."""
+    """The ids of the problems or schedules that have a row, by their values."""
     ids: dict[tuple[Any, ...], int] = {}
     for some in batched(keys, KEYS_AT_ONCE):
         for number, *key in connection.execute(_ids_by_key(kind), {"keys": some}):
@@ -173,7 +176,8 @@ def _found_ids(
 
 
 def _insert_new(connection: Connection, kind: type, records: Sequence[Any]) -> None:
-    """Insert those that have no row. Another process may be quicker with one of them: then one by one."""
+    """Insert problems or schedules without a row. Where another process inserted some of them meanwhile,
+    insert one by one."""
     statement, new = insert(TABLES[kind]), [flattened(record) for record in records]
     try:
         with connection.begin_nested():
@@ -189,7 +193,7 @@ def _insert_new(connection: Connection, kind: type, records: Sequence[Any]) -> N
 
 @cache
 def _ids_by_key(kind: type) -> AnySelect:
-    """Built once: building takes several times as long as the answer."""
+    """The query for ids by values, built once: building takes several times as long as the answer."""
     number, *key = TABLES[kind].c
     return select(number, *key).where(tuple_(*key).in_(bindparam("keys", expanding=True)))
 
@@ -200,7 +204,8 @@ def _ids_by_key(kind: type) -> AnySelect:
 def missing_rows(
     rows: Iterable[StoredRow], stored_rows: Callable[[type[StoredRow], AnySelect], Iterable[StoredRow]]
 ) -> Iterator[StoredRow]:
-    """Rows of a key at a time are compared with what the key has of the same instants."""
+    """Yield the rows that the database lacks, verified or not. Rows of one key at a time are compared with
+    the stored rows of that key and the same instants."""
     contents: set[StoredRow] = set()
     for _, same_key in groupby(rows, _key_of):
         group = [*same_key]

@@ -1,4 +1,5 @@
-"""The revision of a database, and how it is brought to ours. Alembic is loaded only when needed."""
+"""The schema revision of a database, and its upgrade to this program's. Alembic is loaded only when needed.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 HEAD = REVISIONS[-1]
 
 BREAKING = ("0001", "0002")
-"""Revisions that changed what older rows mean. All others only add: tables, and columns without which the
-other columns still mean what they meant."""
+"""Revisions that changed the meaning of older rows. All others only add tables, or columns without which the
+other columns keep their meaning."""
 
 VERSION_TABLE = "phasewise_schema"
-"""Not Alembic's usual name: Optuna keeps its own Alembic history, perhaps in the same database."""
+"""Name of our Alembic version table, not the usual one: Optuna's Alembic history may be in the same database.
+"""
 
 
 _UPGRADE_LOCK = (
@@ -38,25 +40,26 @@ _UPGRADE_LOCK = (
 
 @dataclass(frozen=True)
 class SchemaChange:
-    """The effect of opening on the schema. `before` is None for a database that was just created."""
+    """The schema's revisions before and after opening a database. `before` is None for a database that was
+    just created."""
 
     before: str | None
     after: str
 
 
 def is_readable(revision: str) -> bool:
-    """True if the rows of this schema still mean what they meant: no later revision was a breaking one."""
+    """True if rows of this revision still mean what they meant: no later revision was a breaking one."""
     return not set(REVISIONS[REVISIONS.index(revision) + 1 :]) & set(BREAKING)
 
 
 def absent_tables(connection: Connection) -> frozenset[str]:
-    """The tables of this program's schema that the database has not."""
+    """The tables of this program's schema that the database lacks."""
     return frozenset(METADATA.tables) - set(inspect(connection).get_table_names())
 
 
 def read_revision(connection: Connection, name: str) -> str | None:
-    """The revision of our tables, None where there are no tables at all. Refuses a database of another
-    program, one without exactly one revision, and a newer one."""
+    """Read the revision of our tables; None where there are no tables at all. Refuses a database of another
+    program, a database without exactly one revision, and a newer revision."""
     if connection.dialect.name == "sqlite":
         _refuse_computed_rows(connection, name)
     elif connection.dialect.name == "postgresql":
@@ -91,8 +94,8 @@ _COMPUTES = """
 
 
 def _refuse_computed_rows(connection: Connection, name: str) -> None:
-    """Refuse views, triggers and the like, whose rows may never end. The triggers that forbid to edit rows
-    are ours, those of a newer program's tables included; Optuna has none."""
+    """Refuse views, triggers and the like, which could compute rows without end. Allowed are our triggers
+    that forbid editing of rows, also on a newer program's tables; Optuna has none."""
     for kind, what, where, definition in connection.execute(text(_COMPUTES)):
         if kind != "trigger" or definition != _guard_of(where):
             raise _computing(name, f"a {kind} {what!s:.60}")
@@ -116,7 +119,8 @@ _PLAIN_CHECK = re.compile(r"\s*\([^()]*\)")
 
 
 def _computed_part(kind: str, definition: str) -> str | None:
-    """An expression that each row written would compute, of which a file from elsewhere can have any."""
+    """The expression in a definition that each written row would compute, None for none; a file from
+    elsewhere can have any."""
     if kind == "index":
         return None if _PLAIN_INDEX.fullmatch(definition) else "an expression"
     for check in re.finditer(r"\bCHECK\b", definition, re.IGNORECASE):
@@ -132,7 +136,7 @@ _VIEWS = """
 
 
 def _refuse_views(connection: Connection, name: str) -> None:
-    """A view or a foreign table with the name of a table of ours can have rows without end."""
+    """Refuse a view or a foreign table with the name of a table of ours: it can have rows without end."""
     ours = [VERSION_TABLE, *METADATA.tables]
     view = connection.scalar(text(_VIEWS), {"names": ours})
     if view is not None:
@@ -140,7 +144,7 @@ def _refuse_views(connection: Connection, name: str) -> None:
 
 
 def _guard_of(table_name: str) -> str:
-    """As the migrations write it."""
+    """The statement of the trigger that forbids editing rows, exactly as the migrations write it."""
     return (
         f"CREATE TRIGGER {table_name}_is_never_edited BEFORE UPDATE ON {table_name} "
         f"BEGIN SELECT RAISE(ABORT, 'rows of {table_name} are appended, never edited'); END"
@@ -148,7 +152,8 @@ def _guard_of(table_name: str) -> str:
 
 
 def _refuse_foreign_tables(connection: Connection, name: str) -> None:
-    """A file with any table belongs to another program; a server may be shared while no name collides."""
+    """Refuse a file with any table, which belongs to another program. A server may be shared while no name
+    collides."""
     tables = set(inspect(connection).get_table_names())
     if connection.dialect.name != "sqlite":
         tables &= set(METADATA.tables)
@@ -163,7 +168,7 @@ def upgrade(
     connection: Connection, name: str, before_changing: Callable[[], None] = lambda: None
 ) -> SchemaChange:
     """Bring the database to HEAD inside the caller's transaction, which on SQLite holds the write lock.
-    before_changing: called where there are rows of an older schema."""
+    before_changing: called first where there are rows of an older schema."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
     before = read_revision(connection, name)
@@ -184,7 +189,8 @@ def migrate(connection: Connection) -> None:
 
 
 def _create_file(connection: Connection) -> None:
-    """Create what all migrations make of an empty file, in a tenth of the time. Tests compare the two."""
+    """Create the tables that all migrations together make of an empty file, in a tenth of the time. Tests
+    compare the two."""
     METADATA.create_all(connection, checkfirst=False)
     for name in sorted(_GUARDED):
         connection.execute(text(_guard_of(name)))
@@ -198,7 +204,7 @@ def _create_file(connection: Connection) -> None:
 
 
 def alembic_config(connection: Connection) -> Config:
-    """Made here rather than read from an alembic.ini, which a wheel has no good place for."""
+    """Make Alembic's configuration, in place of an alembic.ini, for which a wheel has no good place."""
     from alembic.config import Config
 
     config = Config()

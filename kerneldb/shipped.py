@@ -20,30 +20,31 @@ from phasewise.kerneldb.records import MachineKey, Measurement
 FOLDER = "shipped_figures"
 SUFFIX = ".jsonl.gz"
 MAX_FILE_BYTES = 16 * 2**20
-"""The most of one file, uncompressed."""
+"""Most bytes of one file, uncompressed."""
 
 
 def shipped_measurements(core_sig: str | None = None) -> list[Measurement]:
-    """The timings that the package brings, of one kind of core or of all; unverified."""
+    """The timings that the package brings, of one kind of core or of all kinds; unverified."""
     rows = (row for name in shipped_names() for row in _rows(name))
     return [row for row in rows if core_sig in (None, row.origin.machine.core_sig)]
 
 
 def shipped_kinds() -> tuple[str, ...]:
-    """The kinds of machine of these timings, in words, e.g. `GenuineIntel 6/207, 2 threads`."""
+    """The kinds of machine with shipped timings, in words, e.g. `GenuineIntel 6/207, 2 threads`."""
     return tuple(sorted(map(_in_words, {row.origin.machine for row in shipped_measurements()})))
 
 
 @cache
 def shipped_names() -> tuple[str, ...]:
-    """The names of the package's files."""
+    """The names of the package's files of timings."""
     folder = files("phasewise.kerneldb") / FOLDER
     entries = folder.iterdir() if folder.is_dir() else ()
     return tuple(sorted(entry.name for entry in entries if entry.name.endswith(SUFFIX)))
 
 
 def _in_words(machine: MachineKey) -> str:
-    """Vendor, family and model; then what `topology.placement_signature` begins with."""
+    """Describe a machine by vendor, family and model, then the beginning of its
+    `topology.placement_signature`."""
     return f"{' '.join(machine.core_sig.split()[:2])}, {machine.placement_sig.partition(':')[0]}"
 
 
@@ -57,7 +58,7 @@ def _rows(name: str) -> tuple[Measurement, ...]:
 
 
 def read_shipped(content: bytes, name: str) -> list[Measurement]:
-    """The timings of one file. ExportFileError for what `db export` did not write."""
+    """Read the timings of one file. ExportFileError for content that `db export` did not write."""
 
     def refuse(line: int, reason: str) -> None:
         raise ExportFileError(f"{name}: line {line}: {reason}")

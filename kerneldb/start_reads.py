@@ -1,7 +1,7 @@
-"""Reads of the database at a start, which make serving faster and are no condition of it.
+"""Reads of the database when a server starts: they make serving faster, and a start succeeds without them.
 
 Each read is kept in a small copy in the cache directory. Where the database cannot be read, a start goes on
-with the copy, and without one as if nothing was tuned.
+with the copy, and without a copy as if nothing was tuned.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="StoredRow")
 
 TRY_AGAIN_S = 300.0
-"""Seconds in which a process does not wait again for a database that it could not read."""
+"""Seconds for which this process does not wait again for a database that it could not read."""
 MOST_COPY_BYTES = 64 << 20
 _VERIFIED, _IMPORTED = b"+", b"-"
-"""The beginning of a line of a copy, before the row as a file of schedules has it."""
+"""First byte of a line of a copy, before the row as a file of schedules has it."""
 
 _log = logging.getLogger(__name__)
 _missed_s: dict[Location, float] = {}
@@ -40,7 +40,7 @@ _n_missed = 0
 
 
 def n_without_database() -> int:
-    """Times that this process has gone on without a database that it was to read."""
+    """Number of times that this process went on without a database that it was to read."""
     return _n_missed
 
 
@@ -48,8 +48,9 @@ def n_without_database() -> int:
 def open_start_reads(
     db: str | os.PathLike[str] | None, report: Report = _log.warning
 ) -> Iterator[StartReads]:
-    """Open the database that `db` names for reading at a start, created where it is not there yet. `report`
-    gets one line where it cannot be read. DatabaseNameError where `db` can name none."""
+    """Open the database that `db` names for the reads of a start; a database that is not there yet is
+    created. `report` gets one line where it cannot be read. DatabaseNameError where `db` names no database.
+    """
     from phasewise.kerneldb.store import open_store
 
     location = locate(db)
@@ -67,7 +68,7 @@ def open_start_reads(
 
 
 class StartReads:
-    """The reads of a start: of `store`, or of what was last read of the database where there is none."""
+    """The reads of a start: from `store`, or, where it is None, from the copy of the last read."""
 
     def __init__(self, store: Store | None, location: Location, report: Report) -> None:
         self.store, self._location, self._report = store, location, report
@@ -104,7 +105,7 @@ class StartReads:
 
 
 def _missing(location: Location, error: KernelDbError, report: Report) -> StartReads:
-    """Said in one line, and counted."""
+    """Report in one line, and count, that the database cannot be read; return reads from the copy."""
     global _n_missed
     _n_missed += 1
     _missed_s[location] = time.monotonic()
@@ -121,7 +122,7 @@ def _folder_of(location: Location) -> Path:
 
 
 def _keep(copy: Path, rows: Sequence[StoredRow]) -> None:
-    """Written where it says something new. What cannot be kept is not."""
+    """Write the rows into the copy where they differ from it; errors of the file system are ignored."""
     from phasewise.kerneldb.portable import row_line
 
     trust = {True: _VERIFIED, False: _IMPORTED}
@@ -133,7 +134,7 @@ def _keep(copy: Path, rows: Sequence[StoredRow]) -> None:
 
 
 def _kept(copy: Path) -> list[StoredRow]:
-    """Nothing where there is no copy; without lines that are no rows."""
+    """Read the rows of the copy, without lines that hold no row; none where there is no copy."""
     from phasewise.kerneldb.portable import read_row
     from phasewise.kerneldb.records import trusted
 

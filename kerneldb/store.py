@@ -72,7 +72,7 @@ def open_store(
 ) -> Iterator[Store]:
     """Open the database that `db` names (see `locate`), creating it, or upgrading a file, where needed.
 
-    upgrades_server: a server's database of an older schema is upgraded; else it is only read.
+    upgrades_server: upgrade a server's database of an older schema; without it such a database is only read.
     `report` gets one line for each thing worth a remark: an upgrade, a read-only database, a row skipped.
     Raises KernelDbError, in one clear line, when the database cannot be used.
     """
@@ -93,7 +93,7 @@ def open_store(
 
 
 class Store:
-    """An open database. See the module's promises; made by `open_store`."""
+    """An open database, made by `open_store`. See the module's promises."""
 
     def __init__(
         self,
@@ -116,7 +116,8 @@ class Store:
             self.schema_change = self._prepare(upgrades_server)
 
     def _prepare(self, upgrades_server: bool) -> SchemaChange:
-        """Check the revision; create or upgrade. Only then are Alembic and the write lock needed."""
+        """Check the revision, then create or upgrade the tables; only these two need Alembic and the write
+        lock."""
         with self._engine.connect() as connection:
             before = schema.read_revision(connection, self.name)
         if not self.writable:
@@ -143,7 +144,8 @@ class Store:
         return change
 
     def _only_read(self, revision: str, remedy: str = "") -> SchemaChange:
-        """Read an older schema as it is; refuse one whose rows have another meaning by now."""
+        """Open an older schema for reading as it is; refuse a schema whose rows have another meaning by now.
+        """
         self._obstacle = DatabaseTooOldError(
             f"database {self.name} has schema {revision}, older than this phasewise's {schema.HEAD}{remedy}"
         )
@@ -156,31 +158,32 @@ class Store:
         return SchemaChange(revision, revision)
 
     def add(self, rows: Iterable[StoredRow]) -> None:
-        """Append all or none, in this order; each is now the newest of its key."""
+        """Append all rows or none, in this order; each is now the newest of its key."""
         added = list(rows)
         with self.writing() as connection:
             add_rows(connection, added)
 
     def rows(self, kind: type[R], **equal: object) -> list[R]:
-        """The rows of a kind whose fields have these values, oldest first. A field may be within the row's
-        records: `machine`, `core_sig`, `phase`."""
+        """The rows of a kind whose fields have these values, oldest first. A field may be one within the
+        row's records: `machine`, `core_sig`, `phase`."""
         rows = self._read(kind, *queries.of(kind, **equal))
         return [
             row for row in rows if all(getattr(row, name, value) == value for name, value in equal.items())
         ]
 
     def stream(self, kind: type[R], **equal: object) -> Iterator[R]:
-        """As `rows`, but few are in memory: the database is being read until the last one is taken."""
+        """Yield the rows of `rows` with few in memory: the database is being read until the last row is
+        taken."""
         return self._read(kind, *queries.of(kind, **equal), at_once=ROWS_AT_ONCE)
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
-        """Everything measured for a problem on this kind of machine with this build, oldest first."""
+        """All measurements of a problem on this kind of machine with this build, oldest first."""
         return self.rows(Measurement, problem=problem, machine=machine, kernel_abi=kernel_abi)
 
     def measurements_of_every_m(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
     ) -> list[Measurement]:
-        """As `measurements`, whatever the problem's m is: all that is known about one weight."""
+        """The measurements of `measurements` for every m: all that is known about one weight."""
         return [*self._read(Measurement, *queries.of_weight(problem, machine, kernel_abi))]
 
     def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
@@ -192,7 +195,8 @@ class Store:
     def begun_ms(
         self, problems: Sequence[Problem], machine: MachineKey, kernel_abi: str, since_ms: int = 0
     ) -> int | None:
-        """Unix time of the oldest verified row from then on of problems of a weight; None: there is none."""
+        """Unix time of the oldest verified measurement since `since_ms` of problems of a weight; None without
+        any."""
         of_weight = queries.of_weight(problems[0], machine, kernel_abi)
         of_problems = PROBLEM.c.m.in_([problem.m for problem in problems])
         counted = MEASUREMENT.c.verified & (MEASUREMENT.c.created_at_ms >= since_ms)
@@ -204,13 +208,13 @@ class Store:
     def best_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
     ) -> Measurement | None:
-        """The least estimate of a key, and the older of equals; None where there is none."""
+        """The measurement of the least estimate of a key, the older of equals; None where there is none."""
         key = {"problem": problem, "machine": machine, "kernel_abi": kernel_abi, "verified": verified}
         order = MEASUREMENT.c.estimate_ns, MEASUREMENT.c.id
         return next(self._read(Measurement, *queries.of(Measurement, **key), order=order, at_once=1), None)
 
     def key_counts(self, **equal: object) -> list[KeyCount]:
-        """Every key that has measurements with these values (as in `rows`), and how many."""
+        """Count the measurements of every key that has any with these values (as in `rows`)."""
         with self._reading() as connection:
             return [*counts.count_by_key(connection, self._tell, *queries.of(Measurement, **equal))]
 
@@ -224,16 +228,16 @@ class Store:
         self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
     ) -> Measurement | None:
         """The schedule in use: the newest verified timing of the schedule that was promoted last. None where
-        no schedule was promoted, or none that was timed here. Not `verified`: what would be in use where it
-        was imported from."""
+        no schedule was promoted, or none that was timed here. verified: False asks for what is in use in the
+        database that rows were imported from."""
         key = queries.of(Promotion, problem=problem, machine=machine, kernel_abi=kernel_abi)
         return next(iter(self._promoted(verified, *key)), None)
 
     def promoted_measurements(
         self, machine: MachineKey | None = None, *, verified: bool = True
     ) -> list[Measurement]:
-        """The schedules in use for each problem, build and kind of machine (or this kind); ordered by
-        problem."""
+        """The schedules in use, as `promoted_measurement` chooses them, for each problem and build of every
+        kind of machine, or of this kind; ordered by problem."""
         where = () if machine is None else queries.of(Promotion, machine=machine)
         return self._promoted(verified, *where)
 
@@ -247,15 +251,16 @@ class Store:
         return self.rows(PlanRecord)
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
-        """The verified plan that was appended last, else the imported one; None where there is none. A plan
-        changes no answer, so that one from elsewhere is used until one is measured or set here."""
+        """The verified plan that was appended last, else the last imported one; None without any. A plan
+        changes no answer, so an imported plan is used until one is measured or set here."""
         key = queries.of(PlanRecord, machine=machine, model_key=model_key, phase=phase)
         columns = TABLES[PlanRecord].c
         order = columns.verified.desc(), columns.id.desc()
         return next(self._read(PlanRecord, *key, order=order, at_once=1), None)
 
     def add_missing(self, rows: Sequence[StoredRow]) -> int:
-        """Append those that are not there yet, verified or not, all or none; return how many those were."""
+        """Append the rows that are not there yet, verified or not, all or none; return the number appended.
+        """
         with self.writing() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
@@ -268,8 +273,8 @@ class Store:
         return len(missing)
 
     def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
-        """Delete rows of the builds, with problems and schedules that nothing names any more. Returns the
-        rows deleted by table, or those that would be."""
+        """Delete rows of the builds, then problems and schedules that nothing names any more. Returns the
+        number of deleted rows by table; with dry_run they are counted only."""
         tables = [TABLES[kind] for kind in (Measurement, Promotion, StorageDuel, StepTime)]
         deletions = {
             **{table: delete(table).where(table.c.kernel_abi.in_(stale_builds)) for table in tables},
@@ -291,9 +296,10 @@ class Store:
         except_builds: Collection[str] = (),
         dry_run: bool = False,
     ) -> Summarised:
-        """Keep raw samples of the fastest schedules of each key and of those that promotions name. Of any
-        other one row is left, with a summary of its samples (`summaries`). Returns the numbers of rows
-        deleted and summarised. A few rows at a time: interrupted, it has done a part."""
+        """Summarise samples of schedules that lost: only the `keep_schedules` fastest of each key and those
+        that promotions name keep raw samples. Each other schedule keeps one row, with a summary of its
+        samples (`summaries`). Returns the numbers of rows deleted and summarised. Works in small
+        transactions: an interrupted call has done a part."""
         where = () if machine is None else queries.of(Measurement, machine=machine)
         with self._reading() as connection:
             losers = summaries.losers(
@@ -308,8 +314,8 @@ class Store:
         return Summarised(len(losers.others), n_summarised)
 
     def delete_old(self, keep: int, *, dry_run: bool) -> Mapping[str, int]:
-        """Delete rows behind the `keep` newest of their key, those made here and those imported, of the kinds
-        that have such a key (`RowKind.newest_of`); or count them. By table."""
+        """Delete, or with dry_run count, rows behind the `keep` newest of their key, verified and imported
+        ones apart, for kinds with such a key (`RowKind.newest_of`). Returns numbers of rows by table."""
         deleted = {}
         for kind in KINDS.values():
             if kind.kind.newest_of:
@@ -327,7 +333,7 @@ class Store:
     def grouped(
         self, kind: type[R], wanted: Callable[[MachineKey], bool] = lambda _: True
     ) -> Iterator[list[R]]:
-        """All rows of machines that are wanted, a group at a time (`group_conditions`), in groups' order."""
+        """Yield all rows of the wanted machines, one group at a time, in the order of `group_conditions`."""
         if kind.kind.table in self._absent_tables:
             return
         with self._reading() as connection:
@@ -336,13 +342,13 @@ class Store:
             yield [row for row in self._read(kind, *where) if wanted(row.origin.machine)]
 
     def stats(self) -> StoreStats:
-        """Rows by table and by kind of machine."""
+        """Count the rows by table and by kind of machine."""
         revision, n_bytes = self.schema_change.after, self._file_bytes()
         with self._reading() as connection:
             return counts.stats(connection, self._tell, revision, n_bytes, self._absent_tables)
 
     def machines(self, *kinds: type[StoredRow]) -> set[MachineKey]:
-        """Every kind of machine that rows of these kinds are of, or rows of any kind."""
+        """Every kind of machine that has rows of these kinds, or of any kind where none is given."""
         with self._reading() as connection:
             return counts.machines(connection, self._absent_tables, kinds or KINDS.values())
 
@@ -374,8 +380,8 @@ class Store:
         order: Sequence[Any] = (),
         at_once: int | None = None,
     ) -> Iterator[R]:
-        """The rows of these conditions that keep their record's bounds, oldest first or in another order.
-        at_once: number of rows in memory at one time; None: all."""
+        """The rows of these conditions that keep their record's bounds, oldest first or in `order`. at_once:
+        number of rows in memory at one time; None: all."""
         if kind.kind.table in self._absent_tables:
             return
         rows: Any = kind
@@ -386,7 +392,7 @@ class Store:
     def _built(
         self, connection: Connection, kind: type[R], query: AnySelect, at_once: int | None = None
     ) -> Iterator[R]:
-        """The records of a query of `rows_of`. Rows that break their record's bounds are reported."""
+        """Make the records of a query of `rows_of`; rows that break their record's bounds are reported."""
         records = SharedRecords(connection, kind)
         if at_once is not None:
             query = query.execution_options(yield_per=at_once)
@@ -402,9 +408,9 @@ class Store:
 def group_conditions(
     connection: Connection, kind: type[StoredRow], wanted: Callable[[MachineKey], bool], report: Report
 ) -> Iterator[Condition]:
-    """The condition of the rows of each group, in one order whatever the database: what an export streams. A
-    group has a problem, a machine and a build; where rows are not of a problem, the first two of the columns
-    that name them. A reader keeps one group in memory: what one machine learnt about one thing."""
+    """Yield the condition of the rows of each group, in an order that no database changes, for a streamed
+    export. A group has a problem, a machine and a build; rows of no problem are grouped by the first two
+    columns that name their subject. A reader keeps one group in memory."""
     columns, keys = TABLES[kind].c, list[tuple[tuple[Any, ...], tuple[Any, ...]]]()
     is_of_problem = "problem_id" in columns
     names = queries.KEY_FIELDS if is_of_problem else queries.naming_columns(kind)[:2]

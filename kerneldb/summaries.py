@@ -1,9 +1,9 @@
-"""Raw samples of what lost, summarised: what is kept of a timing that no choice will ask for again.
+"""Summaries of raw samples: what stays of the timings of schedules that lost.
 
 Of each key (problem, kind of machine, build) the fastest schedules and all that promotions name keep every
-raw sample. Of any other schedule one row is left, its least estimate, with five samples in place of all:
-the least, the quartiles and the largest. So a search still knows what it tried and how fast that was.
-Nothing is edited: a row is deleted and another of the same number takes its place.
+raw sample. Of any other schedule one row is left, its least estimate, with five samples in place of all: the
+least, the quartiles and the largest. So a search still knows what it tried and how fast that was. Nothing is
+edited: a row is deleted and another of the same number takes its place.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ ROWS_AT_ONCE = 500
 
 @dataclass
 class Losers:
-    """Numbers of rows of schedules that lost."""
+    """Ids of timings of schedules that lost."""
 
     best: array[int] = field(default_factory=lambda: array("q"))
-    """One of each schedule: it stays, summarised."""
+    """The id of the fastest timing of each schedule, which stays with its samples summarised."""
     others: array[int] = field(default_factory=lambda: array("q"))
-    """These go."""
+    """Ids of all other timings, which are deleted."""
 
 
 @dataclass(frozen=True)
 class Summarised:
-    """Numbers of rows that went, and of those that a summary replaced."""
+    """The number of rows that were deleted, and of rows whose samples were summarised."""
 
     deleted: int
     summarised: int
 
 
 def summary_of(samples_ns: Sequence[int]) -> list[int]:
-    """The least, the quartiles and the largest of samples; all, in their order, where they are few."""
+    """The least, the quartiles and the largest of samples; all samples, in their order, where they are few.
+    """
     if len(samples_ns) <= KEPT_SAMPLES:
         return list(samples_ns)
     ascending = sorted(samples_ns)
@@ -61,7 +62,7 @@ def summary_of(samples_ns: Sequence[int]) -> list[int]:
 
 
 def losers(connection: Connection, keep: int, *where: ColumnElement[bool]) -> Losers:
-    """The rows behind the `keep` fastest schedules of each key; eight bytes of memory for each."""
+    """Find the rows behind the `keep` fastest schedules of each key; eight bytes of memory for each row."""
     losing = Losers()
     query = queries.of_losers(keep, *where).execution_options(yield_per=10_000)
     for number, rank in connection.execute(query):
@@ -70,7 +71,8 @@ def losers(connection: Connection, keep: int, *where: ColumnElement[bool]) -> Lo
 
 
 def summarise(connection: Connection, numbers: Sequence[int], *, dry_run: bool) -> int:
-    """Summarise the rows of these numbers; return how many had more samples than are kept."""
+    """Summarise the samples of the rows with these ids; return the number of rows that had more samples than
+    are kept."""
     table = MEASUREMENT
     query = select(table).where(table.c.id.in_(numbers))
     rows: list[dict[str, Any]] = [dict(row) for row in connection.execute(query).mappings()]

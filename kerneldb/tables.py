@@ -1,4 +1,4 @@
-"""The tables, which follow from the kinds of records. Rows are appended: a trigger refuses to edit any.
+"""The tables, which follow from the kinds of records. A trigger on each refuses to edit rows.
 
 Deleting whole rows stays possible, for `gc`. A column's key has the name of the record's flat field, also
 where the column has an older name. A change of a record needs a migration: see `phasewise.migrations`.
@@ -36,7 +36,7 @@ METADATA = MetaData(
         "pk": "pk_%(table_name)s",
     }
 )
-"""Constraints carry names on every database, so that migrations can refer to them."""
+"""Metadata of all tables; constraints carry names on every database, so that migrations can refer to them."""
 
 # SQLite numbers rows by itself only where the key is declared INTEGER; its INTEGER has 64 bits anyway.
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")

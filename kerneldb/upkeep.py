@@ -29,20 +29,19 @@ class PreferenceReason(StrEnum):
 
 @dataclass(frozen=True)
 class Preferred:
-    """The timing that speaks for its key."""
+    """The preferred timing of a key and the reason for it."""
 
     measurement: Measurement
     standing: PreferenceReason
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the timing."""
         return self.measurement.sample.schedule
 
 
 def standings(store: Store) -> dict[Key, PreferenceReason]:
-    """Every key that has timings, and why its preferred one is; in the order of problems. Read from indexes:
-    memory goes by keys, not by timings."""
+    """Find the reason for the preferred timing of every key that has timings, in the order of problems. Read
+    from indexes: memory grows with keys, not with timings."""
     in_use = store.promoted_keys()
     reasons = {count.key: _standing(count, count.key in in_use) for count in store.key_counts()}
     return dict(sorted(reasons.items(), key=lambda item: order_of(item[0])))
@@ -55,7 +54,7 @@ def _standing(count: KeyCount, in_use: bool) -> PreferenceReason:
 
 
 def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferred | None:
-    """The preferred timing of a key; None where no row of it keeps its record's bounds."""
+    """Read the preferred timing of a key; None where no row of the key keeps its record's bounds."""
     columns = (key.problem, key.machine, key.kernel_abi)
     row = None
     if standing is PreferenceReason.IN_USE:
@@ -71,31 +70,32 @@ def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferre
 
 
 def order_of(key: Key) -> tuple[object, ...]:
-    """By problem, then by machine and build."""
+    """The sort key of a key: problem, then machine and build."""
     return (*astuple(key.problem), *astuple(key.machine), key.kernel_abi)
 
 
 AsShared: TypeAlias = Callable[[PlanRecord], PlanRecord | None]
-"""A plan as it is named elsewhere; None where it cannot be."""
+"""Function from a plan to the plan as it is shared with other machines; None where it cannot be shared."""
 
 
 def newest_plans(plans: Sequence[PlanRecord]) -> dict[tuple[str, str, MachineKey], PlanRecord]:
-    """The newest plan of each key: one made there, else one imported. plans: oldest first."""
+    """The newest plan of each model, phase and machine: a verified one, else an imported one. plans: oldest
+    first."""
     in_order = sorted(plans, key=lambda plan: plan.origin.verified)
     return {(plan.model_key, plan.phase, plan.origin.machine): plan for plan in in_order}
 
 
 def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
-    """True if this program has another build of the same kernels; builds that it has none of are not
-    judged. `current` are names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that
+    """True if this program has another build of the same kernels; a build of kernels that this program lacks
+    is not stale. current: names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that
     runs here."""
     kernels = kernel_abi.rpartition("-")[0]
     return kernel_abi not in current and kernels in {name.rpartition("-")[0] for name in current}
 
 
 def builds_set_aside(keys: Collection[Key], current: Collection[str]) -> dict[str, int]:
-    """Stale builds whose winners wait to be timed again, and how many of them do. keys: those with a schedule
-    in use here, of every build."""
+    """Count the winners of each stale build that wait to be timed again. keys: keys of every build with a
+    schedule in use here."""
     judged = {(key.problem, key.machine) for key in keys if key.kernel_abi in current}
     return dict(
         Counter(
@@ -113,15 +113,15 @@ class Collected:
     deleted: Mapping[str, int]
     summarised: int
     spared: Mapping[str, int]
-    """Stale builds that stay, with the number of winners that wait to be timed again."""
+    """Stale builds that stay, with the number of winners of each that wait to be timed again."""
 
 
 def collect_garbage(
     store: Store, current_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
 ) -> Collected:
-    """Delete rows of stale builds but those whose winners here wait to be timed again. Of each key keep raw
-    samples of the `keep_schedules` fastest schedules and of what promotions name, and of all others a
-    summary; and as many of the newest plans and scores. dry_run: only count."""
+    """Delete rows of stale builds, except builds whose winners here wait to be timed again. Summarise raw
+    samples of all but the `keep_schedules` fastest schedules of each key and those that promotions name; keep
+    as many of the newest plans and scores. dry_run: only count."""
     spared = builds_set_aside(store.promoted_keys(), current_builds)
     builds = {build.kernel_abi for build in store.stats().builds}
     stale = [name for name in sorted(builds - spared.keys()) if is_stale(name, current_builds)]
@@ -135,7 +135,8 @@ def collect_garbage(
 
 
 def tidy(store: Store, machine: MachineKey, report: Report) -> None:
-    """Summarise what lost where more than TIDY_ABOVE_ROWS timings are of this kind of machine."""
+    """Summarise samples of schedules that lost once this kind of machine has more than TIDY_ABOVE_ROWS
+    timings."""
     if sum(count.total for count in store.key_counts(machine=machine)) <= TIDY_ABOVE_ROWS:
         return
     lost = store.summarise_losers(KEEP_SCHEDULES, machine)

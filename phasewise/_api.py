@@ -78,7 +78,7 @@ class Model:
 
     @property
     def context_tokens(self) -> int:
-        """The most tokens of a prompt and its answer together."""
+        """Most tokens of a prompt and its answer together."""
         return self._opened.model.config.context_length
 
     @property
@@ -267,7 +267,7 @@ def tune_config(
 
 @dataclass(frozen=True)
 class _Told:
-    """Shows of a search what stays; its events and the progress of kernels are dropped."""
+    """Observer of a search that reports lines that stay, and drops events and the progress of kernels."""
 
     report: Report
 

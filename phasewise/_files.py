@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 _REPLACED_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV, errno.ENOTSUP)
-"""Errors of a writable file that cannot be replaced: its directory, or something mounted on it."""
+"""Errors on replacing a writable file for which it is rewritten in place: its directory forbids it, or
+something is mounted on the file."""
 
 FIRST_BYTE_S = 10.0
-"""Seconds that a pipe has for its first byte, or for somebody who reads it."""
+"""Seconds that a pipe has to deliver its first byte, or to find a reader."""
 _LOOK_AGAIN_S = 0.02
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """A descriptor of a regular file. OSError, at once, for anything else that a stranger may have put there,
-    such as a pipe.
-    """
+    """Open a regular file and return its descriptor. OSError, at once, for anything else that a stranger may
+    have put there, such as a pipe."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, mode)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -45,18 +45,19 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def open_file(path: str | os.PathLike[str]) -> BufferedReader:
-    """A regular file to read, as `open_regular`."""
+    """Open a regular file for reading, as `open_regular` does."""
     return os.fdopen(open_regular(path), "rb")
 
 
 def read_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """The bytes of a regular file, whole. OSError too where there are more than `most_bytes`."""
+    """Read all bytes of a regular file. OSError also for a file of more than `most_bytes`."""
     with open_file(path) as file:
         return _bounded(file, most_bytes, path)
 
 
 def open_input(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file, a device or a pipe to read. OSError for a directory, and for a pipe that nobody writes into."""
+    """Open a file, a device or a pipe for reading. OSError for a directory, and for a pipe that nobody writes
+    into."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -72,15 +73,16 @@ def open_input(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_input(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """The bytes of what `open_input` opens, whole. OSError too where there is more than `most_bytes`."""
+    """Read all bytes of what `open_input` opens. OSError also for more than `most_bytes`."""
     with open_input(path) as file:
         return _bounded(file, most_bytes, path)
 
 
 def open_output(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """A descriptor of a file, a device or a pipe to write. OSError where nobody reads a pipe.
+    """Open a file, a device or a pipe for writing and return its descriptor. OSError for a pipe that nobody
+    reads.
 
-    flags: those beside `os.O_WRONLY`.
+    flags: flags of `os.open` beside `os.O_WRONLY`.
     """
     flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
     deadline_s = time.monotonic() + FIRST_BYTE_S
@@ -115,7 +117,7 @@ def _await_bytes(descriptor: int, name: str) -> None:
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Write `data`, text in UTF-8. `-` is stdout."""
+    """Write `data` to a file, text in UTF-8; the path `-` is stdout."""
     content = data.encode() if isinstance(data, str) else data
     if str(path) == "-":
         sys.stdout.flush()
@@ -143,7 +145,7 @@ def write_file(path: Path, data: bytes | str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """OSError where `write_file` would fail for sure: asked before work that takes long."""
+    """Raise the OSError that `write_file` would surely fail with; called before work that takes long."""
     if str(path) == "-":
         return
     try:
@@ -158,9 +160,9 @@ def check_writable(path: Path) -> None:
 
 
 def cut_broken_line(path: Path) -> bool:
-    """Remove what a process that was killed left of a log's last line; True where there was any of it.
+    """Remove a log's unfinished last line, which a killed process left; True where there was one.
 
-    Nothing is read of what is no regular file.
+    A file that is not regular is not read.
     """
     if not path.is_file():
         return False
@@ -173,8 +175,7 @@ def cut_broken_line(path: Path) -> bool:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Write where there is nothing yet, or a link to nothing, which the system follows or refuses to
-    follow.
+    """Write a path where no file is yet, or a link to no file, which the system follows or refuses to follow.
     """
     if path.is_symlink():
         written = Path(os.path.realpath(path))
@@ -194,7 +195,8 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _own_output(there: os.stat_result) -> int | None:
-    """This process's stdout or stderr, where the name means it: it goes on where that is, as for `-`."""
+    """The descriptor of this process's stdout or stderr if the file is open as that, so that writing goes on
+    at its position; None otherwise."""
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), there):
@@ -205,8 +207,8 @@ def _own_output(there: os.stat_result) -> int | None:
 
 
 def _replace(real: Path, descriptor: int, content: bytes) -> bool:
-    """Put a new file in the place of the open one; False, and nothing done, where it would not be the same
-    but for its content."""
+    """Put a new file in the place of the open one. False, with nothing done, where the new file could not
+    have the same owner, attributes and mode."""
     there = os.fstat(descriptor)
     try:
         if not os.path.samestat(os.stat(real), there):
@@ -233,7 +235,8 @@ def _replace(real: Path, descriptor: int, content: bytes) -> bool:
 
 
 def _took_after(new: int, old: int) -> bool:
-    """Give the new file the owner, attributes (access lists are among them) and mode of the old one."""
+    """Give the new file the owner, attributes (with access lists) and mode of the old one; False where that
+    fails."""
     there, mine = os.fstat(old), os.fstat(new)
     try:
         if (there.st_uid, there.st_gid) != (mine.st_uid, mine.st_gid):
@@ -248,7 +251,7 @@ def _took_after(new: int, old: int) -> bool:
 
 
 def _beside(path: Path, mode: int) -> tuple[Path, int]:
-    """A new file in the same directory, open for writing."""
+    """Create a temporary file in the same directory; its path, and its descriptor open for writing."""
     temporary = path.with_name(f".phasewise-{secrets.token_hex(8)}")
     return temporary, os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
@@ -259,7 +262,8 @@ def _fill(descriptor: int, content: bytes) -> None:
 
 
 def _rewrite(descriptor: int, n_before: int, content: bytes) -> None:
-    """Other content in the same file. It is changed only after the disk has room for all of it."""
+    """Write other content into the same file, which changes only after the disk has room for all of the
+    content."""
     if len(content) > n_before:
         try:
             os.posix_fallocate(descriptor, 0, len(content))

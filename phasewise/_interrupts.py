@@ -1,4 +1,4 @@
-"""Ctrl-C always ends what runs, also where Python would drop it.
+"""Keep Ctrl-C from being lost: it ends what runs, also where Python would drop it.
 
 An exception that is raised while a weak reference's callback, a `__del__` or a function called by C runs goes
 nowhere: Python only prints it. Libraries have many such callbacks, and a KeyboardInterrupt may come in any.
@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from typing import Any
 
 AGAIN_S = 0.002
-"""Time after which a dropped interrupt is sent again: the callback has returned, or drops it once more."""
+"""Seconds after which a dropped interrupt is sent again: the callback has returned, or drops the interrupt
+once more."""
 
 _is_waiting = _thread.allocate_lock()
 
 
 def _send_again() -> None:
-    """Once for all that are dropped meanwhile."""
+    """Send SIGINT to this process after AGAIN_S, once for all interrupts that are dropped meanwhile."""
     if _is_waiting.acquire(blocking=False):
         time.sleep(AGAIN_S)
         _is_waiting.release()
@@ -33,9 +34,8 @@ def _send_again() -> None:
 
 
 def keep_interrupts() -> None:
-    """From now on an interrupt that Python drops is sent to this process again. Other errors in callbacks are
-    told as before.
-    """
+    """From now on send an interrupt that Python drops to this process again. Other errors in callbacks are
+    printed as before."""
     tell = sys.unraisablehook
     if getattr(tell, "keeps_interrupts", False):
         return
@@ -59,11 +59,10 @@ def keep_interrupts() -> None:
 
 @contextmanager
 def remembered_interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt where one came and was cleared on its way, as code in C
-    may do; long loops call it. An error that took its place on the way is raised as KeyboardInterrupt too.
-    Interrupts are left as they are outside of the main thread, and where the process handles them in its own
-    way.
-    """
+    """Yield a function that raises KeyboardInterrupt where an interrupt came and was cleared on its way, as C
+    code may do; long loops call the function. An error that replaced the interrupt on its way is raised as
+    KeyboardInterrupt too. Outside of the main thread, and where the process handles SIGINT in its own way,
+    interrupts are left as they are."""
     seen: list[bool] = []
 
     def interrupt(*_: object) -> None:
@@ -89,17 +88,16 @@ def remembered_interrupts() -> Iterator[Callable[[], None]]:
 
 
 def came_of_interrupt(error: BaseException | None) -> bool:
-    """True if an error took the place of a KeyboardInterrupt, as in a library's `finally` that asserts."""
+    """True if an error replaced a KeyboardInterrupt, as in a library's `finally` that asserts."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
 
 
 def exit_at_interrupts(exit_code: str | int | None) -> None:
-    """From now on an interrupt ends the process at once with `exit_code`, that of a SystemExit: what is left
-    to do is to wait for threads. Once they have ended, interrupts are ignored. Those that were ignored before
-    still are.
-    """
+    """From now on end the process at once on an interrupt, with `exit_code` as of a SystemExit: only waiting
+    for threads is left to do. Once the threads have ended, interrupts are ignored. Interrupts that were
+    ignored before still are."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
     code = exit_code if isinstance(exit_code, int) else int(exit_code is not None)

@@ -1,8 +1,8 @@
-"""The one reader of JSON that others wrote: files, lines and answers of programs that are not ours.
+"""The one reader of JSON from outside: files, lines and answers of programs that are not ours.
 
-Everything that it refuses is a ValueError of one line. What it gives is nested no deeper than `MOST_DEPTH`,
-and its numbers are whole numbers of 64 bits or finite floats: a longer whole number becomes a float, so that
-a check for a whole number refuses it. `json.loads` has none of these bounds.
+Everything that it refuses is a ValueError of one line. Values are nested no deeper than `MOST_DEPTH`, and
+numbers are whole numbers of 64 bits or finite floats: a longer whole number becomes a float, so that a check
+for a whole number refuses it. `json.loads` has none of these bounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 MOST_DEPTH = 200
-"""Levels of lists and objects, as the reader of requests has them."""
+"""Most levels of lists and objects; the reader of requests has the same limit."""
 MOST_VALUES = 160 * 1024  # token ids of a long context
 MOST_CONTAINERS = 64 * 1024
 _COUNTED_AT_ONCE_BYTES = 256 * 1024
@@ -31,8 +31,8 @@ def read_json(
     object_of: Callable[[Pairs], Any] | None = None,
     constant_of: Callable[[str], Any] | None = None,
 ) -> Any:
-    """The value of `text`. object_of: makes an object of its pairs. constant_of: makes a value of `NaN`,
-    `Infinity` and `-Infinity`, which are refused without it.
+    """Parse a JSON text; ValueError for what is not JSON or breaks the bounds. object_of: makes an object of
+    its pairs. constant_of: makes a value of `NaN`, `Infinity` and `-Infinity`, which are refused without it.
     """
     try:
         value = json.loads(
@@ -49,9 +49,9 @@ def read_json(
 
 
 def is_flood(raw: bytes) -> bool:
-    """True where `raw` has more values, or more lists and objects, than one request may have.
+    """True if `raw` has more values, or more lists and objects, than one request may have.
 
-    Every value of JSON costs far more than its bytes, so this is asked before they are read. Signs inside of
+    A JSON value costs far more memory than its bytes, so this check comes before parsing. Signs inside of
     texts are counted too; a text with that many of them is longer than any context.
     """
     n_values = n_containers = 0
@@ -85,7 +85,7 @@ def _whole(text: str) -> int | float:
 
 
 def with_unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """For `object_of`: an object that has a key twice is refused."""
+    """Make an object of its pairs, for `object_of`; ValueError for a key that comes twice."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -93,12 +93,14 @@ def with_unique_keys(pairs: Pairs) -> dict[str, Any]:
 
 
 def infinity_of(name: str) -> float:
-    """For `constant_of`: infinities, as Python's programs write them, and nothing else."""
+    """The infinity of a JSON constant, for `constant_of`, as Python's programs write it; ValueError for
+    `NaN`."""
     return float(name) if name.endswith("Infinity") else refuse_constant(name)
 
 
 def _refuse_depth(value: Any) -> None:
-    """Level by level: to print a value, or to write it again, takes a call for each level."""
+    """Refuse a value nested deeper than MOST_DEPTH, without recursion: printing or writing it takes a call
+    for each level."""
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [
@@ -118,4 +120,4 @@ def _too_deep() -> ValueError:
 
 
 DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite, parse_int=_whole)
-"""For a text that goes on behind its value. Its depth is not looked at."""
+"""Decoder of a JSON value at the beginning of a longer text; it does not check the value's depth."""

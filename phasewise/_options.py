@@ -10,7 +10,7 @@ from typing import Any
 from phasewise._words import bytes_of
 
 OPTION = "option"
-"""The key of an `Option` in the metadata of a field."""
+"""The key of a field's `Option` in its metadata."""
 MOST_USED = "Most used"
 """The heading of `--help` that comes first."""
 
@@ -24,39 +24,41 @@ class OptionError(ValueError):
 
 
 class NoEffect(OptionError):
-    """Options that the chosen way of running does not follow. `fields`: their parameters, by name."""
+    """An option was given that the chosen way of running does not use. `fields`: names of the parameters."""
 
     def __init__(self, fields: Sequence[str], where: str, instead: str = "leave that out") -> None:
         self.fields, self.where, self.instead = tuple(fields), where, instead
         super().__init__(self.naming([f"--{name.replace('_', '-')}" for name in fields]))
 
     def naming(self, flags: Sequence[str]) -> str:
-        """The error's line with these flags."""
+        """The error's message with these flags."""
         have = "has" if len(flags) == 1 else "have"
         return f"{', '.join(flags)} {have} no effect {self.where}: {self.instead}"
 
 
 def changed(settings: Any, *names: str) -> list[str]:
-    """Those of the named fields of a dataclass that are not their defaults; without names of all fields."""
+    """Those of the named fields of a dataclass that differ from their defaults; without names, of all fields.
+    """
     own = {each.name: each.default for each in fields(settings)}
     values = {name: getattr(settings, name) for name in names or own}
     return [name for name, value in values.items() if value != own[name] and value not in ([], ())]
 
 
 def refuse_unused(where: str, given: Sequence[str], instead: str = "leave that out") -> None:
-    """NoEffect where any of these parameters is given."""
+    """Raise NoEffect if any parameter is given. where: the way of running that does not use them. given:
+    names of given parameters."""
     if given:
         raise NoEffect(given, where, instead)
 
 
 @dataclass(frozen=True)
 class Option:
-    """The option of a field.
+    """The command-line option of a settings field.
 
-    flags: empty for `--field-name`. kind: its type where the field's own is wider. written: the field's
-    default as a user writes it, where `settings` have a parser. panel: its heading in `--help`; None: that of
-    the class, `PANEL`. config_only: a line of the configuration file, and no flag. settings: bounds, metavar,
-    envvar and parser, by the names that typer has for them.
+    flags: empty for `--field-name`. kind: the option's type where the field's own is wider. written: the
+    field's default as a user writes it, where `settings` have a parser. panel: the heading in `--help`; None:
+    that of the class, `PANEL`. config_only: True for a line of the configuration file without a flag.
+    settings: bounds, metavar, envvar and parser, by the names that typer has for them.
     """
 
     help: str
@@ -68,7 +70,7 @@ class Option:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, default: Any = MISSING, *, repr: bool = True, **changed: Any) -> Any:
-        """A field of a dataclass that has this option."""
+        """Make a dataclass field that has this option."""
         return field(default=default, repr=repr, metadata={OPTION: replace(self, **changed)})
 
 
@@ -81,17 +83,17 @@ def named(
     config_only: bool = False,
     **settings: Any,
 ) -> Option:
-    """An option that fields of several classes share."""
+    """Make an option that fields of several classes share."""
     return Option(help_text, flags, kind, written, panel, config_only, settings)
 
 
 def option(default: Any, help_text: str, *flags: str, repr: bool = True, **settings: Any) -> Any:
-    """A field with an option of its own."""
+    """Make a dataclass field with an option of its own."""
     return named(help_text, *flags, **settings)(default, repr=repr)
 
 
 def parse_budget(text: str) -> float:
-    """`90`, `90s`, `1.5m`, `1h` in seconds."""
+    """Parse a duration such as `90`, `90s`, `1.5m` or `1h` into seconds."""
     seconds = _seconds(text)
     if not seconds:
         raise OptionError(f"a budget is written like 90s, 10m or 1h, not {text!r:.40}")
@@ -99,7 +101,7 @@ def parse_budget(text: str) -> float:
 
 
 def parse_time(text: str) -> float:
-    """`0`, `30s`, `5m` or `1h` in seconds."""
+    """Parse a time such as `0`, `30s`, `5m` or `1h` into seconds."""
     seconds = _seconds(text)
     if seconds is None:
         raise OptionError(f"a time is written like 30s, 5m or 1h, not {text!r:.40}")
@@ -112,7 +114,7 @@ def _seconds(text: str) -> float | None:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """`1` or `1,8,32` as numbers."""
+    """Parse numbers such as `1` or `1,8,32`."""
     parts = [part.strip() for part in str(text).split(",")]
     if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
         raise OptionError(f"numbers are written like 1 or 1,8,32, not {text!r:.40}")
@@ -120,7 +122,7 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def parse_bytes(text: str) -> int:
-    """`512M`, `1.5GiB` or `4000000` in bytes, units being powers of 1024."""
+    """Parse a size such as `512M`, `1.5GiB` or `4000000` into bytes, units being powers of 1024."""
     n_bytes = bytes_of(text)
     if n_bytes is None:
         raise OptionError(f"{text!r} is not a size such as 512M or 4GiB")

@@ -16,13 +16,13 @@ _BELOW_HOME: dict[Kind, str] = {
 
 
 def user_folder(kind: Kind) -> Path:
-    """`phasewise` in `$XDG_KIND_HOME`, or in that kind's place below the home directory."""
+    """The folder `phasewise` in `$XDG_KIND_HOME`, or in that kind's place below the home directory."""
     named = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
     base = named if named.strip() else os.path.expanduser(f"~/{_BELOW_HOME[kind]}")
     return Path(base, "phasewise")
 
 
 def cache_folder() -> Path:
-    """`$PHASEWISE_CACHE`, or phasewise's place in the XDG cache directory."""
+    """The cache folder: `$PHASEWISE_CACHE`, or phasewise's folder in the XDG cache directory."""
     named = os.environ.get("PHASEWISE_CACHE")
     return Path(named) if named else user_folder("cache")

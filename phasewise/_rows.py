@@ -1,4 +1,4 @@
-"""Rows of results: a field carries the title and the form of its column in tables."""
+"""Rows of results: a dataclass field carries the title and the format of its column in tables."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, ClassVar, dataclass_transform
 from phasewise._words import NOTHING
 
 COLUMN = "column"
-"""The key of a `Column` in the metadata of a field."""
+"""The key of a field's `Column` in its metadata."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """The column of a field.
+    """The table column of a field.
 
-    form: the value as `format` writes it, or what makes the cell of it. per: the title's unit in that of the
-    field. of_row: makes the cell of the whole row; a mapping is several columns. is_narrow: one of those for
-    80 characters.
+    form: format of the value for `format`, or function from the value to its cell. per: number that values
+    are divided by, the title's unit in the field's unit. of_row: function from the whole row to the cell; a
+    mapping makes several columns. is_narrow: True for a column of tables in 80 characters.
     """
 
     title: str
@@ -31,7 +31,7 @@ class Column:
     is_narrow: bool = False
 
     def cells(self, row: Any, value: Any) -> Mapping[str, str]:
-        """The cells of a row by their titles; `-` for a value that there is not."""
+        """Make the cells of a row by their titles; `-` for None."""
         if self.of_row is not None:
             cell = self.of_row(row)
             return {self.title: cell} if isinstance(cell, str) else cell
@@ -50,13 +50,13 @@ def column(
     left: bool = False,
     narrow: bool = False,
 ) -> Any:
-    """A field that has a column."""
+    """Make a dataclass field that has a column."""
     return dataclasses.field(metadata={COLUMN: Column(title, form, per, of_row, left, narrow)})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(column, dataclasses.field))
 class Row:
-    """The base of a frozen dataclass some of whose fields have columns."""
+    """Base of a frozen dataclass with fields that have columns."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -64,19 +64,19 @@ class Row:
         dataclass(frozen=True)(cls)
 
     def cells(self) -> Iterator[tuple[Column, Mapping[str, str]]]:
-        """The columns, in the order of the fields, with their cells."""
+        """Yield the columns, in the order of the fields, with their cells."""
         for field in dataclasses.fields(self):
             own: Column | None = field.metadata.get(COLUMN)
             if own is not None:
                 yield own, own.cells(self, getattr(self, field.name))
 
     def texts(self) -> dict[str, str]:
-        """The cells by their titles."""
+        """The row's cells by their titles."""
         return {title: text for _, cells in self.cells() for title, text in cells.items()}
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Half the distance between the quartiles, over the median."""
+    """Half the distance between the samples' quartiles, over their median."""
     if len(samples) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(samples, n=4)

@@ -1,7 +1,7 @@
-"""The table of a safetensors file, believed only where it fits the file.
+"""The table of a safetensors file, checked against the size of the file.
 
 Eight bytes of length, a JSON table of (dtype, shape, byte range), then the tensors. The package of that name
-cannot give bfloat16 to numpy, and maps its file; the tests hold this against it.
+cannot give bfloat16 to numpy, and maps its file; tests compare this reader with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checked table; `offset` from the start of the file."""
+    """One tensor of a checked table; `offset` is in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,8 @@ class TensorEntry:
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """The length of the table's JSON, by the file's first bytes. ValueError, to follow the file's name."""
+    """Read the length of the table's JSON from the file's first bytes. ValueError, whose text follows the
+    file's name."""
     if len(first) < LENGTH_BYTES:
         raise ValueError(f"has {counted(len(first), 'byte')}: not a safetensors file")
     (length,) = struct.unpack("<Q", first[:LENGTH_BYTES])
@@ -46,9 +47,8 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 def entries_of(table: dict[str, Any], start: int, file_bytes: int) -> dict[str, TensorEntry]:
-    """The tensors of a table, whose bytes begin at `start`. Every one has a known size that fits, lies in the
-    file and overlaps no other. ValueError, to follow the file's name.
-    """
+    """Check the tensors of a table, whose bytes begin at `start`: every tensor has a known size that fits,
+    lies in the file and overlaps no other. ValueError, whose text follows the file's name."""
     entries = {
         name: _entry(fields, start, f"tensor {name!r:.80}")
         for name, fields in table.items()

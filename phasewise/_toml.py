@@ -1,4 +1,4 @@
-"""TOML from strangers: what tomllib would take minutes for is refused before it is parsed."""
+"""Reader of TOML from strangers: text that tomllib would take minutes for is refused before it is parsed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _LONG_KEY = re.compile(rb"(?<![\w-])(?:" + _PART + rb"){%d}" % MAX_KEY_PARTS)
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """The tables of a document. ValueError, in one line, for what is not TOML or has a key of many parts."""
+    """Parse a TOML document. ValueError, in one line, for text that is not TOML or has a key of many parts.
+    """
     if _LONG_KEY.search(data):  # tomllib's time grows with the square of a key's parts
         raise ValueError(f"it has a key of more than {MAX_KEY_PARTS} parts")
     try:

@@ -1,6 +1,5 @@
-"""Numbers in sentences and tables: plurals, shares, multiples and digits by one set of rules; the word that
-was meant; the reason of an error; the end of a process.
-"""
+"""Words for messages and tables: numbers, plurals, shares and ratios by one set of rules; suggestions for a
+mistyped word; the reason of an error; the end of a process."""
 
 from __future__ import annotations
 
@@ -11,29 +10,31 @@ import signal
 from collections.abc import Iterable
 
 NOTHING = "-"
-"""The mark in place of a number that there is not."""
+"""The mark in place of a missing number."""
 
 NO_VERDICT = "no verdict"
-"""The words in place of a measured ratio that may as well be 1."""
+"""The words in place of a measured ratio that may well be 1."""
 
 WIDEST = 1.25
-"""Ratio of the ends of a gain's interval beyond which the machine was too busy for timings to say much."""
+"""Ratio of a gain's interval ends above which the machine was too busy for its timings to mean much."""
 
 MOST_SHARE = 1.15
-"""The highest share of a limit that two measurements of one minute give; one above it had too low a limit."""
+"""Highest share of a limit that is believed: a limit and a speed measured in one minute differ by this much
+at most; above it the limit was measured too low."""
 
 LEAST_BEGINNING = 3
-"""The letters of a name from which on it may be told what was meant."""
+"""Fewest letters of a word that are completed to a name."""
 
 MOST_MEANT = 4
-"""The most names that a line gives of those that a word begins."""
+"""Most names in a message's suggestion."""
 
 LOW_LIMIT = "-: faster than the limit, which was measured while the machine was busy"
-"""The line of a table with such a share."""
+"""The line under a table with a share above MOST_SHARE."""
 
 
 def plural(count: float, singular: str, several: str | None = None) -> str:
-    """`singular` for a count of one, else `several` or `singular` with an s: `plan`, `plans`."""
+    """The noun for a count: `singular` for one, else `several` or `singular` with an s, e.g. `plan`, `plans`.
+    """
     if count == 1:
         return singular
     if several is not None:
@@ -44,9 +45,8 @@ def plural(count: float, singular: str, several: str | None = None) -> str:
 
 
 def meant(word: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?`, the end of a message: the few of `names` that begin with `word`, else the one
-    that is much like it, in either case of letters. Else nothing.
-    """
+    """The end of a message that suggests names, `; did you mean NAME?`: a few of `names` that begin with
+    `word`, else the most similar name, in either case of letters. Empty where no name is near."""
     written = {name.lower(): name for name in sorted(names)}
     begun = (
         [name for name in written if name.startswith(word.lower())] if len(word) >= LEAST_BEGINNING else []
@@ -57,7 +57,8 @@ def meant(word: str, names: Iterable[str]) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The words of an error behind a path that is named already: the system's, without number and path."""
+    """The reason of an error in words, to follow a path in a message: the system's text, without number and
+    path."""
     words: str | None = getattr(error, "strerror", None)
     return words or str(error)
 
@@ -66,7 +67,7 @@ _UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def ending_of(code: int) -> str:
-    """The end of a process, by its code: `ended with exit code 1`, `was killed by SIGKILL`."""
+    """The end of a process in words by its exit code: `ended with exit code 1`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -76,7 +77,8 @@ def ending_of(code: int) -> str:
 
 
 def bytes_of(text: str) -> int | None:
-    """`512M`, `1.5GiB` or `4000000` in bytes, units being powers of 1024; None for anything else."""
+    """Parse a size such as `512M`, `1.5GiB` or `4000000` into bytes, units being powers of 1024; None for
+    anything else."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
     return None if match is None else int(float(match[1]) * _UNITS_BYTES[match[2].lower()])
 
@@ -87,7 +89,8 @@ def counted(count: int, singular: str, several: str | None = None) -> str:
 
 
 def number(value: float, digits: int = 6) -> str:
-    """`digits` significant digits or all before the point, never an exponent: `1150`, `0.25`."""
+    """Format a number with `digits` significant digits, or all digits before the point, never an exponent:
+    `1150`, `0.25`."""
     if not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -98,38 +101,38 @@ def number(value: float, digits: int = 6) -> str:
 
 
 def percent(value: float, places: int = 0) -> str:
-    """A share of one in per cent: `39%`; what rounds to nothing has no sign."""
+    """Format a share of one in per cent: `39%`; a share that rounds to zero has no sign."""
     return f"{_unsigned_zero(f'{100 * value:.{places}f}')}%" if math.isfinite(value) else NOTHING
 
 
 def limit_cell(share: float) -> str:
-    """A share of a measured limit in a cell, `-` where the limit was measured too low."""
+    """Format a share of a measured limit as a cell; `-` where the limit was measured too low."""
     told = share_of_limit(share)
     return NOTHING if told is None else percent(told)
 
 
 def share_of_limit(share: float) -> float | None:
-    """A share that may be told; None where the limit must have been measured too low."""
+    """The share of a measured limit if it is at most MOST_SHARE; else None, since the limit was measured too
+    low."""
     return share if share <= MOST_SHARE else None
 
 
 def multiple(ratio: float, places: int = 2) -> str:
-    """A ratio: `2.41x`; from 100 on without places, `1150x`."""
+    """Format a ratio: `2.41x`; from 100 on without decimals, `1150x`."""
     if not math.isfinite(ratio):
         return NOTHING
     return f"{_unsigned_zero(f'{ratio:.{places if abs(ratio) < 100 else 0}f}')}x"
 
 
 def proven(ratio: float, low: float, high: float, places: int = 2) -> str:
-    """A measured ratio that `is_proven`, as `multiple`; else that there is no verdict."""
+    """Format a measured ratio like `multiple` if it `is_proven`, else as NO_VERDICT."""
     return multiple(ratio, places) if is_proven(ratio, low, high) else NO_VERDICT
 
 
 def is_proven(ratio: float, low: float, high: float) -> bool:
-    """True if a measured ratio's interval excludes 1, a wide one with its longer side on both sides.
-
-    One bad pair in a few stretches one side alone: 1.01 (1.00 to 18.41) says nothing.
-    """
+    """True if the interval of a measured ratio excludes 1. A wide interval must exclude 1 also with its
+    longer side on both sides, since one bad pair in a few stretches one side alone: 1.01 (1.00 to 18.41)
+    proves nothing."""
     if not (low > 1 or 0 < high < 1):
         return False
     if high <= WIDEST * low:

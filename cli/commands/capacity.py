@@ -1,6 +1,5 @@
 """`phasewise simulate` and `phasewise provision`: traces through clusters on simulated time, and the smallest
-cluster that keeps its promises.
-"""
+cluster that keeps its promises."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
 
 
 def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> list[str | RowTable]:
-    """The text of one simulation, for people."""
+    """Text of one simulation for people."""
     rate = summary.n_requests / summary.duration_s if summary.duration_s else 0.0
     tokens = summary.output_tokens / summary.duration_s if summary.duration_s else 0.0
     parts: list[str | RowTable] = [
@@ -156,11 +155,11 @@ def _slo_lines(summary: Summary, slo: Slo | None) -> list[str]:
 
 
 DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")
-"""Columns of a narrow table; `--wide` prints the others too."""
+"""Columns of the narrow table of designs; `--wide` prints the others too."""
 
 
 def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = False) -> list[str | RowTable]:
-    """Each design's answer in a row, for people."""
+    """Text of `provision` for people: a row for each design's answer."""
     rows = [_provision_row(answer) for answer in answers]
     names = list(rows[0]) if wide and rows else DESIGN_COLUMNS
     table = RowTable([{name: row[name] for name in names} for row in rows], ("design", "machines"))
@@ -190,7 +189,7 @@ def _provision_row(answer: Provisioned) -> dict[str, str]:
 
 
 def simulation_fields(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> dict[str, Any]:
-    """One simulation, for a script."""
+    """JSON fields of one simulation."""
     return {
         "policy": spec.policy,
         "pools": _pool_fields(spec),
@@ -228,7 +227,7 @@ def _named(values: Mapping[int, float]) -> dict[str, float]:
 
 
 def provision_fields(answers: Sequence[Provisioned], slo: Slo) -> dict[str, Any]:
-    """Each design's answer, for a script."""
+    """JSON fields of `provision`: each design's answer."""
     return {"slo": slo.name, "designs": [_answer_fields(answer, slo) for answer in answers]}
 
 

@@ -100,7 +100,7 @@ def chat(
 
 
 def _messages() -> Iterator[str]:
-    """Messages that the user types: a line, or the lines between two fences."""
+    """Yield the messages that the user types: a line, or the lines between two fences."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -127,7 +127,7 @@ def _messages() -> Iterator[str]:
 
 
 def _answer(session: ChatSession, message: str, sampling: SamplingChoice, n_tokens: int | None) -> None:
-    """Stream one answer; Ctrl-C ends it between two tokens and keeps what there is."""
+    """Stream one answer; Ctrl-C ends it between two tokens and keeps the tokens so far."""
     from phasewise.serving.errors import RequestError
 
     wrap = WordWrap(shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else None
@@ -150,7 +150,8 @@ def _answer(session: ChatSession, message: str, sampling: SamplingChoice, n_toke
 
 @contextlib.contextmanager
 def _until_interrupted() -> Iterator[Callable[[], bool]]:
-    """A step of the engine must not be torn apart: within this, Ctrl-C only sets a flag."""
+    """Turn Ctrl-C into a flag within this context, since a step of the engine must not be torn apart; yields
+    a function that reads the flag."""
     interrupted = False
 
     def remember(*_signal: object) -> None:
@@ -165,7 +166,7 @@ def _until_interrupted() -> Iterator[Callable[[], bool]]:
 
 
 def _obey(line: str, session: ChatSession, sampling: SamplingChoice) -> SamplingChoice:
-    """Do what a line that begins with / says; the sampling that holds from now on."""
+    """Run a command line that begins with /; returns the sampling for the next answers."""
     name, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     try:
@@ -196,10 +197,10 @@ _FENCE = "```"
 
 
 class WordWrap:
-    """Text that comes in pieces, with line ends between words. Code between fences keeps its lines.
+    """Word wrap of text that arrives in pieces. Code between fences keeps its lines.
 
-    A word is held back until it has ended, so that it moves to the next line whole. One that is wider than
-    the terminal is broken by it.
+    A word is held back until it has ended, so that it moves to the next line whole. A word wider than the
+    terminal is shown as it arrives.
     """
 
     def __init__(self, columns: int) -> None:
@@ -208,17 +209,17 @@ class WordWrap:
         self._spaces = ""
         self._word = ""
         self._line = ""
-        """The line of the text itself, which may fill several of the terminal."""
+        """The line of the text so far, which may fill several lines of the terminal."""
         self._is_code = False
         self._is_wide = False
-        """Within a word that is wider than the terminal: it is shown as it comes."""
+        """True within a word wider than the terminal."""
 
     def shown(self, piece: str) -> str:
-        """The part of the text so far that can be shown now."""
+        """Take the next piece of text; returns what can be shown now."""
         return "".join(map(self._after, piece))
 
     def rest(self) -> str:
-        """The last word."""
+        """The held-back word at the end of the text."""
         return self._placed()
 
     def _after(self, sign: str) -> str:
@@ -243,7 +244,7 @@ class WordWrap:
         return self._placed() if self._is_wide else ""
 
     def _placed(self) -> str:
-        """The word that was held back, with what stands before it."""
+        """Release the held-back word, with the spaces or the line end before it."""
         word, spaces = self._word, self._spaces
         if not word:
             return ""
@@ -257,7 +258,7 @@ class WordWrap:
 
 
 def speed_line(answer: OneAnswer) -> str:
-    """`48 tokens, the first after 120 ms, then 31.2 tokens/s`."""
+    """Speed of an answer in words: `48 tokens, the first after 120 ms, then 31.2 tokens/s`."""
     line = f"{counted(answer.n_generated, 'token')}, the first after {number(round(answer.ttft_ms))} ms"
     rate = answer.tokens_per_second
     return line if rate is None else f"{line}, then {rate:.1f} tokens/s"
@@ -267,7 +268,7 @@ _WIDTH = 24
 
 
 class PromptBar:
-    """A line on stderr from the first step of a prompt to its last; nothing off a terminal."""
+    """Progress bar of a prompt on stderr, from its first step to its last; nothing off a terminal."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -280,7 +281,7 @@ class PromptBar:
         self._end()
 
     def show(self, progress: Progress | None) -> None:
-        """The prompt by now; None: its answer has begun, and the bar goes."""
+        """Show the prompt's progress; None removes the bar, since the answer has begun."""
         if progress is None or not sys.stderr.isatty():
             self._end()
             return
@@ -294,7 +295,7 @@ class PromptBar:
 
 
 def bar_text(progress: Progress) -> str:
-    """The bar, the tokens, and the time that is left at the rate so far."""
+    """Text of the bar: the bar itself, tokens, and the time left at the rate so far."""
     n_full = _WIDTH * progress.n_computed // progress.n_prompt
     n_done, n_left = progress.n_computed - progress.n_cached, progress.n_prompt - progress.n_computed
     left_s = progress.took_ns / 1e9 * n_left / max(1, n_done)
@@ -330,11 +331,11 @@ _RANGES = {
 
 
 class ChatCommandError(Exception):
-    """A command that cannot be followed; the message says what to write."""
+    """A chat command cannot be followed; the message says what to write."""
 
 
 def applied_setting(text: str) -> dict[str, float | int | None]:
-    """`temperature 0.2` as a field of `SamplingChoice` and its value."""
+    """Parse a setting such as `temperature 0.2` into a field of `SamplingChoice` and its value."""
     name, _, written = text.partition(" ")
     name = name.replace("-", "_")
     if name not in _KINDS or not written.strip():
@@ -354,7 +355,7 @@ def applied_setting(text: str) -> dict[str, float | int | None]:
 
 
 def save_conversation(path: Path, model: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Write the conversation as one JSON object. ChatCommandError where that fails."""
+    """Write the conversation as one JSON object. ChatCommandError where the file cannot be written."""
     if not path.name:
         raise ChatCommandError("write /save FILE")
     fields = {"schema_version": SCHEMA_VERSION, "model": model, "messages": list(messages)}

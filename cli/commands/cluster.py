@@ -1,4 +1,4 @@
-"""`phasewise cluster`: what runs on a Ray cluster, and draining of it."""
+"""`phasewise cluster`: the servers on a Ray cluster, and draining of their instances."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def set_value(
 
 
 def _make_folder(path: Path) -> None:
-    """The file's directory, where there is none yet; a link's file may have its own."""
+    """Create the file's directory if it is missing; a symbolic link's target may have another directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -93,7 +93,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _parsed(text: str) -> Any:
-    """A TOML value, or the text itself where it is none."""
+    """Parse a TOML value; other text is the value itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""`phasewise doctor`: what on this host keeps it from its limit."""
+"""`phasewise doctor`: findings about what keeps this host from its limit."""
 
 from __future__ import annotations
 
@@ -126,7 +126,6 @@ LABEL_WIDTH = 10
 
 
 def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The JSON that `--json` prints."""
     return {
         "source": host.machine.source,
         "findings": _findings_fields(findings),
@@ -143,7 +142,7 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list[str]:
-    """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
+    """Text of the findings in lines of at most 80 characters, all of which `encoding` can write."""
     lines = _wrap("", f"{host.machine.source}: {count_words(host.machine)}")
     for fact in _facts(host):
         lines += _wrap("", fact)
@@ -159,12 +158,11 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
 
 
 def decode_fields(figures: DecodeFigures, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The JSON that `--decode --json` prints."""
     return {"figures": figures, "findings": _findings_fields(findings)}
 
 
 def decode_lines(figures: DecodeFigures, findings: Sequence[Finding], encoding: str) -> list[str]:
-    """The whole text of `--decode`, as `doctor_lines`."""
+    """Text of `--decode` in lines of at most 80 characters, all of which `encoding` can write."""
     lines = _wrap("", f"{figures.model} on {counted(figures.n_cores, 'core')}")
     for fact in figures.describe():
         lines += _wrap("", fact)
@@ -184,7 +182,7 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _facts(host: Host) -> Iterator[str]:
-    """The state of what was tuned, and the memory of processes; no finding follows from it."""
+    """Yield facts from which no finding follows: the state of tuning, and the memory of processes."""
     if host.tuned is not None:
         yield f"Products of these cores: {host.tuned.products.describe()}."
         if host.tuned.shipped:
@@ -200,7 +198,6 @@ def _facts(host: Host) -> Iterator[str]:
 
 
 def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
-    """The JSON that `--bits --json` prints."""
     return {
         "outcomes": [outcome.to_json() for outcome in outcomes],
         "problems": sum(outcome.problem is not None for outcome in outcomes),
@@ -208,7 +205,7 @@ def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
 
 
 def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
-    """A line for each wrong outcome, and what was checked."""
+    """A line for each wrong outcome, and a line about what was checked."""
     lines = [
         f"wrong: {outcome.isa} on core {outcome.core}, weights in {outcome.weights}, "
         f"keys and values in {outcome.kv_format}: {outcome.problem}"
@@ -239,7 +236,8 @@ def _details(finding: Finding) -> Iterator[str]:
 
 
 def _wrap(label: str, text: str) -> list[str]:
-    """A paragraph after its label, continued below its own beginning; a path longer than a line is cut."""
+    """Wrap a paragraph after its label, continued below the text's beginning; a path longer than a line is
+    cut."""
     label = label.ljust(LABEL_WIDTH + 1) if label.startswith(" ") else label
     return textwrap.wrap(
         text,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VectorForm = Literal["json", "npy", "csv"]
 """The form in which vectors are written."""
 Encoding = Literal["float", "int8", "binary", "ubinary"]
-"""The form of a vector's numbers: `pooling.PRECISIONS`."""
+"""Format of a vector's numbers, one of `pooling.PRECISIONS`."""
 
 
 def embed(
@@ -109,7 +109,7 @@ def _texts(given: list[str], file: Path | None) -> list[str]:
 
 
 def _print_vectors(vectors: npt.NDArray[Any], form: VectorForm, about: dict[str, Any]) -> None:
-    """`about`: what JSON says before the vectors."""
+    """Print the vectors in a form. about: fields of the JSON object before the vectors."""
     if form == "npy":
         _write_npy(vectors)
     elif form == "csv":

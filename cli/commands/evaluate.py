@@ -51,7 +51,7 @@ def evaluate(
 
 
 def evaluation_lines(evaluation: Evaluation) -> Iterator[str]:
-    """The figures as lines of a label and its value."""
+    """Lines of a label and a figure each."""
     about = f"{evaluation.format}, KV {evaluation.kv_format}, arithmetic {evaluation.arithmetic}"
     yield _line("model", f"{on_one_line(evaluation.model)}, {about}")
     figures = evaluation.text
@@ -85,7 +85,7 @@ def _divergence_lines(figures: Divergence) -> Iterator[str]:
 
 
 def _estimate(estimate: MeanError, places: int, scale: int = 1) -> str:
-    """`scale` 100: in per cent."""
+    """Format an estimate with its error. scale: factor of the figures; 100 makes per cent."""
     unit = "%" if scale == 100 else ""
     return f"{scale * estimate.value:.{places}f}{unit} +/- {scale * estimate.error:.{places}f}{unit}"
 

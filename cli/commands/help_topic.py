@@ -51,16 +51,16 @@ def help_topic(
 
 GUIDE = Path(__file__).parents[1] / "guide"
 COLUMNS = 79
-"""A terminal of 80 columns holds each line."""
+"""Columns of a page: a terminal of 80 columns holds each line."""
 
 _NO_TEXT = re.compile(r"<!--.*?-->\n?|^!\[[^\]]*\]\([^)]*\)\n\n?", re.S | re.M)
-"""Comments, and pictures that stand alone."""
+"""Pattern of what a page in a terminal leaves out: comments, and pictures on a line of their own."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
 
 def titles() -> dict[str, str]:
-    """Every page's title, by its name."""
+    """The title of every page by the page's name."""
     return {
         path.stem: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         for path in sorted(GUIDE.glob("*.md"))
@@ -68,14 +68,13 @@ def titles() -> dict[str, str]:
 
 
 def list_text() -> str:
-    """A line for each page."""
     pages = titles()
     width = max(map(len, pages))
     return "".join(f"{name:<{width}}  {title}\n" for name, title in pages.items())
 
 
 def page_text(name: str) -> str:
-    """The page as rich sets it, each link written as what it says; code as it is."""
+    """Render a page with rich for a terminal: links become text, code stays as it is."""
     from rich.console import Console
     from rich.markdown import Markdown
 
@@ -92,6 +91,6 @@ def page_text(name: str) -> str:
 
 
 def _link(match: re.Match[str]) -> str:
-    """The text of a link, and for a page of the guide the command that prints it."""
+    """Text of a link; for a page of the guide, the command that prints the page."""
     said, target = match[1], Path(match[2]).stem
     return f"{said} (phasewise help {target})" if (GUIDE / f"{target}.md").exists() else said

@@ -189,7 +189,7 @@ def _density_line(weight: WeightDensity) -> str:
 
 
 def _facts(inspected: Inspection) -> list[tuple[str, str]]:
-    """The lines that `inspect` prints, a label and a value a line."""
+    """Facts of a model as pairs of a label and a value, one for each line of `inspect`."""
     config = inspected.config
     scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
     windows = {kind.window for kind in config.kinds if kind.window is not None}
@@ -265,7 +265,7 @@ RATE_OVER_S = 10.0
 
 
 def size_text(n_bytes: int) -> str:
-    """Decimal units, as disks and bandwidths are counted."""
+    """Format a size in decimal units, as disks and bandwidths are counted."""
     if n_bytes < 1e9:
         return f"{n_bytes / 1e6:.1f} MB"
     return f"{n_bytes / 1e9:.2f} GB"
@@ -284,7 +284,7 @@ class DownloadBar:
             self._seen.popleft()
 
     def text(self, total: int) -> str:
-        """By what was seen last. Before that, nothing may be asked."""
+        """Text of the bar after the last `saw`, which must have been called."""
         (first_s, first), (now_s, here) = self._seen[0], self._seen[-1]
         share = here / total if total else 1.0
         bytes_per_s = (here - first) / max(now_s - first_s, 1e-3)
@@ -304,7 +304,7 @@ def list_text(
     stored: Sequence[Mapping[str, Any]],
     packed: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Three parts: names that can be fetched, models that were, and packed files."""
+    """Text of `models list`: names that can be fetched, fetched models, and packed files."""
     lines = ["known names"]
     for model in fetchable:
         about = "about " if model["is_rounded"] else ""
@@ -328,7 +328,7 @@ def list_text(
 
 
 def removed_text(removed: Sequence[Removed], dry_run: bool) -> str:
-    """A line for each, then the sum."""
+    """Text of removed files: a line for each, then the sum."""
     verb = "would remove" if dry_run else "removed"
     lines = [
         f"{verb} {size_text(removal.n_bytes):>9}  {removal.why}: {on_one_line(removal.path)}"

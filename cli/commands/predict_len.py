@@ -1,4 +1,4 @@
-"""`phasewise predict-len`: how long answers will be: collect lengths, learn from them, judge it, ask it."""
+"""`phasewise predict-len`: collect lengths of answers, train a predictor on them, judge it, ask it."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def predict(
 
 
 def report_text(report: LogReport) -> Iterator[str | RowTable]:
-    """One log's figures, to read."""
+    """Text of one log's figures for people."""
     yield f"{on_one_line(report.name)}: {counted(report.n_answers, 'answer')}"
     for point, scores in report.scores.items():
         yield ""

@@ -59,7 +59,7 @@ LABEL_COLUMNS = 22
 
 
 def pruned_lines(pruned: Pruned) -> Iterator[str]:
-    """Labels and values."""
+    """Lines of a label and a figure each."""
     facts = [
         ("written", str(pruned.out)),
         ("zeros", _share(pruned.pruned_zeros, pruned.pruned_weights, "pruned weights")),
@@ -83,7 +83,7 @@ def pruned_lines(pruned: Pruned) -> Iterator[str]:
 
 
 def _outputs(recovery: Recovery) -> str:
-    """The mean over weights, before their values were fitted and after."""
+    """Mean error of the weights' outputs in words, after pruning and after values were fitted."""
     shares = (
         f"{100 * recovery.output_error_pruned:.1f} %, recovered {100 * recovery.output_error_recovered:.1f} %"
     )
@@ -99,12 +99,12 @@ def _share(zeros: int, weights: int, of: str) -> str:
 
 
 def _of_all(pruned: Pruned) -> str:
-    """Less than was asked for, because some weights are kept whole."""
+    """Share of zeros among all weights in words: less than asked for, since some weights are kept whole."""
     return f"{_share(pruned.zeros, pruned.weights, 'weights')}: {', '.join(pruned.kept)} kept as is (--skip)"
 
 
 def _here(pruned: Pruned) -> str:
-    """The storage that `--sparse auto` chooses for the zeros."""
+    """The storage in words that `--sparse auto` chooses for the zeros on this machine."""
     if pruned.read_chosen_bytes == pruned.read_dense_bytes:
         return "as fast as dense: --sparse auto stores dense here"
     return f"at most {pruned.decode_gain_here:.2f} times as fast, as --sparse auto stores them"

@@ -50,7 +50,7 @@ def quantise(
 
 
 def quantised_lines(quantised: Quantised) -> Iterator[str]:
-    """The file, and a line for each type in it."""
+    """Lines about the written file, and about each tensor type in it."""
     bits = 8 * quantised.n_bytes / quantised.weights
     yield f"{on_one_line(quantised.out)}: {quantised.n_bytes / 1e6:.1f} MB, {bits:.2f} bits a weight"
     for kind in quantised.types:

@@ -29,11 +29,11 @@ from phasewise.cython_kernels._native import EXCHANGE_LINE, Exchange, exchange_b
 from phasewise.cython_kernels.errors import GroupError
 
 LOOK_MS = 100
-"""Between two looks at whether an ended rank is missed."""
+"""Milliseconds between two checks whether this rank waits for a rank whose process has ended."""
 
 
 class EndedRanks:
-    """Fails the exchange once this rank waits for one whose process has ended.
+    """Thread that fails the exchange once this rank waits for one whose process has ended.
 
     A rank that ends after its last collective fails nothing: it is missed only by a rank that has come to
     more barriers than it. Where the system has no descriptors of processes, the group's timeout ends waits.
@@ -52,7 +52,7 @@ class EndedRanks:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. Any number of times."""
+        """End the thread; a second call does nothing."""
         if self._stop is None:
             return
         os.eventfd_write(self._stop, 1)
@@ -89,7 +89,8 @@ class EndedRanks:
 NAME = "phasewise"
 
 SLOT_BYTES = (1 << 18) + EXCHANGE_LINE
-"""A piece of 256 KiB: three of them for each rank stay in a core's own cache."""
+"""Bytes of a rank's slot in the exchange, which holds pieces of 256 KiB: three slots for each rank stay in a
+core's own cache."""
 
 MOST_WAIT_S = 1e8
 
@@ -121,11 +122,11 @@ _NOT_THERE = (
     "send",
     "_reduce_scatter_base",
 )
-"""Calls of torch that this group refuses, by the names of all its releases."""
+"""Collectives of torch that this group refuses, by the names of all of torch's releases."""
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """Ranks that are processes of one host, and exchange tensors through memory that all of them map.
+    """Process group of ranks on one host, which exchange tensors through memory that all of them map.
 
     The memory has no name in any file system: it is gone with the last of its ranks, however they end.
     """
@@ -193,7 +194,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
-        """all_gather_into_tensor: the output holds what the ranks have one after another."""
+        """Gather all ranks' tensors into `output`, one after another (all_gather_into_tensor)."""
         _check_cpu("all_gather_into_tensor", output)
         if output.numel() != self._size * own.numel():
             raise ValueError(
@@ -225,7 +226,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._ended.close()
 
     def abort(self) -> None:
-        """Ends what the other ranks wait for, with an error on each of them."""
+        """End the waits of the other ranks, with an error on each of them."""
         self._exchange.fail()
         self._ended.close()
 
@@ -237,7 +238,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 raise dist.DistBackendError(f"phasewise process group: {error}{self._missing()}") from None
 
     def _missing(self) -> str:
-        """The ranks that have come to fewer barriers than this one, or have ended, as a remark."""
+        """Remark about the ranks that have come to fewer barriers than this one, or have ended."""
         own = self._exchange.arrivals(self._rank)
         missing = {rank for rank in range(self._size) if self._exchange.arrivals(rank) < own}
         missing.update(self._ended.ranks)
@@ -282,7 +283,7 @@ def _bytes(contiguous: torch.Tensor) -> Any:
 
 
 def _return(whole: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give the caller's tensor what was computed in a contiguous copy; in place there is nothing to do."""
+    """Copy what was computed in a contiguous copy back into the caller's tensor, unless they are the same."""
     if whole.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(whole)
 
@@ -301,7 +302,7 @@ def _names(types: Any) -> str:
 
 
 def _meet(store: Any, rank: int, size: int) -> tuple[Exchange, list[int]]:
-    """One rank's view of the memory that rank 0 makes, and the processes of all ranks.
+    """Map the memory that rank 0 makes into this rank; its exchange, and the processes of all ranks.
 
     The others open rank 0's descriptor through /proc, so no name is left behind whenever a rank ends.
     """
@@ -323,7 +324,7 @@ def _meet(store: Any, rank: int, size: int) -> tuple[Exchange, list[int]]:
 
 
 def _pids(store: Any, rank: int, size: int) -> list[int]:
-    """The processes of all ranks, which must be of one host."""
+    """Exchange the process ids of all ranks through the store; an error if they are not of one host."""
     store.set(f"rank {rank}", json.dumps({"host": _host(), "pid": os.getpid()}))
     ranks = [json.loads(store.get(f"rank {other}")) for other in range(size)]
     strangers = [str(other) for other in range(size) if ranks[other]["host"] != ranks[0]["host"]]
@@ -352,7 +353,7 @@ def _opened(pid: int, descriptor: int) -> int:
 
 
 def _host() -> str:
-    """An id of kernel and PID namespace: processes that share it can open each other's descriptors."""
+    """An id of kernel and PID namespace: processes with the same id can open each other's descriptors."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 

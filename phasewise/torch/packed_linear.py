@@ -19,7 +19,8 @@ Storage = Literal["auto", "sparse", "dense"]
 WeightFormat = Literal["native", "bf16", "int8"]
 
 WORTH_ZEROS = 0.3
-"""`auto` stores weights sparse from this share of zeros on, where the CPU expands by itself."""
+"""Share of zeros from which on `auto` stores weights sparse, on a CPU that expands sparse weights by an
+instruction."""
 
 _FIELDS = ("kind", "n", "k", "group", "zero_point", "top_exponent")
 _ARRAYS = ("values", "scales", "mins", "offsets")
@@ -45,7 +46,7 @@ class PackedLinear(torch.nn.Module):
     def from_linear(
         cls, linear: torch.nn.Linear, storage: Storage = "auto", weight_format: WeightFormat = "native"
     ) -> Self:
-        """The layer's weight and bias, packed. ValueError for a weight that cannot be."""
+        """Pack the layer's weight and bias. ValueError for a weight that cannot be packed."""
         return cls(packed_weight(linear.weight, storage, weight_format), linear.bias)
 
     @property
@@ -63,7 +64,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def stored_as(self) -> str:
-        """`bf16, dense` or the like."""
+        """The storage in words, e.g. `bf16, dense`."""
         return f"{self._weight.kind}, {'sparse' if self.is_sparse else 'dense'}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ class PackedLinear(torch.nn.Module):
         return f"{sizes}, {self.stored_as}"
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The weight: its fields, and its arrays as tensors of bytes or numbers."""
+        """The packed weight for a state dict: its fields, and its arrays as tensors of bytes or numbers."""
         state: dict[str, Any] = {name: getattr(self._weight, name) for name in _FIELDS}
         for name in _ARRAYS:
             array = getattr(self._weight, name)
@@ -97,7 +98,8 @@ class PackedLinear(torch.nn.Module):
         return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """ValueError or WeightError where the arrays are not those of such a weight."""
+        """Set the packed weight from a state dict. ValueError or WeightError where the arrays are not those
+        of such a weight."""
         arrays = {name: _array(state, name) for name in _ARRAYS}
         values = arrays.pop("values")
         if values is None:
@@ -122,7 +124,8 @@ def _array(state: dict[str, Any], name: str) -> Any:
 def packed_weight(
     weight: torch.Tensor, storage: Storage = "auto", weight_format: WeightFormat = "native"
 ) -> PackedWeight:
-    """A weight [outputs, inputs], packed as `PackedLinear` says. ValueError for one that cannot be."""
+    """Pack a weight [outputs, inputs] as `PackedLinear` does. ValueError for a weight that cannot be packed.
+    """
     weight = weight.detach()
     if weight.dtype not in _DTYPES or weight.device.type != "cpu":
         raise ValueError(f"a weight of {weight.dtype} on {weight.device}: a float weight on the CPU expected")
@@ -136,7 +139,8 @@ def packed_weight(
 
 
 def stored(weight: PackedWeight, storage: Storage) -> PackedWeight:
-    """The weight as `storage` says. ValueError for one that has no sparse storage and must."""
+    """Store a packed weight sparse or dense. ValueError for `sparse` where the weight's format has no sparse
+    storage."""
     can = sparse.can_be_sparse(weight.kind, weight.mins is not None)
     if storage == "sparse" and not can:
         raise ValueError(f"{weight.kind} weights have no sparse storage: bfloat16 and int8 have")
@@ -149,7 +153,7 @@ def stored(weight: PackedWeight, storage: Storage) -> PackedWeight:
 
 
 def unpacked(layer: PackedLinear) -> torch.nn.Linear:
-    """The layer as a float32 linear layer, for comparison."""
+    """Turn the layer back into a float32 linear layer, for comparison."""
     linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     with torch.no_grad():
         linear.weight.copy_(torch.from_numpy(packing.unpack(replace(layer._weight))))
@@ -160,12 +164,12 @@ def unpacked(layer: PackedLinear) -> torch.nn.Linear:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The outcome of one linear layer."""
+    """The outcome for one linear layer of `replace_linear`."""
 
     name: str
     replaced: bool
     zeros: float
-    """The share of its weights."""
+    """Share of the layer's weights that are zero."""
     why: str
 
 
@@ -178,9 +182,9 @@ def replace_linear(
 ) -> list[Replacement]:
     """Replace, in place, the linear layers of which at least `min_sparsity` of the weights are zero.
 
-    skip: layers that stay, by their last name or their whole name. weight_format: as for
-    `PackedLinear.from_linear`; `int8` keeps zeros, and with `min_sparsity=0` it is for any layer. Subclasses
-    of torch.nn.Linear, and layers that share their weight with another module, stay too.
+    skip: layers that stay, by their last name or their whole name. weight_format: format of
+    `PackedLinear.from_linear`; `int8` keeps zeros, and with `min_sparsity=0` it replaces any layer.
+    Subclasses of torch.nn.Linear, and layers that share their weight with another module, stay too.
     """
     uses = Counter(
         id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
@@ -207,7 +211,7 @@ def replace_linear(
 def _obstacle(
     name: str, module: torch.nn.Linear, uses: int, zeros: float, min_sparsity: float, skip: Collection[str]
 ) -> str | None:
-    """The reason that a layer stays; None: it does not."""
+    """The reason that a layer stays as it is; None for a layer to replace."""
     if name in skip or name.rpartition(".")[2] in skip:
         return "it is to be skipped"
     if type(module) is not torch.nn.Linear:

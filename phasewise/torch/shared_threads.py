@@ -1,8 +1,8 @@
-"""Products by packed weights on the threads that PyTorch's own operations run on, as operators of PyTorch.
+"""PyTorch operators that multiply by packed weights on the threads of PyTorch's own operations.
 
 `torch.ops.phasewise.packed_linear(x, bias, number)` is x W^T + bias by the weight that `hold` gave the
-number. A compiler of PyTorch sees one opaque operator. It makes no threads: it calls on those of the OpenMP
-library that PyTorch has loaded, as PyTorch's own operators do, which wait in it for the next of either.
+number. A compiler of PyTorch sees one opaque operator. The operator makes no threads: it calls those of the
+OpenMP library that PyTorch has loaded, as PyTorch's own operators do.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from phasewise.cython_kernels.errors import TeamError
 from phasewise.cython_kernels.packing import PackedWeight
 
 _FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num")
-"""Functions of GNU's OpenMP, and of Intel's and LLVM's for programs that were compiled for GNU's."""
+"""Functions that we call in GNU's OpenMP library; Intel's and LLVM's have them for programs compiled for
+GNU's."""
 
 _held: list[OpenMPProduct] = []
 
 
 def torch_team() -> OpenMPTeam:
-    """As many threads as torch says now. TeamError where its build has no OpenMP library that others find."""
+    """Make a team of as many threads as torch uses now. TeamError where torch's build has no OpenMP library
+    that other code can find."""
     return _team(torch.get_num_threads())
 
 
@@ -46,9 +48,10 @@ def hold(
     schedules: Sequence[tuple[int, Any]] = (),
     number: int | None = None,
 ) -> int:
-    """The number by which the operator finds the weight, until the process ends or another takes its number.
+    """Keep a weight for the operator and return its number, valid until the process ends or another weight
+    takes it.
 
-    path, k_parts and schedules: as for an `OpenMPProduct`. number: of a weight that this one replaces.
+    path, k_parts, schedules: arguments of `OpenMPProduct`. number: the number of a weight to replace.
     """
     product = OpenMPProduct(torch_team(), packed, path, k_parts, schedules)
     if number is None:
@@ -68,7 +71,7 @@ def _packed_linear(x: torch.Tensor, bias: torch.Tensor | None, number: int) -> t
 
 
 def multiply(product: OpenMPProduct, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + bias for x [..., k] and a bias [n] of one type, bfloat16 or float32, in that type."""
+    """Compute x W^T + bias for x [..., k] and a bias [n] of one type, bfloat16 or float32, in that type."""
     rows, y = x.contiguous(), x.new_empty((*x.shape[:-1], product.n))
     bias = None if bias is None else bias.contiguous()
     product.multiply(

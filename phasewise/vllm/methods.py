@@ -1,8 +1,8 @@
-"""vLLM's methods of linear layers, by which our packed weights come in.
+"""Replacement of vLLM's methods of linear layers, so that layers multiply by our packed weights.
 
 vLLM gives every layer a method: `process_weights_after_loading(layer)` makes of a loaded weight what its
-kernels read, and `apply(layer, x, bias)` multiplies. Three classes have them for what we multiply. Both of
-each are replaced; a layer that we do not take goes through vLLM's as before.
+kernels read, and `apply(layer, x, bias)` multiplies. Three classes have these two for the layers that we
+multiply; both are replaced, and a layer that we do not take goes through vLLM's as before.
 
 Products run by the schedules of this machine's database.
 """
@@ -30,11 +30,11 @@ from phasewise.tuner.weights import format_name
 from phasewise.vllm.plugin import logger
 
 MOST_ROWS = 8192
-"""Rows of one product for which schedules are looked up; beyond them the default runs."""
+"""Most rows of a product for which schedules are looked up; larger products run by the default schedule."""
 
 
 def row_schedules(packed: PackedWeight) -> tuple[str | None, int, list[tuple[int, Any]]]:
-    """A weight's compute path and k parts, and its schedules by the last number of rows."""
+    """Look up a weight's compute path and k parts, and its schedules by the last number of rows of each."""
     lookup = _lookup()
     path, k_parts = lookup.arithmetic(packed)
     ranges = [(rows.last_m, rows.schedule) for rows in lookup.products(packed, MOST_ROWS)]
@@ -44,7 +44,7 @@ def row_schedules(packed: PackedWeight) -> tuple[str | None, int, list[tuple[int
 
 @cache
 def _tell(weight_format: str, n: int, k: int, tuned: int) -> None:
-    """Once for each shape."""
+    """Log the schedules of a weight, once for each shape."""
     by = f"by {tuned} tuned schedules" if tuned else "by the default schedule"
     logger.info("weights of %d x %d are multiplied by phasewise: %s, %s", n, k, weight_format, by)
 
@@ -68,7 +68,8 @@ def _lookup() -> ScheduleLookup:
 
 
 def cores_of(seen: Sequence[int], machine: Machine) -> tuple[int, ...]:
-    """The CPUs that the threads were seen on; of threads that move, as many cores as there are threads."""
+    """The CPUs that the threads were seen on; if the threads moved, as many first cores as there are threads.
+    """
     if len(set(seen)) == len(seen) and min(seen) >= 0:
         return tuple(sorted(seen))
     first = [core[0] for core in machine.allowed_cores()] or list(machine.allowed_pus)
@@ -76,21 +77,24 @@ def cores_of(seen: Sequence[int], machine: Machine) -> tuple[int, ...]:
 
 
 NUMBER = "phasewise_number"
-"""The attribute of a layer that we multiply for: the number of its weight (`shared_threads.hold`)."""
+"""The attribute that marks a layer that we multiply, and holds the number of its weight
+(`shared_threads.hold`)."""
 NUMBERS = (torch.bfloat16, torch.float32)
-"""The types of activations, and of weights that are no integers."""
+"""Types of activations, and of weights that are floats."""
 MOST_COLUMN_INPUTS = 65536  # sums of bytes in int32
 INT8_ZERO_POINT = 128
 
 Read: TypeAlias = Callable[[Any], PackedWeight | None]
-"""A layer's loaded weight, packed; None: it stays vLLM's. ValueError: the same, and why."""
+"""Function from a layer to its loaded weight, packed. None: the layer stays vLLM's. ValueError: it stays, and
+the error says why."""
 
 _taken: dict[int, str] = {}
-"""The layers that this process multiplies for, by the numbers of their weights."""
+"""Descriptions of the layers that this process multiplies, by the numbers of their weights."""
 
 
 def taken_layers() -> str:
-    """A digest of them: steps that vLLM has compiled have the numbers in them."""
+    """A digest of the taken layers and their numbers, for the key of steps that vLLM compiles with the
+    numbers in them."""
     return hashlib.sha256(repr(sorted(_taken.items())).encode()).hexdigest()[:16]
 
 
@@ -106,7 +110,8 @@ def take_over(weight_format: WeightFormat) -> None:
         return _plain(layer, weight_format)
 
     def head(layer: Any) -> PackedWeight | None:
-        """Outputs alone: rows are looked up in the embedding, whose weight it may be."""
+        """Pack the weight of an output head; an embedding's weight, whose rows are looked up, is left to
+        vLLM."""
         return _plain(layer, "native") if isinstance(layer, ParallelLMHead) else None
 
     replace_methods(UnquantizedLinearMethod, linear, keeps_weight=False)
@@ -115,9 +120,10 @@ def take_over(weight_format: WeightFormat) -> None:
 
 
 def replace_methods(method: Any, read: Read, *, keeps_weight: bool) -> None:
-    """Replace both of a class; nothing if they have been. Classes below it that have their own keep them.
+    """Replace both functions of a method's class, unless they are replaced already. Subclasses with functions
+    of their own keep them.
 
-    keeps_weight: the layer's own weight stays beside the packed one, as it is read elsewhere.
+    keeps_weight: keep the layer's own weight beside the packed one, since it is read elsewhere.
     """
     process, apply = method.process_weights_after_loading, method.apply
     if getattr(apply, NUMBER, False):
@@ -161,7 +167,7 @@ def _name(layer: Any) -> str:
 
 
 def _plain(layer: Any, weight_format: WeightFormat) -> PackedWeight | None:
-    """A matrix of floats. Layers that vLLM itself does not multiply by are left to it."""
+    """Pack a matrix of floats; None for a layer that vLLM itself does not multiply by."""
     weight = layer.weight
     if weight.ndim != 2 or weight.is_meta or not weight.numel():
         return None
@@ -173,7 +179,8 @@ def _plain(layer: Any, weight_format: WeightFormat) -> PackedWeight | None:
 
 
 def eight_bits(layer: Any) -> PackedWeight | None:
-    """compressed-tensors' W8A8: bytes with a scale for each output, and rows rounded as they come."""
+    """Pack a weight of compressed-tensors' W8A8: bytes with a scale for each output; rows of activations are
+    rounded when they come."""
     scheme = layer.scheme
     if type(scheme).__name__ != "CompressedTensorsW8A8Int8":
         return None

@@ -22,9 +22,9 @@ logger = logging.getLogger("vllm.phasewise")  # below vLLM's own, whose lines ar
 
 
 def register() -> None:
-    """Take over the linear layers of models that this process loads, where PHASEWISE_VLLM says so.
+    """Take over the linear layers of models that this process loads, if PHASEWISE_VLLM asks for it.
 
-    ValueError for a value that is none; vLLM may call it several times.
+    ValueError for a value of the variable that is no format; vLLM may call this several times.
     """
     weight_format = asked_format(os.environ.get(VARIABLE, ""))
     if weight_format is None:
@@ -46,7 +46,8 @@ def register() -> None:
 
 
 def asked_format(value: str) -> WeightFormat | None:
-    """`native` or `int8`; None: the plugin is off. ValueError for anything else."""
+    """The weight format that PHASEWISE_VLLM asks for, `native` or `int8`; None: the plugin is off. ValueError
+    for anything else."""
     if value in OFF:
         return None
     if value not in ("native", "int8"):

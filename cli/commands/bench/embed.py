@@ -62,7 +62,8 @@ def embed(
 async def _measured(
     client: LoadClient, load: EmbedLoad, texts: Callable[[int], list[str]], slo_s: float | None
 ) -> dict[str, Any]:
-    """The most clients within the SLO, a load at the rate, or one for each number of clients."""
+    """Measure the most clients within the SLO, or the load at the rate, or one load for each number of
+    clients."""
     from phasewise.loadtest.arrivals import RequestPace
     from phasewise.loadtest.embed import TextBatches, figures, highest_concurrency, send_batches
 
@@ -82,7 +83,7 @@ async def _measured(
 
 
 def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
-    """Makes so many texts: lines of the file over and over, else drawn ones."""
+    """Make a function from a count to that many texts: lines of the file, repeated, else drawn texts."""
     from phasewise.loadtest.embed import lengths_of, texts_of_lengths
     from phasewise.workflows.embed.run import lines_of
 
@@ -96,7 +97,8 @@ def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
 
 
 def _fail_unless_answered(loads: list[dict[str, Any]]) -> None:
-    """End the process where no request of any load was; a search has no loads, and says so itself."""
+    """End the process if no request of any load was answered. A search has no loads, and reports for itself.
+    """
     if loads and not any(load["ok"] for load in loads):
         fail(f"none of {counted(sum(load['requests'] for load in loads), 'request')} was answered", 1)
 
@@ -109,7 +111,6 @@ def _say_found(report: dict[str, Any]) -> None:
 
 
 def _line(load: dict[str, Any]) -> str:
-    """One load in one line."""
     how = (
         f"{number(load['rate'])} requests/s"
         if "rate" in load

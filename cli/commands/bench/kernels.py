@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_M = 1 << 16
 MAX_SIDE = 1 << 20
-"""Largest rows, and outputs or inputs, of a product."""
+"""The most rows, outputs or inputs of a product."""
 
 
 @spread
@@ -68,7 +68,7 @@ def _grid(wish: KernelWish) -> KernelGrid:
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
-    """`576,1536`, or the shapes of a model by its name."""
+    """Parse the shape `576,1536` (outputs, inputs), or look up the shapes of a named model."""
     from phasewise.workflows.bench.kernels import SHAPES
 
     if text in SHAPES:

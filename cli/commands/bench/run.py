@@ -109,7 +109,7 @@ def _measured(
 
 
 def _model_names(given: str) -> list[str]:
-    """Names with commas between them, unless that is the name of a file."""
+    """Split model names at commas, unless the whole is the name of a file."""
     return [given] if Path(given).exists() else [part.strip() for part in given.split(",") if part.strip()]
 
 
@@ -123,7 +123,7 @@ def _explain(opened: OpenModel, tests: BenchTests, formats: list[str]) -> None:
 
 
 def show_rows(form: Form, rows: Sequence[ModelRow], *, wide: bool) -> None:
-    """The rows in the form that was asked for."""
+    """Print the rows in the wanted form."""
     if form == "md":
         show(*table_of(rows, wide=wide))
     else:
@@ -131,7 +131,7 @@ def show_rows(form: Form, rows: Sequence[ModelRow], *, wide: bool) -> None:
 
 
 def as_csv(rows: Sequence[ModelRow]) -> str:
-    """A header, then every value in double quotes; truth values as 0 and 1."""
+    """Write rows as CSV: a header, then every value in double quotes, with truth values as 0 and 1."""
     names = scalar_names(type(rows[0]))
     values = ((getattr(row, name) for name in names) for row in rows)
     lines = ([int(value) if isinstance(value, bool) else value for value in own] for own in values)
@@ -141,13 +141,14 @@ def as_csv(rows: Sequence[ModelRow]) -> str:
 NARROW = ("model", "threads", "batch", "KV", "test", "t/s", "peak", "bandwidth")
 MAX_MODEL_CHARS = 28
 VARYING = ("batch", "KV")
-"""Columns that are told where their values differ, as llama-bench does."""
+"""Columns that a table shows only where their values differ, as llama-bench does."""
 
 
 def table_of(rows: Sequence[ModelRow], *, wide: bool = False) -> Iterator[str | RowTable]:
-    """llama-bench's table and line of the build, with the shares of the machine's limits behind its columns.
+    """Yield llama-bench's table and its line about the build, with shares of the machine's limits in further
+    columns.
 
-    wide: false keeps a terminal's table within 80 columns; a pipe gets all.
+    wide: False keeps a terminal's table within 80 columns; a pipe gets all columns.
     """
     is_narrow = not wide and sys.stdout.isatty()
     cells = [_cells(row, is_narrow=is_narrow) for row in rows]
@@ -168,13 +169,14 @@ def table_of(rows: Sequence[ModelRow], *, wide: bool = False) -> Iterator[str | 
 
 
 def _kv_line(row: ModelRow) -> str:
-    """By what a test takes longer behind its depth; more than memory gives where a cache holds some of it."""
+    """Line with the rate at which a test at a depth reads keys and values; above memory's bandwidth where a
+    cache holds some of them."""
     rates = (number(rate / 1e9, 3) for rate in (row.kv_bytes_per_s, row.read_limit_bytes_per_s))
     return "{}: KV ({}) is read at {} GB/s; memory: {} GB/s".format(_test_name(row), row.type_k, *rates)
 
 
 def _left_out(row: Mapping[str, str]) -> str:
-    """The columns that a narrow table has no room for."""
+    """Line with the values of the columns that a narrow table leaves out."""
     threads = counted(int(row["threads"]), "thread")
     return f"{row['model']}: {row['size']}, {row['params']} params; {row['backend']}, {threads}"
 
@@ -198,7 +200,8 @@ def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
 
 
 def _energy(row: ModelRow, joules_per_token: float) -> dict[str, str]:
-    """The watts are what `power_w` of a machine for `provision` asks for."""
+    """Cells of energy: joules a token, watts (as `power_w` of a machine type for `provision`), and the power
+    cap."""
     watts = joules_per_token * row.avg_ts
     cap = {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
     return {"J/token": number(joules_per_token, 3), "W": number(watts, 3), **cap}

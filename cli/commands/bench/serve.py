@@ -80,7 +80,7 @@ def serve(
 
 
 class LoadProgress:
-    """An observer that counts outcomes."""
+    """Observer of a load that counts outcomes and shows the counts on a status line."""
 
     def __init__(self, n_requests: int, status: StatusLine) -> None:
         self._n_requests = n_requests
@@ -102,6 +102,6 @@ class LoadProgress:
 
 @contextmanager
 def load_progress(n_requests: int) -> Iterator[LoadProgress]:
-    """An observer of `n_requests` outcomes; its line is removed at the end."""
+    """Yield an observer of `n_requests` outcomes; its status line is removed at the end."""
     with status_line(line_every_s=math.inf) as status:
         yield LoadProgress(n_requests, status)

@@ -1,4 +1,4 @@
-"""A load report as tables, CSV, JSON with vLLM's flat fields, and as a picture."""
+"""Text of a load report: tables, CSV, JSON with vLLM's flat fields, and a picture."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p99")
 MOST_REASON_CHARS = 100
 MOST_POINTS = 50
-"""Points of one distribution; each is marked."""
+"""Most points of one distribution, since each point is marked."""
 
 LEAST_MS = 0.01
-"""Tokens of one event are no time apart, and the axis is logarithmic."""
+"""Least milliseconds in the picture: tokens of one event are 0 ms apart, and the axis is logarithmic."""
 
 
 def fields_of(report: LoadReport) -> dict[str, Any]:
-    """vLLM's fields first, in its order and with its meaning; ours after them."""
+    """The report's JSON fields: vLLM's fields first, in its order and with its meaning, then our own."""
     return {**_header(report), **flat_result(report.measured, report.slo), **_own_fields(report)}
 
 
@@ -74,7 +74,7 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
 
 
 def arrivals_of(report: LoadReport) -> str:
-    """closed-loop, trace or poisson."""
+    """The kind of arrivals: `closed-loop`, `trace` or `poisson`."""
     pace = report.pace
     if pace.is_closed_loop:
         return "closed-loop"
@@ -93,18 +93,18 @@ def _probe_fields(probe: RateProbe) -> dict[str, Any]:
 
 
 def as_json(report: LoadReport) -> str:
-    """One object."""
+    """Write the report as one JSON object."""
     return json.dumps(fields_of(report), indent=2, ensure_ascii=False) + "\n"
 
 
 def as_csv(report: LoadReport) -> str:
-    """One row of every field that is a number or a text."""
+    """Write the report as CSV: one row of every field that is a number or a text."""
     fields = {name: value for name, value in fields_of(report).items() if not isinstance(value, dict | list)}
     return tables.as_csv(fields, [fields.values()])
 
 
 def as_md(report: LoadReport) -> str:
-    """Tables for people."""
+    """Write the report as Markdown tables."""
     fields = fields_of(report)
     parts = [_totals(report, fields)]
     if fields["completed"]:
@@ -141,7 +141,7 @@ def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
 
 
 def _cached(report: LoadReport) -> list[tuple[str, str]]:
-    """Rows of prompts' tokens that the server did not compute again, where it says so."""
+    """Rows about prompt tokens that the server took from its cache, where it reports them."""
     whole = hit_rate(report.measured.outcomes)
     return [] if whole is None else [("prompt tokens from the cache", percent(whole, 1))]
 
@@ -194,15 +194,14 @@ def _failures(report: LoadReport) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
-    """A table whose first column, and those of `left`, are aligned to the left."""
+    """Write a table whose first column, and the columns `left`, are aligned to the left."""
     cells = [dict(zip(headers, row, strict=True)) for row in rows]
     return f"{tables.RowTable(cells, [headers[0], *left], form='github')}\n"
 
 
 def draw_report(report: LoadReport) -> str | None:
-    """The distributions of the latencies (Sandwich, Fig. 13); after a search attainment over the rate (Fig.
-    12). None where there is nothing to draw.
-    """
+    """Draw the distributions of the latencies (Sandwich, Fig. 13) and, after a search, attainment over the
+    rate (Fig. 12). None where there is nothing to draw."""
     panels = [_rates_panel(report)] if report.probes else []
     if report.measured.complete:
         panels.append(_latencies_panel(report))
@@ -234,7 +233,7 @@ def _latencies_panel(report: LoadReport) -> Panel:
 
 
 def distribution(samples_ms: Sequence[float]) -> list[tuple[float, float]]:
-    """The share of samples that are at most so long, in at most MOST_POINTS points; the last one is all."""
+    """Points (milliseconds, share of samples up to them), at most MOST_POINTS; the last share is 1."""
     ordered = sorted(samples_ms)
     n_points = min(len(ordered), MOST_POINTS)
     ranks = [-(-len(ordered) * point // n_points) for point in range(1, n_points + 1)]
@@ -252,7 +251,7 @@ def _rate_text(report: LoadReport) -> str:
 
 
 def _short(report: LoadReport) -> str:
-    """The model's name; some servers call it by its file's path."""
+    """The model's name, or the last part of a path: some servers name a model by its file."""
     return on_one_line(report.target.model.rstrip("/").rpartition("/")[2])
 
 

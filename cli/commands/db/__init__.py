@@ -1,4 +1,4 @@
-"""`phasewise db`: where the tuning database is, what it holds, and how to put a plan into it by hand."""
+"""`phasewise db`: the tuning database's place and contents, and plans put into it by hand."""
 
 from __future__ import annotations
 
@@ -242,7 +242,8 @@ def set_plan(
 
 
 def _where(db: str | None) -> tuple[str, bool | None]:
-    """The database's name without its password, and whether it exists; None where only a server knows."""
+    """The database's name without its password, and whether it exists; None for a server, which alone knows.
+    """
     from phasewise.kerneldb.location import locate
 
     location = locate(db)

@@ -1,4 +1,4 @@
-"""The rows that `phasewise db` lists: their JSON values, and their tables in 80 columns."""
+"""The rows that `phasewise db` lists: JSON values, and tables in 80 columns."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
     Cores: TypeAlias = list[list[int]] | None
 
 MAX_ROWS = 12
-"""Rows of each table without `--wide`."""
+"""Most rows of each table without `--wide`."""
 
 
 def labels(machines: Iterable[MachineKey]) -> Machines:
-    """A short label for each kind of machine, by its signatures: the same in every listing of a database."""
+    """Make a short label for each kind of machine, by its signatures: the same in every listing of a
+    database."""
     return {machine: f"#{number}" for number, machine in enumerate(sorted(set(machines), key=str), start=1)}
 
 
 def machine_fields(machines: Machines) -> list[dict[str, str]]:
-    """The legend of the labels: signatures are too long for a table."""
+    """The legend of the machines' labels: signatures are too long for a table."""
     return [
         {"machine": label, "core": key.core_sig, "placement": key.placement_sig}
         for key, label in machines.items()
@@ -47,7 +48,8 @@ def machine_fields(machines: Machines) -> list[dict[str, str]]:
 
 
 def shortened(limit: int) -> Callable[[object], str]:
-    """The end of a long name tells more than its beginning: a model's has the format."""
+    """Make a function that cuts a name to its last `limit` characters, since the end of a model's name has
+    the format."""
 
     def cell(text: object) -> str:
         line = on_one_line(text)
@@ -74,7 +76,7 @@ def print_machines(machines: list[dict[str, str]]) -> None:
 
 
 def _cores(plan: PlanRow | BandRow) -> str:
-    """The cores of each rank; of another machine the places."""
+    """The cores of each rank as a cell; for a plan of another machine its places."""
     from phasewise.tuner.plans import list_cores
 
     if plan.ranks is not None:
@@ -87,7 +89,7 @@ def _day(at_ms: int) -> str:
 
 
 class BandRow(Row):
-    """The cores of decode's plan from so many sequences on."""
+    """The cores of a decode plan from a number of sequences on."""
 
     sequences: int = column("phase", "from {}".format)
     ranks: Cores = column("cores", of_row=_cores)
@@ -95,10 +97,10 @@ class BandRow(Row):
 
 
 class PlanRow(Row):
-    """A stored plan.
+    """A stored plan as a row.
 
-    ranks: the cores of each rank, or instance; None where they are not known here. places: those that the
-    plan names; both are None where it cannot be read.
+    ranks: the cores of each rank, or instance; None where they are unknown here. places: the places that the
+    plan names. Both are None for a plan that cannot be read.
     """
 
     model: str = column("model", shortened(30))
@@ -108,7 +110,7 @@ class PlanRow(Row):
     bands: list[BandRow]
     machine: str = column("on")
     in_use: bool = column("in use", ("no", "yes").__getitem__)
-    """The one that a start takes, verified or imported."""
+    """True for the plan that a start takes, verified or imported."""
     verified: bool
     objectives: Mapping[str, float]
     created_at_ms: int = column("created", _day)
@@ -124,7 +126,7 @@ def _shares(score: ScoreRow) -> Mapping[str, str]:
 
 
 class ScoreRow(Row):
-    """A score of a predictor of lengths, which is of no machine."""
+    """A score of a predictor of lengths as a row; a score belongs to no machine."""
 
     model: str = column("model", shortened(22))
     reads: str = column("reads", shortened(12))
@@ -140,7 +142,7 @@ class ScoreRow(Row):
 
 
 def plan_rows(plans: Sequence[PlanRecord], machines: Machines, report: Report = silent) -> list[PlanRow]:
-    """Oldest first."""
+    """Make the rows of plans, oldest first."""
     from phasewise.kerneldb.upkeep import newest_plans
 
     here, newest = _Here(), newest_plans(plans)
@@ -161,7 +163,7 @@ def plan_rows(plans: Sequence[PlanRecord], machines: Machines, report: Report = 
 
 
 def score_rows(scores: Sequence[PredictorScore]) -> list[ScoreRow]:
-    """Oldest first."""
+    """Make the rows of scores, oldest first."""
     return [
         ScoreRow(
             score.model_name,
@@ -181,7 +183,7 @@ def score_rows(scores: Sequence[PredictorScore]) -> list[ScoreRow]:
 
 
 class _Here:
-    """This machine, read when a plan is of it or may be."""
+    """This machine, read once it is needed: for a plan that is or may be of this machine."""
 
     @cached_property
     def machine(self) -> Machine:
@@ -228,7 +230,7 @@ def _ranks(record: PlanRecord, here: _Here, report: Report) -> tuple[Cores, Core
 
 
 class Section(StrEnum):
-    """A kind of schedule, by its use, as a title."""
+    """Titles of the sections of listed schedules, by the schedules' use."""
 
     IN_USE = "Schedules in use"
     MEASURED = "Fastest measured, nothing promoted"
@@ -238,7 +240,7 @@ class Section(StrEnum):
 
 @dataclass
 class ListedSchedules:
-    """The number of schedules of each section, and those that are shown, in the order of problems."""
+    """The number of schedules in each section, and the listed schedules in the order of problems."""
 
     counts: Counter[Section] = field(default_factory=Counter)
     shown: list[tuple[Section, Preferred]] = field(default_factory=list)
@@ -248,9 +250,9 @@ class ListedSchedules:
 def list_schedules(
     store: Store, builds: Collection[str], m: int | None, limit: int | None
 ) -> ListedSchedules:
-    """The schedules for m rows, or all; of each section the first `limit`, or all.
+    """List the schedules for m rows, or all; of each section the first `limit`, or all.
 
-    builds: of this program's kernels.
+    builds: builds of this program's kernels.
     """
     from phasewise.kerneldb.records import PlanRecord, StepTime
     from phasewise.kerneldb.upkeep import is_stale, preferred_of, standings
@@ -270,7 +272,7 @@ def list_schedules(
 
 
 def schedule_fields(preferred: Preferred, machines: Machines, stale: bool) -> dict[str, Any]:
-    """The problem, its schedule and what was measured, flat."""
+    """JSON fields of a schedule, flat: its problem, the schedule and its measurement."""
     timing = preferred.measurement
     return {
         **asdict(timing.problem),
@@ -309,7 +311,7 @@ def _grid(schedule: dict[str, Any]) -> str:
 
 
 def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) -> None:
-    """The summary, the plans, the schedules that were read of each section, and the scores of predictors."""
+    """Print the summary, the plans, the listed schedules of each section, and the scores of predictors."""
     sections = {Section.IN_USE: listed.counts[Section.IN_USE], **listed.counts}
     counts = [f"{counted(len(fields['plans']), 'plan')}"]
     counts += [f"{title}: {sections[title]}" for title in Section if title in sections]
@@ -342,7 +344,8 @@ def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) 
 
 
 class OtherDiff(Row):
-    """A plan, storage, predictor or user's kernel that differs; None where a side knows nothing of it."""
+    """A plan, storage, predictor or user's kernel that differs as a row; None for a database that has none.
+    """
 
     kind: str = column("kind")
     of: str = column("of", shortened(23))
@@ -359,7 +362,7 @@ def _verdict(words: str | None) -> str:
 
 
 def diff_fields(diff: Diff) -> dict[str, Any]:
-    """All that differs; null where a side knows nothing of it."""
+    """JSON fields of all differences; null for a database that knows nothing of the key."""
     machines = labels(
         [
             *(difference.key.machine for difference in diff.differences),
@@ -391,7 +394,8 @@ def _difference(difference: Difference, machines: Machines) -> dict[str, Any]:
 
 
 def print_diff(fields: dict[str, Any]) -> None:
-    """A line for each key that differs, those of the same standings together; then all others."""
+    """Print a line for each key that differs, grouped by the schedules' standings; then all other
+    differences."""
     by_standing: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
     for difference in fields["differences"]:
         here, there = (_schedule_words(difference[side]) for side in ("here", "there"))

@@ -106,7 +106,7 @@ def push(
 
 
 def _unwritten(lines: Iterable[str]) -> None:
-    """Read all of it: what names the fields sees them on their way."""
+    """Read all lines and drop them, so that the counter of fields sees every line."""
     for _ in lines:
         pass
 
@@ -215,7 +215,7 @@ def export(
 
 
 def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool) -> list[type[StoredRow]]:
-    """The kinds of rows, of those that name something of their owner, that were asked for."""
+    """The asked-for kinds of rows among those that name something of their owner."""
     from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, UserPromotion, UserTiming
 
     asked: dict[type[StoredRow], bool] = {
@@ -229,7 +229,7 @@ def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool
 
 
 def write_out(lines: Iterable[str]) -> None:
-    """Print to stdout, which may be a file on a full disk."""
+    """Print lines to stdout, which may be a file on a full disk."""
     from phasewise.kerneldb.errors import ExportFileError
 
     try:

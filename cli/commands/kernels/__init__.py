@@ -1,6 +1,5 @@
-"""`phasewise kernels`: bring a hand-written C kernel, move it to other instruction sets, check it, take it
-away as C.
-"""
+"""`phasewise kernels`: raise a hand-written C kernel, lower it for other instruction sets, check it, emit it
+as C."""
 
 from __future__ import annotations
 
@@ -205,7 +204,7 @@ def show(
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, int]:
-    """`UNROLL=4` as a value by name; a usage error otherwise."""
+    """Parse settings such as `UNROLL=4` into values by name; a usage error for other text."""
     values = {}
     for text in settings or []:
         match = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(-?\d{1,9})", text)

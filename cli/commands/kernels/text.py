@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def checked_text(outcomes: Sequence[Checked]) -> str:
-    """One line for each instruction set."""
+    """Text of a check: one line for each instruction set."""
     return "\n".join(f"{outcome.target:14} {_verdict(outcome)}" for outcome in outcomes)
 
 
@@ -30,7 +30,7 @@ def _verdict(outcome: Checked) -> str:
 
 
 def checked_fields(outcome: Checked) -> dict[str, Any]:
-    """One target's verdict."""
+    """JSON fields of a check's verdict for one target."""
     if outcome.verdict is None:
         return {"target": outcome.target, "missing": outcome.missing}
     verdict = outcome.verdict
@@ -43,7 +43,7 @@ def checked_fields(outcome: Checked) -> dict[str, Any]:
 
 
 def listed_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
-    """Kernels with the number of their tuned shapes."""
+    """JSON fields of kernels, with the number of tuned shapes of each."""
     shapes: dict[tuple[str, str], set[object]] = {}
     for promotion in promotions:
         key = (promotion.problem.name, promotion.problem.kernel_abi)
@@ -52,21 +52,21 @@ def listed_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
 
 
 def listed_text(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each kernel and build."""
+    """Text of `listed_fields`: one line for each kernel and build."""
     if not rows:
         return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
     return "\n".join(f"{row['name']:20} {counted(row['shapes'], 'shape'):>10}  {row['key']}" for row in rows)
 
 
 def newest(promotions: Sequence[UserPromotion]) -> list[UserPromotion]:
-    """The choice in use: the last promotion of each build, shape and kind of core."""
+    """The choices in use: the last promotion of each build, shape and kind of core."""
     return list(
         {(promotion.problem, promotion.origin.machine): promotion for promotion in promotions}.values()
     )
 
 
 def shown_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
-    """The choice in use for each shape."""
+    """JSON fields of the choice in use for each shape."""
     return [
         {
             "key": promotion.problem.kernel_abi,
@@ -83,7 +83,7 @@ def shown_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
 
 
 def shown_text(promotions: Sequence[UserPromotion]) -> str:
-    """One line for each shape."""
+    """Text of the choices in use: one line for each shape."""
     return "\n".join(
         f"{promotion.problem.describe():28} {_numbers(promotion.choice):32} "
         f"{_ratio(promotion.comparison)} over {_numbers(promotion.incumbent)}"
@@ -92,7 +92,7 @@ def shown_text(promotions: Sequence[UserPromotion]) -> str:
 
 
 def tuned_text(outcomes: Sequence[ShapeOutcome], *, resume: bool = True) -> str:
-    """One line for each shape that was tuned; and how to go on where time was short."""
+    """Text of a tuning run: one line for each tuned shape, and the way to go on if time ran out."""
     lines = []
     for outcome in outcomes:
         state = "" if outcome.is_complete else "  (out of time)"
@@ -106,7 +106,7 @@ def tuned_text(outcomes: Sequence[ShapeOutcome], *, resume: bool = True) -> str:
 
 
 def _gain(outcome: ShapeOutcome) -> str:
-    """E.g. `2.40x over the author's C (1.14x over the choice before)`."""
+    """Gain of a shape in words, e.g. `2.40x over the author's C (1.14x over the choice before)`."""
     baseline = "the author's C" if is_original(dict(outcome.baseline)) else "the first parameters"
     if outcome.choice == outcome.baseline:
         return f"{baseline}: nothing proven faster"
@@ -120,7 +120,7 @@ def _ratio(comparison: Comparison) -> str:
 
 
 def tuned_fields(outcome: ShapeOutcome) -> dict[str, Any]:
-    """One shape's outcome."""
+    """JSON fields of one shape's outcome."""
     return {
         "key": outcome.problem.kernel_abi,
         "shape": dict(outcome.problem.shape),

@@ -1,4 +1,4 @@
-"""`phasewise topo`: the machine as a tree, as a picture, and what plans make of it."""
+"""`phasewise topo`: the machine as a tree and as a picture, its TopoTrees, and plans on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopoView:
-    """A view of a machine: itself, its TopoTrees, or plans on it."""
+    """Options that choose a view of a machine: the machine itself, its TopoTrees, or plans on it."""
 
     input_path: Path | None = option(
         None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
@@ -94,7 +94,7 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
 
 
 def _show_trees(machine: Machine, notation: str | None, as_json: bool) -> None:
-    """All trees, counted, or the one that `notation` writes."""
+    """Print all TopoTrees, counted, or the tree that `notation` writes."""
     from phasewise.cli.commands.topo.trees import one_tree_fields, one_tree_lines, trees_fields, trees_lines
     from phasewise.tuner.topotree import fundamental, parse
 
@@ -111,7 +111,7 @@ def _show_trees(machine: Machine, notation: str | None, as_json: bool) -> None:
 
 
 def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase, ServicePlan]:
-    """Those of the file, or those that `serve` would use, with a remark where nothing was tuned."""
+    """Read the plans of the file, or those that `serve` would use, with a remark where nothing was tuned."""
     from phasewise.tuner.plans import model_key, plans_for, resolve_plans
     from phasewise.workflows.opening.open_model import suited_default
     from phasewise.workflows.topo.plan_json import model_name, read_plans
@@ -142,7 +142,7 @@ def _show_plans(
 
 
 def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | None) -> None:
-    """The picture, where one was asked for."""
+    """Write the picture of the machine, where one was asked for."""
     if svg_path is not None:
         from phasewise.topology.picture import draw_svg
 
@@ -171,7 +171,6 @@ def _machine(input_path: Path | None) -> Machine:
 
 
 def machine_fields(machine: Machine) -> dict[str, Any]:
-    """The JSON that `--json` prints."""
     from phasewise.topology import core_signature, placement_signature
 
     one_per_core = [core[0] for core in machine.allowed_cores()]
@@ -201,7 +200,7 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
 
 
 def _node_fields(node: Node) -> dict[str, Any]:
-    """One part of the tree with what is known of it, and the parts inside."""
+    """JSON fields of a node of the machine's tree, and of the nodes inside."""
     fields: dict[str, Any] = {"kind": node.kind.value, "cpus": list(node.cpus)}
     for name in ("os_index", "size_bytes", "l1d_bytes", "l1i_bytes", "memory_cache_bytes"):
         value = getattr(node, name)

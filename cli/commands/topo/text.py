@@ -21,7 +21,7 @@ ASCII_GLYPHS = ("|- ", "`- ", "|  ", "   ")
 
 
 def topo_lines(machine: Machine, encoding: str) -> list[str]:
-    """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
+    """Text of the machine in lines of at most 80 characters, all of which `encoding` can write."""
     glyphs = glyphs_for(encoding)
     lines = [*_wrap("", _heading(machine)), *_wrap("", count_words(machine))]
     lines += _tree_lines(outline(machine), glyphs, "")
@@ -40,12 +40,12 @@ def topo_lines(machine: Machine, encoding: str) -> list[str]:
 
 
 def core_words(signature: str) -> str:
-    """A core signature for people; the database's own text stays as it is."""
+    """A core signature in words for people; the database keeps the signature itself."""
     return signature.replace(" no-isa ", " no instruction set of the kernels ")
 
 
 def glyphs_for(encoding: str) -> tuple[str, ...]:
-    """Branch, corner, bar and blank of a drawn tree, such that `encoding` can write them."""
+    """Branch, corner, bar and blank of a drawn tree, in characters that `encoding` can write."""
     return UNICODE_GLYPHS if encoding.lower().replace("-", "").startswith("utf") else ASCII_GLYPHS
 
 
@@ -64,7 +64,8 @@ def _tree_lines(lines: tuple[Line, ...], glyphs: tuple[str, ...], prefix: str) -
 
 
 def _one_line(line: Line, prefix: str) -> str:
-    """`16 x L3 16M`, and the PUs, as far as the width allows; of equal parts those of the first."""
+    """Text of a line of the tree: `16 x L3 16M`, and PUs as far as the width allows; of equal parts the first
+    one's PUs."""
     text = prefix + (f"{line.count} x " if line.count > 1 else "") + line.text
     if line.n_barred:
         text += " (not allowed)" if line.n_barred == len(line.cpus) else f" ({line.n_barred} not allowed)"
@@ -79,7 +80,7 @@ def _one_line(line: Line, prefix: str) -> str:
 
 
 def _memory_lines(machine: Machine) -> Iterator[str]:
-    """The firmware's claims about NUMA nodes, where it makes any."""
+    """Yield the firmware's claims about the memory of NUMA nodes, where it makes any."""
     distances = machine.distances
     if distances is not None and len(distances.nodes) <= MAX_DISTANCE_COLUMNS:
         yield "NUMA distances as the firmware rates them, 10 is local:"
@@ -94,7 +95,8 @@ def _memory_lines(machine: Machine) -> Iterator[str]:
 
 
 def access_words(access: MemoryAccess) -> str:
-    """`read 23.6 GB/s, 120 ns; write 23.6 GB/s from PU 0-3`, without what the firmware leaves out."""
+    """Claims about memory in words: `read 23.6 GB/s, 120 ns; write 23.6 GB/s from PU 0-3`, without missing
+    figures."""
     parts = []
     reading = ("read", access.read_bytes_per_s, access.read_ns)
     writing = ("write", access.write_bytes_per_s, access.write_ns)
@@ -118,17 +120,18 @@ def _cut(line: str) -> str:
 
 
 MARKS = digits + ascii_letters
-"""The mark of a rank's PUs; from rank 62 on, MANY."""
+"""Marks of ranks, for their PUs in a picture; from rank 62 on the mark is MANY."""
 
 MANY, RESTING, BARRED = "#", ".", "x"
 LABEL = 10
 MAX_RANK_LINES = 16
 SHARING = (Kind.L3, Kind.CLUSTER, Kind.L2, Kind.DIE)
-"""The kinds of nodes that group the marks of a line: the innermost of these that hold several cores."""
+"""Kinds of nodes by which the marks of a line are grouped: the innermost kind whose nodes hold several cores.
+"""
 
 
 def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:
-    """The plans in words, then each NUMA node with a strip of marks for every phase."""
+    """Text of plans: each plan in words, then each NUMA node with a strip of marks for every phase."""
     for plan in plans.values():
         yield from _plan_in_words(plan)
     yield ""
@@ -151,7 +154,7 @@ def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:
 
 
 def _plan_in_words(plan: ServicePlan) -> Iterator[str]:
-    """One line where it fits, else one for each rank, and for each band."""
+    """Yield a plan in one line where it fits, else one line for each rank and each band."""
     if len(plan.describe()) <= WIDTH:
         yield plan.describe()
         return
@@ -175,14 +178,14 @@ def _marks(machine: Machine, plan: ServicePlan) -> dict[int, str]:
 
 
 def _nodes(machine: Machine) -> Sequence[Node]:
-    """The NUMA nodes that have CPUs; the machine where not every CPU is in one."""
+    """The NUMA nodes with CPUs; the machine itself if some CPU is in no NUMA node."""
     nodes = [node for node in machine.nodes(Kind.NUMA) if node.cpus]
     covered = {pu for node in nodes for pu in node.cpus}
     return nodes if covered == set(machine.tree.cpus) else [machine.tree]
 
 
 def _blocks(node: Node) -> list[list[int]]:
-    """The PUs of a node in tree order, cut where cores no longer share a cache."""
+    """The PUs of a node in tree order, in blocks of cores that share a cache."""
     if node.kind is Kind.CORE:
         return [[pu for child in node.children for pu in child.cpus]]
     inside = [block for child in node.children for block in _blocks(child)]
@@ -193,7 +196,8 @@ def _blocks(node: Node) -> list[list[int]]:
 
 
 def _strip(phase: str, blocks: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The marks of one phase, blocks of several PUs apart, broken between blocks at the width."""
+    """Yield the marks of one phase, with gaps between blocks of several PUs, broken between blocks at the
+    width."""
     gap = " " if any(len(block) > 2 for block in blocks) else ""
     words = gap.join("".join(block) for block in blocks)
     room = WIDTH - LABEL - 2

@@ -16,7 +16,7 @@ from phasewise.tuner.topotree.tree import chains
 
 MAX_SHOWN = 10
 MAX_COUNTED = 1_000_000
-"""Groupings times removals beyond which trees are not counted one by one, which would take minutes."""
+"""Most groupings times removals for which trees are counted one by one; more would take minutes."""
 REASONS = {
     "hybrid": "another kind of core than the tree's",
     "asymmetric": "in a part of the machine that is unlike the others",
@@ -25,7 +25,6 @@ REASONS = {
 
 
 def tree_fields(tree: TopoTree) -> dict[str, Any]:
-    """A TopoTree as JSON values."""
     return {
         "notation": tree.notation,
         "key": tree.key,
@@ -36,7 +35,7 @@ def tree_fields(tree: TopoTree) -> dict[str, Any]:
 
 
 def one_tree_fields(tree: TopoTree) -> dict[str, Any]:
-    """The JSON that `--tree --json` prints."""
+    """JSON fields of `--tree`."""
     return {
         **tree_fields(tree),
         "parents": [parent.notation for parent in parents(tree)],
@@ -45,7 +44,7 @@ def one_tree_fields(tree: TopoTree) -> dict[str, Any]:
 
 
 def trees_fields(fundamental: Fundamental) -> dict[str, Any]:
-    """The JSON that `--trees --json` prints: counts of trees, and the first MAX_SHOWN groupings."""
+    """JSON fields of `--trees`: counts of trees, and the first MAX_SHOWN groupings."""
     tree = fundamental.tree
     by_level = [len(chains(arity, True)) for arity in tree.base.arities]
     groupings = prod(by_level)
@@ -67,7 +66,7 @@ def trees_fields(fundamental: Fundamental) -> dict[str, Any]:
 
 
 def trees_lines(fundamental: Fundamental, encoding: str) -> Iterator[str]:
-    """Counts first, then the groupings, each drawn."""
+    """Text of `--trees`: counts first, then the groupings, each drawn."""
     fields = trees_fields(fundamental)
     counts = fields["counts"]
     if fields["left_out"]:
@@ -94,7 +93,7 @@ def trees_lines(fundamental: Fundamental, encoding: str) -> Iterator[str]:
 
 
 def one_tree_lines(tree: TopoTree, encoding: str) -> Iterator[str]:
-    """The tree, the trees of which it is a removal, and its own removals."""
+    """Text of `--tree`: the tree, the trees of which it is a removal, and its own removals."""
     yield from _wrapped("", tree.notation)
     yield from _drawing(tree, encoding)
     yield from _wrapped("", f"{counted(tree.n_pus, 'active PU')}: {_spaced(sorted(tree.pus))}")
@@ -107,7 +106,8 @@ def one_tree_lines(tree: TopoTree, encoding: str) -> Iterator[str]:
 
 
 def _drawing(tree: TopoTree, encoding: str) -> Iterator[str]:
-    """One line a level: how many nodes each node above has, and the PUs of the first of them."""
+    """Draw a tree, one line for each level: the number of nodes below each node above, and the first of
+    them's PUs."""
     _, corner, _, blank = glyphs_for(encoding)
     yield f"   machine  {counted(tree.n_pus, 'PU')}"
     for depth, level in enumerate(tree.levels, start=1):
@@ -119,7 +119,7 @@ def _drawing(tree: TopoTree, encoding: str) -> Iterator[str]:
 
 
 def _spaced(pus: Any) -> str:
-    """A list of PUs that may break at any comma."""
+    """List PUs so that a line may break at any comma."""
     return format_list(pus).replace(",", ", ")
 
 

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
-"""The program whose flags a plan can be printed as."""
+"""Programs whose flags a plan can be printed as."""
 
 
 _SEARCHING = ("lengths", "trace", "concurrency", "cores", "ranks", "storage", "objective", "slo", "budget_s")
-"""Settings that a search alone follows."""
+"""Settings that only a search uses."""
 
 
 @spread
@@ -115,9 +115,8 @@ def _print_found(result: Found, emit: EmitChoice | None, as_json: bool) -> None:
 
 
 def _emit_stored(wish: TuneConfigSettings, emit: EmitChoice, as_json: bool) -> bool:
-    """Print the plans that the database has, and the default ones: a script is never made to wait. False
-    where a plan is asked for that no database keeps.
-    """
+    """Print the stored plans as flags, and default plans where none is stored, without a search: a script is
+    never made to wait. False where the evaluator's plans are kept in no database."""
     from phasewise.tuner.plans import bands_fields, ranks_fields
     from phasewise.workflows.tune_config.subject import stored_plans
 
@@ -146,7 +145,7 @@ def _emit_stored(wish: TuneConfigSettings, emit: EmitChoice, as_json: bool) -> b
 
 
 def _print_emitted(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine) -> None:
-    """These flags alone on stdout, so that a shell can use them; remarks on stderr."""
+    """Print only the flags on stdout, for use by a shell; remarks go to stderr."""
     from phasewise.tuner.emit import emit
 
     if plans:
@@ -168,10 +167,10 @@ WIDTH = 79
 
 @dataclass(frozen=True)
 class CommandClock:
-    """The one clock of a command: how long it has run of what it may run."""
+    """The clock of a command: the time that it has run, and its budget."""
 
     started_s: float
-    """By `time.monotonic`."""
+    """Start of the command by `time.monotonic`."""
     budget_s: float
 
     def __str__(self) -> str:
@@ -179,9 +178,8 @@ class CommandClock:
 
 
 class SearchProgress:
-    """The progress of a run of `tune-config` on stderr: a line for each improvement, and its stage beside
-    the command's clock.
-    """
+    """Progress of `tune-config` on stderr: a line for each improvement, and the stage beside the command's
+    clock."""
 
     def __init__(self, status: StatusLine, machine: Machine, clock: CommandClock) -> None:
         self._status = status
@@ -190,7 +188,7 @@ class SearchProgress:
         self.say = status.say
 
     def searching(self, phase: Phase) -> Callable[[Event], None]:
-        """The receiver of a phase's search."""
+        """Make the receiver of events of a phase's search."""
         from phasewise.tuner.config.study import Tried
 
         search = _Search(phase, self._machine)
@@ -204,18 +202,18 @@ class SearchProgress:
         return report
 
     def tuning(self, progress: TuningProgress) -> None:
-        """The progress of the tuning of kernels."""
+        """Show the progress of the tuning of kernels."""
         from phasewise.cli.commands.tune_kernels.text import where_of
 
         self.stage(f"kernels {where_of(progress)}")
 
     def stage(self, name: str) -> None:
-        """The current stage."""
+        """Set the shown stage."""
         self._status.show(lambda: f"{self._clock}: {name}")
 
 
 class _Search:
-    """One phase: the best so far."""
+    """The best trial of one phase's search so far, for progress lines."""
 
     def __init__(self, phase: Phase, machine: Machine) -> None:
         self._phase = phase
@@ -223,14 +221,14 @@ class _Search:
         self._best_ms: float | None = None
 
     def line(self, tried: Tried) -> str | None:
-        """The line of an improvement, None for nothing."""
+        """Take note of a trial; returns a line for an improvement, else None."""
         best_ms = None if tried.best is None else tried.best[1]
         is_better = best_ms is not None and (self._best_ms is None or best_ms < self._best_ms)
         self._best_ms = best_ms
         return f"{self._phase:8}{_result(tried, self._machine)}, best so far" if is_better else None
 
     def where(self, event: Tried) -> str:
-        """E.g. `search of prefill, 12 of at most 40, best 38.1 ms`."""
+        """State of the search in words, e.g. `search of prefill, 12 of at most 40, best 38.1 ms`."""
         from phasewise.cli.commands.tune_config.found import milliseconds
 
         best = "" if event.best is None else f", best {milliseconds(event.best[1])}"

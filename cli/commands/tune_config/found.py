@@ -1,4 +1,4 @@
-"""A run of `tune-config` that has ended: its tables for people, and the same as JSON values."""
+"""Results of `tune-config`: tables for people, and JSON values."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ SHORT_NAMES = {
     PER_NODE: "one per NUMA node",
     FEWER: "for fewer sequences",
 }
-"""In a table of eighty columns; a thread is a hardware thread."""
+"""Short names of references for a table of 80 columns; a thread is a hardware thread."""
 
 WIDTH = 79
 MOST_RANKS_SHOWN = 16
 DISTURBED_LAPS = 0.1
-"""Share of disturbed timings from which on the result carries a warning."""
+"""Least share of disturbed timings for which the result carries a warning."""
 
 
 def milliseconds(value: float) -> str:
-    """Four digits, or what it takes."""
+    """Format milliseconds with four digits, or more before the point."""
     return f"{number(value, 3)} ms" if value < 100 else f"{value:.0f} ms"
 
 
 def found_text(result: Found) -> Iterator[str | RowTable]:
-    """The text at the end of a run, for people."""
+    """Yield the text at the end of a run, for people."""
     yield from _heading(result)
     for searched in result.searched:
         yield ""
@@ -66,7 +66,7 @@ def _heading(result: Found) -> Iterator[str]:
 
 
 def covered_words(objective: Objective) -> str:
-    """The parts of a request that the milliseconds of a configuration cover, in the search as at the end."""
+    """The parts of a request whose time a configuration's milliseconds cover, in words."""
     if objective.kind == "goodput":
         return "ms: of a phase, over all requests, for each request that keeps the SLO"
     if objective.kind == "e2e":
@@ -110,7 +110,7 @@ def _rank_lines(plan: ServicePlan) -> Iterator[str]:
 
 
 def _against_table(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> Iterator[str | RowTable]:
-    """A row for each plan, and one for the name of each further reference that it is."""
+    """Yield the table of a verdict: a row for each plan; a reference equal to a plan adds only its name."""
     alike: list[list[Versus]] = []
     for versus in verdict.against:
         plan = versus.reference.plan
@@ -178,7 +178,7 @@ def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) ->
 
 
 def _kept_name(verdict: PhaseVerdict) -> str:
-    """The name of the reference that the plan is."""
+    """The name of the reference that has the plan's cores."""
     names = [
         _short_name(versus.reference)
         for versus in verdict.against
@@ -225,7 +225,7 @@ def _closing_lines(result: Found) -> Iterator[str]:
 
 
 def _band_lines(result: Found) -> Iterator[str]:
-    """The cores of decode by the number of sequences, where more than one was asked for."""
+    """Yield lines with decode's cores by the number of sequences, where several numbers were asked for."""
     plan = result.bands[-1].decode_plan if result.bands else None
     if plan is not None and not plan.bands:
         yield "Decode: the same cores for every number of sequences at once."
@@ -236,13 +236,13 @@ def _band_lines(result: Found) -> Iterator[str]:
 
 
 def totals(results: Found) -> dict[str, int]:
-    """Counts over the phases."""
+    """Sum the run's counts over the phases."""
     names = ("configurations", "evaluations", "replayed", "pruned", "failed")
     return {name: sum(getattr(searched.outcome, name) for searched in results.searched) for name in names}
 
 
 def found_fields(results: Found) -> dict[str, Any]:
-    """A run as JSON values; `plans`, the counts and `references` come first because scripts want those."""
+    """JSON fields of a run; `plans`, the counts and `references` come first, since scripts want them most."""
     wish, subject = results.wish, results.subject
     return {
         "plans": {phase: _plan_fields(results, verdict) for phase, verdict in results.verdicts.items()},
@@ -288,7 +288,7 @@ def _plan_fields(results: Found, verdict: PhaseVerdict) -> dict[str, Any]:
 
 
 def _bands_of(results: Found) -> list[dict[str, Any]]:
-    """The cores that decode has from some numbers of sequences on."""
+    """JSON fields of decode's cores by the number of sequences from which they are used."""
     plan = results.bands[-1].decode_plan if results.bands else None
     return [] if plan is None else bands_fields(plan)
 
@@ -310,11 +310,8 @@ def _reference_fields(versus: Versus) -> dict[str, Any]:
 
 
 def plan_words(plan: ServicePlan, machine: Machine) -> str:
-    """The ranks and cores of a plan in words: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11
-    cores`.
-
-    Where a rank has several hardware threads of a core: `1 rank of 96 threads on 48 cores`.
-    """
+    """Describe a plan's ranks and cores: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11 cores`, or
+    with several hardware threads of a core `1 rank of 96 threads on 48 cores`."""
     core_of = {pu: number for number, core in enumerate(machine.allowed_cores()) for pu in core}
     sizes = [len(rank.cores) for rank in plan.ranks]
     cores = [len({core_of.get(pu, ("PU", pu)) for pu in rank.cores}) for rank in plan.ranks]

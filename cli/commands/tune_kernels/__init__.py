@@ -1,4 +1,5 @@
-"""`phasewise tune-kernels`: find the fastest schedules of a model's products on this machine; keep them."""
+"""`phasewise tune-kernels`: find the fastest schedules of a model's products on this machine, and store them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 LEAST_S = 0.1
-"""The time of a run where reading its input took the whole budget."""
+"""Least seconds of a run, where reading the input took the whole budget."""
 
 
 @spread
@@ -123,7 +124,7 @@ def _tune_user_kernel(
 
 
 def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
-    """`3072,576;576,1536` as weights of one format; a usage error otherwise."""
+    """Parse shapes such as `3072,576;576,1536` as weights of one format; a usage error for other text."""
     from phasewise.tuner.weights import kind_of
     from phasewise.workflows.tune_kernels.rounds import Shape
 

@@ -1,4 +1,4 @@
-"""A tuning run's progress while it goes on, and its tables and JSON values at the end."""
+"""Text of a tuning run: progress lines, and tables and JSON values at the end."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
 
 DISTURBED_LAPS = 0.1
-"""Share of disturbed timings from which on the result carries a warning."""
+"""Least share of disturbed timings for which the result carries a warning."""
 
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
-    """The receiver of a run's events."""
+    """Yield a receiver of a run's progress that shows it on stderr."""
     with status_line() as status:
         yield lambda progress: status.show(lambda: progress_line(progress))
 
 
 def progress_line(progress: TuningProgress) -> str:
-    """E.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
+    """Progress in one line, e.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
     left = "time left not known yet" if progress.left_s is None else f"about {_clock(progress.left_s)} left"
     return f"{where_of(progress)} in {_clock(progress.elapsed_s)}, {left}"
 
 
 def where_of(progress: TuningProgress) -> str:
-    """E.g. `2/5 int8 3072x576 m=64: 512 timed`."""
+    """Progress without times, e.g. `2/5 int8 3072x576 m=64: 512 timed`."""
     return (
         f"{progress.task_number}/{progress.task_count} {task_name(progress.task)} m={progress.m}: "
         f"{progress.timed} timed"
@@ -56,7 +56,8 @@ def _round_name(tuning_round: Round) -> str:
 
 
 def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowTable]:
-    """The tables of one round: each weight's products, then the sums. resume: as the run was asked for."""
+    """Yield the tables of one round: each weight's products, then the sums. resume: True if the run resumed
+    earlier timings."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
     tables += [_attention_table(tuned), _storage_table(tuned)]
     yield _round_name(tuned.round)
@@ -134,7 +135,7 @@ def _over_default(gain: MeasuredRatio) -> str:
 
 
 def schedule_text(gain: Gain) -> str:
-    """E.g. `8x32 64x128x576 nm 1x2x1`: tile, block, loop order, grid."""
+    """A schedule in words, e.g. `8x32 64x128x576 nm 1x2x1`: tile, block, loop order, grid."""
     schedule = gain.schedule
     return (
         f"{schedule.mr}x{schedule.nr} {schedule.block_m}x{schedule.block_n}x{schedule.block_k} "
@@ -206,12 +207,12 @@ def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:
 
 
 def mean_gain(gains: Sequence[Gain]) -> MeasuredRatio:
-    """The geometric mean, of untouched ones too."""
+    """The geometric mean of gains, with 1 for products that keep the default."""
     return mean_of(gain.over_default for gain in gains)
 
 
 def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
-    """One round as JSON values."""
+    """JSON fields of one round."""
     outcome = tuned.outcome
     return {
         "phases": list(tuned.round.phases),
@@ -260,7 +261,7 @@ def _verdict_fields(gain: Gain) -> dict[str, Any]:
 
 
 def storage_fields(duel: StorageDuel) -> dict[str, Any]:
-    """A duel between storages; its gain is dense's time / sparse's time."""
+    """JSON fields of a duel between storages; its gain is dense's time / sparse's time."""
     schedules = {"schedule": asdict(duel.schedule), "dense_schedule": asdict(duel.dense_schedule)}
     return {**asdict(duel.problem), **asdict(duel.comparison), **schedules}
 
