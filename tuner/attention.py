@@ -1,12 +1,11 @@
-"""Attention: its timing as a program runs it, layer after layer, each with keys and values of its own, and
-the search for its division.
+"""The timing of attention as a program runs it, layer after layer with keys and values of their own, and the
+search for its division.
 
-Prompts are timed from their first token on; single tokens with POSITIONS behind them, over as many layers
-that no cache holds their keys and values, which is how a model finds them.
+Prompts are timed from their first token on; single tokens with POSITIONS positions behind them, over so many
+layers that no cache holds their keys and values, as in a model.
 
-Few numbers of a schedule matter to attention, so every sensible choice is timed: of single tokens the
-positions that a piece takes, of longer slices the query rows of a tile and of a piece.
-"""
+Few numbers of a schedule matter to attention, so every sensible choice is timed: for single tokens the
+positions of a piece, for longer slices the query rows of a tile and of a piece."""
 
 from __future__ import annotations
 
@@ -35,13 +34,13 @@ KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1, "int4": 0.625, "int16": 2}
 
 
 def head_dim_of(n: int, k: int) -> int:
-    """The largest power of two that fits as the size of a head: a problem does not state the size itself."""
+    """The largest power of two that fits as the size of a head, which a problem does not state."""
     common = math.gcd(n, k, MOST_HEAD_DIM)
     return max(common, 2)
 
 
 def attention_group(kv_format: str, n: int, k: int, threads: int, caches: Caches) -> Group:
-    """The search's view of the attention of a model on a team of `threads`."""
+    """The attention of a model on a team of `threads`, as a search sees it."""
     return Group(
         format=kv_format,
         n=n,
@@ -57,7 +56,7 @@ def attention_group(kv_format: str, n: int, k: int, threads: int, caches: Caches
 
 
 def default_attention(n: int, k: int, m: int, threads: int) -> Schedule:
-    """The kernels' own division of a slice of m rows, as a schedule."""
+    """The kernels' own division of the attention of m query rows, as a schedule."""
     fields = _native.default_attention(_shape(n, k, 1), m, POSITIONS if m == 1 else m, threads)
     fields["block_m"] = -(-fields["block_m"] // fields["mr"]) * fields["mr"]
     return Schedule(**fields, compute_path=ARITHMETIC.compute_path, k_parts=1)
@@ -79,7 +78,7 @@ def _shape(n: int, k: int, layers: int, vocab: int = 1) -> dict[str, int | float
 
 
 class TeamAttention:
-    """The attention of a problem on a team; `total_bytes` of keys and values for a single token."""
+    """The attention of a problem on a team. `total_bytes`: of the keys and values behind a token."""
 
     def __init__(self, team: _native.Team, problem: Problem, total_bytes: int) -> None:
         n, k, kv_bytes = problem.n, problem.k, KV_BYTES[problem.format]
@@ -104,7 +103,7 @@ class TeamAttention:
         for layer in range(self._layers):
             self._program.attend(layer, 0, row, positions * row, n)
         self._program.seal(0)
-        memory: npt.NDArray[np.float32] = np.asarray(self._program)[0]  # all the rows, read as logits
+        memory: npt.NDArray[np.float32] = np.asarray(self._program)[0]  # all rows, read as logits
         memory[: positions * row] = np.random.default_rng(2).uniform(-1, 1, positions * row)
         self._out = memory[positions * row :]
         self._program.run(team, [_slice(0, positions)])
@@ -113,7 +112,7 @@ class TeamAttention:
         self._expected = self._out.copy()
 
     def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
-        """Nanoseconds of each of `calls` calls: the mean over layers of one pass through all of them."""
+        """Nanoseconds of each of `calls` passes through all layers, as the mean over layers."""
         self._program.set_attention_schedules([(self._m, walk)])
         taken = np.empty(calls, np.int64)
         for call in range(calls):
@@ -123,7 +122,7 @@ class TeamAttention:
         return taken
 
     def is_right(self) -> bool:
-        """True if the last call gave what the default gives."""
+        """True if the last call gave the default schedule's result."""
         return np.array_equal(self._out, self._expected)
 
 
@@ -141,7 +140,7 @@ def _slice(start: int, rows: int) -> Any:
 
 
 CHUNK = 128
-"""Fewest positions of a piece of attention (PW_CHUNK)."""
+"""The fewest positions of a piece of attention (PW_CHUNK)."""
 
 PIECE_CHUNKS = (1, 2, 4, 8, 16)
 PIECE_ROWS = (12, 24, 48, 96)
@@ -149,12 +148,12 @@ TILE_ROWS = (12, 6, 4)
 
 
 def attention_grid(max_m: int) -> tuple[int, ...]:
-    """The rows of a slice to tune for: a token, and prompts; 128 rows and more serve all longer ones."""
+    """The numbers of query rows to tune for: a token's 1, and prompts'; 128 and more serve longer slices."""
     return tuple(m for m in (1, 128, 256, 512) if m <= max_m)
 
 
 def candidates(default: Schedule, m: int) -> Iterator[Schedule]:
-    """The schedules to time: the default first, then all others."""
+    """The schedules to time for m query rows, the default first."""
     yield default
     if m == 1:
         others = [replace(default, block_k=chunks * CHUNK) for chunks in PIECE_CHUNKS]
@@ -166,7 +165,7 @@ def candidates(default: Schedule, m: int) -> Iterator[Schedule]:
 def tune_attention(
     group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache | None = None
 ) -> GroupSearch[GroupOutcome]:
-    """Time every candidate for each m, in batches that begin with the best so far."""
+    """Time every candidate for each m, in batches that begin with the best schedule so far."""
     best: dict[int, Schedule] = {}
     for m in ms:
         waiting = list(candidates(group.default(m), m))

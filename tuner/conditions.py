@@ -1,8 +1,7 @@
 """The other load of the machine while something was timed: steal, other processes, the clock's frequency.
 
-Two looks at /proc, before and after, and the difference between them. What a platform does not say is left
-out. Ticks are 10 ms, so a span of a tenth of a second is known to a tenth.
-"""
+Each condition is the difference of two readings of /proc, before and after. What a platform does not tell is
+left out. Ticks are 10 ms, so a span of a tenth of a second is known to a tenth."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ SLOW_PACE = 0.8
 """Share of a core's best pace below which a timing counts as disturbed."""
 
 DISTURBED_SHARE = 0.05
-"""Steal and others together, as a share of the cores' time, from which on a timing counts as disturbed."""
+"""Least share of the cores' time, for steal and other processes together, of a disturbed timing."""
 
 _STEAL, _IDLE, _IOWAIT = 7, 3, 4  # columns of a cpu line in proc_stat(5)
 _CPU_MHZ = re.compile(r"^processor\s*: (\d+)$(?:\n.+)*?\ncpu MHz\s*: ([\d.]+)$", re.MULTILINE)
@@ -39,13 +38,13 @@ class Look:
 
     ticks: CpuTicks
     own_s: float
-    """CPU time in seconds of this process and of its children, which may be ranks."""
+    """CPU time of this process and of its children, which may be ranks, in seconds."""
     mhz: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The load of the machine between two looks; shares are of the time of all CPUs looked at."""
+    """The load of the machine between two readings, as shares of the observed CPUs' time."""
 
     steal: float
     """Share of the CPUs' time that the hypervisor gave to other guests."""
@@ -53,7 +52,7 @@ class Conditions:
     """Share of the CPUs' time that other processes of this machine took."""
     mhz: float | None
     pace: float | None = None
-    """Pace of the slowest core, as a share of its fastest reading (`yardstick`); None: not looked at."""
+    """Pace of the slowest core as a share of its fastest reading (`yardstick`); None: not measured."""
 
     def fields(self) -> dict[str, float]:
         """The conditions by name, as the database keeps them."""
@@ -79,14 +78,14 @@ def parse_ticks(stat: str, cpus: Sequence[int]) -> CpuTicks:
 
 
 def parse_mhz(cpuinfo: str, cpus: Sequence[int]) -> float | None:
-    """Mean of these CPUs' `cpu MHz` in /proc/cpuinfo's text; None where it names none, as on Arm."""
+    """The mean `cpu MHz` of these CPUs in the text of /proc/cpuinfo; None where it is missing, as on Arm."""
     mhz_by_cpu = {int(cpu): float(mhz) for cpu, mhz in _CPU_MHZ.findall(cpuinfo)}
     chosen = [mhz_by_cpu[cpu] for cpu in cpus if cpu in mhz_by_cpu]
     return sum(chosen) / len(chosen) if chosen else None
 
 
 def between(before: Look, after: Look, ticks_a_second: int) -> Conditions:
-    """The load from one look to the next; no time between them counts as undisturbed."""
+    """The load between two readings; undisturbed if no time has passed."""
     total = after.ticks.total - before.ticks.total
     if total <= 0:
         return Conditions(0.0, 0.0, after.mhz)
@@ -97,7 +96,7 @@ def between(before: Look, after: Look, ticks_a_second: int) -> Conditions:
 
 
 class Watch:
-    """Looks at the machine again and again; each `lap` tells about the time since the last look."""
+    """Readings of the machine's load; each `lap` returns the conditions since the last reading."""
 
     def __init__(self, cpus: Sequence[int], proc: Path = Path("/proc")) -> None:
         self._cpus = tuple(cpus)
@@ -105,7 +104,7 @@ class Watch:
         self._last = self._look()
 
     def begin(self) -> None:
-        """Look at the machine now; the next `lap` tells about the time from here on."""
+        """Start a lap now."""
         self._last = self._look()
 
     def lap(self) -> Conditions:
@@ -114,14 +113,14 @@ class Watch:
         return between(before, now, os.sysconf("SC_CLK_TCK"))
 
     def _look(self) -> Look:
-        """A look without the frequency, which takes longest to read and is told only for the end of a lap."""
+        """A reading without the frequency, which takes longest and is read at the end of a lap only."""
         ticks = parse_ticks((self._proc / "stat").read_text(), self._cpus)
         own_s = time.process_time() + children_s(self._proc, os.sysconf("SC_CLK_TCK"))
         return Look(ticks, own_s)
 
 
 def children_s(proc: Path, ticks_a_second: int) -> float:
-    """CPU time so far of this process's living children; 0 where the kernel does not list them."""
+    """CPU time in seconds of this process's living children; 0 where the kernel does not list children."""
     ticks = 0
     for listed in proc.glob("self/task/*/children"):
         for child in _text(listed).split():
@@ -140,8 +139,8 @@ def _text(file: Path) -> str:
 
 
 def is_disturbed(conditions: Mapping[str, float]) -> bool:
-    """True if processes or guests took a noticeable share of the cores, or only the yardstick felt something.
-    Takes `Conditions.fields`."""
+    """True if processes or guests took a noticeable share of the cores, or the yardstick was slow. Takes
+    `Conditions.fields`."""
     taken = conditions.get("steal", 0.0) + conditions.get("others", 0.0)
     return taken > DISTURBED_SHARE or conditions.get("pace", 1.0) < SLOW_PACE
 

@@ -1,7 +1,5 @@
 """Embeddings served from every device of a host: WindVE's queues (Huang et al. 2025).
 
-`queues` decides which device an input goes to and how many may wait; `depth` finds from a few measurements
-how many that are; `devices` knows what there is. These are pure, or read files alone. `worker_process` runs
-one device's worker, `client` puts requests through all of them, `simulated` runs the same queues on
-simulated time.
-"""
+`queues` decides which device takes an input and how many inputs may wait; `depth` finds that number from a
+few measurements; `devices` lists the host's devices. `worker_process` runs one device's worker; `client`
+sends requests through the workers of all devices."""

@@ -1,13 +1,12 @@
-"""Requests for vectors through the queues of all devices. Everything here runs on one event loop.
+"""Requests for vectors through the queues of all devices, on one event loop.
 
-A request is placed whole, or refused (`queues`). Each device (`lane`) has a line of inputs that wait, in
-which clients take turns (`turns`), and sends its worker batches of them, two at a time, so that the worker
-never waits for the front. What cannot be answered within a promised time, by the forecast of its device and
-the errors of late (`lateness`), is refused when it comes, or at last before it is sent to the worker.
+A request is placed whole, or refused (`queues`). Each device (`lane`) has a line of waiting inputs, in which
+clients take turns (`turns`), and sends its worker batches, two at a time, so that the worker never waits. An
+input that would be answered later than promised, by the forecast of its device and recent errors of such
+forecasts (`lateness`), is refused on arrival, or at the latest before it is sent to the worker.
 
-When a worker dies, the inputs of its batches wait again, once; what fails a second time is an error. The
-process is started again, as often as `Restarts` allows.
-"""
+When a worker dies, the inputs of its batches wait again, once; an input that fails twice is an error. The
+process is started again, as often as `Restarts` allows."""
 
 from __future__ import annotations
 
@@ -38,10 +37,9 @@ _RATE_OF_LAST = 64
 
 @dataclass(frozen=True)
 class Asker:
-    """The sender of a request. `arrived_s`: when its last bytes came, by the event loop's clock; None: now.
-
-    `at_end` is given what to call once the answer has been written; by itself it calls at once.
-    """
+    """The sender of a request. `arrived_s`: the time at which the request's last bytes came, by the event
+    loop's clock; None: now. `at_end`: called with a function to run once the answer has been written; the
+    default runs that function at once."""
 
     name: str = ""
     arrived_s: float | None = None
@@ -49,10 +47,8 @@ class Asker:
 
 
 class EmbeddingClient:
-    """`workers`: for each queue what starts its worker, and the worker that has been started.
-
-    `slo_s`: the promised time of an answer; None: there is none.
-    """
+    """A client of all devices' workers. `workers`: for each queue the function that starts a worker, and a
+    worker that has been started. `slo_s`: the promised time of an answer; None: no time is promised."""
 
     def __init__(
         self, manager: QueueManager, workers: Sequence[tuple[Start, Worker]], slo_s: float | None = None
@@ -67,7 +63,7 @@ class EmbeddingClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._live: set[Input] = set()
         self._held: dict[str, Depth] = {}
-        """The inputs of each client in progress."""
+        """Inputs and tokens in progress of each client."""
         self._n_answers = 0
         self._ends: deque[tuple[float, int]] = deque(maxlen=_RATE_OF_LAST)
         self._stopping = False
@@ -100,18 +96,18 @@ class EmbeddingClient:
 
     @property
     def promised_s(self) -> float:
-        """The time within which answers are promised; inf: none is."""
+        """The longest promised time of an answer, in seconds; inf: no time is promised."""
         return max(lane.slo_s for lane in self._lanes)
 
     def lanes(self) -> list[Lane]:
-        """Those of all devices, as deep as they may be now."""
+        """The lanes of all devices, with their depths brought up to date."""
         now_s = self._now_s()
         for lane in self._lanes:
             lane.heed(now_s, now_s + lane.slo_s * (1 - KEPT))
         return self._lanes
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin on this loop."""
+        """Start serving every lane on this loop."""
         self._loop = loop
         for index, lane in enumerate(self._lanes):
             self._tasks.append(loop.create_task(self._run(index), name=f"phasewise-{lane.queue.name}"))
@@ -127,16 +123,14 @@ class EmbeddingClient:
                 pending.answer.set_exception(Stopping("the server is stopping"))
 
     def close(self) -> None:
-        """End the workers; after the loop has ended."""
+        """End the workers; call once the event loop has ended."""
         for lane in self._lanes:
             lane.worker.close()
 
     # ---- requests ----------------------------------------------------------------------------------------
 
     def refuse_if_full(self, asker: Asker) -> None:
-        """QueueFull where not even an input of one token has room now: nothing need be cut into tokens
-        first.
-        """
+        """Raise QueueFull if no queue has room even for an input of one token, before texts are tokenized."""
         now_s = self._now_s()
         end_s = self._heed(asker, now_s)
         is_free = any(queue.has_room(1) for queue in self._manager.queues)
@@ -144,12 +138,10 @@ class EmbeddingClient:
             raise self._full()
 
     async def embed(self, inputs: Sequence[Tokens], asker: Asker = Asker()) -> list[Floats]:
-        """A vector for each input. QueueFull: busy, for one input as for many, also where they would be
-        answered later than promised; RanksError, StepFailed, Stopping.
-
-        Clients take turns, and each may have an equal part of all depths in progress, whatever the others
-        have. The promised time counts from the arrival of a request. An idle device takes what it gets.
-        """
+        """A vector for each input, in order. QueueFull where there is no room for all inputs or the answer
+        would come later than promised; RanksError, StepFailed, Stopping. Clients take turns, and each may
+        have an equal share of all depths in progress, whatever the others have. The promised time counts from
+        the arrival of the request. An idle device takes any input."""
         if self._stopping:
             raise Stopping("the server is stopping")
         if self.state == "lost":
@@ -188,7 +180,8 @@ class EmbeddingClient:
         return vectors
 
     def _heed(self, asker: Asker, now_s: float) -> float:
-        """The time by which this client's request is to be answered."""
+        """Adjust every lane's depth to this client's request; return the time by which to answer the
+        request."""
         arrived_s = now_s if asker.arrived_s is None else asker.arrived_s
         end_s = arrived_s + self.promised_s * (1 - KEPT)
         for lane in self._lanes:
@@ -196,28 +189,27 @@ class EmbeddingClient:
         return end_s
 
     def _end_on(self, place: int, n_inputs: int, now_s: float, end_s: float) -> float:
-        """The time at which these placed inputs are late: what an idle device has taken though
-        it takes longer, or though nothing is known of it yet, never is.
-        """
+        """The time from which these placed inputs are late; inf for inputs that an idle device took although
+        it takes longer, or has not been measured."""
         lane = self._lanes[place]
         is_alone = lane.queue.inputs == n_inputs
         return math.inf if is_alone and (lane.is_unmeasured or lane.end_of_all(now_s) > end_s) else end_s
 
     def _join(self, pending: Input, place: int, now_s: float) -> None:
-        """The input waits for this device, behind all others of its client."""
+        """Append the input to the line of this device, behind all others of its client."""
         lane = self._lanes[place]
         pending.place, pending.placed_end_s = place, lane.end_of_all(now_s)
         lane.waiting.join(pending)
         lane.news.set()
 
     def _answered(self, placed: Sequence[Input]) -> None:
-        """The answer with the vectors of these inputs has been written."""
+        """Record the time that writing the answer with the vectors of these inputs took."""
         writing_s = self._now_s() - max(pending.computed_s for pending in placed)
         for pending in placed:
             self._lanes[pending.place].answered(pending, writing_s)
 
     def retry_after_s(self) -> int:
-        """Until what is in progress has been computed, at the speed of late."""
+        """Seconds until the inputs in progress have been computed, at the recent speed."""
         if len(self._ends) < 2:
             return 1
         tokens = sum(size for _, size in self._ends)
@@ -242,7 +234,8 @@ class EmbeddingClient:
         return forget
 
     def _is_owed(self, owner: str, wanted: Depth) -> bool:
-        """True if a client has less in progress than its part, where others have something too."""
+        """True if a client, with these inputs, has at most its share in progress while other clients have
+        inputs too."""
         n_clients = len(self._held.keys() | {owner})
         held = self._held.get(owner, Depth(0, 0)) + wanted
         return n_clients > 1 and self._manager.holds(held, n_clients)
@@ -250,7 +243,7 @@ class EmbeddingClient:
     # ---- one device --------------------------------------------------------------------------------------
 
     async def _run(self, index: int) -> None:
-        """Serve one lane, over one worker after the other, until there is no hope for another."""
+        """Serve one lane, worker after worker, until no further worker can be started."""
         lane = self._lanes[index]
         try:
             while True:
@@ -272,7 +265,7 @@ class EmbeddingClient:
             self.on_lost()
 
     async def _serve(self, index: int) -> None:
-        """Send batches until the worker is lost."""
+        """Send batches to the lane's worker until the worker is lost."""
         lane = self._lanes[index]
         await lane.worker.attach()
         if lane.is_unmeasured:
@@ -303,7 +296,8 @@ class EmbeddingClient:
                 await asyncio.wait(batches)
 
     def _next_batch(self, index: int) -> list[Input]:
-        """The first that wait, as many as make a good batch; those that are no longer wanted are let go."""
+        """The next waiting inputs, as many as make a good batch; inputs that are no longer wanted are
+        dropped."""
         lane = self._lanes[index]
         batch: list[Input] = []
         tokens = 0
@@ -364,7 +358,8 @@ class EmbeddingClient:
                 _answer(pending, vector)
 
     async def _embedded(self, lane: Lane, batch: list[Input]) -> Floats:
-        """Vectors of a batch. RanksError where the worker is lost, or hangs and is ended."""
+        """Vectors of a batch. RanksError where the worker is lost, or does not answer in time and is
+        ended."""
         body, patience_s = inputs_to_bytes([pending.tokens for pending in batch]), lane.patience_s
         try:
             return await asyncio.wait_for(lane.worker.embed(body), patience_s)
@@ -374,7 +369,8 @@ class EmbeddingClient:
             ) from error
 
     def _again(self, index: int, batch: list[Input], error: RanksError) -> None:
-        """Inputs of a lost batch wait again, in front and once; what was lost twice is an error."""
+        """Put the inputs of a lost batch back in front of the line; an input lost for the second time
+        fails."""
         lane = self._lanes[index]
         for pending in reversed(batch):
             pending.tries += 1
@@ -384,7 +380,7 @@ class EmbeddingClient:
                 lane.waiting.rejoin(pending)
 
     def _move_waiting(self, index: int) -> None:
-        """Move the inputs that wait for a device that is down to others with room; the rest waits for it."""
+        """Move the inputs that wait for a lost device to others with room; the rest keep waiting."""
         lane, staying = self._lanes[index], InputTurns()
         while lane.waiting:
             pending = lane.waiting.take()
@@ -396,7 +392,7 @@ class EmbeddingClient:
         lane.waiting = staying
 
     def _take_over(self, index: int) -> None:
-        """Give an accelerator with room what waits for CPUs because it had none."""
+        """Move inputs that wait for CPUs to an accelerator that has room again."""
         own = self._lanes[index]
         rank, most, n_moved = own.queue.rank, own.most_in_batch.inputs, 0
         for other, lane in enumerate(self._lanes):
@@ -432,7 +428,8 @@ class EmbeddingClient:
 
 
 def _answer(pending: Input, vector: Floats) -> None:
-    """Other inputs of the batch have vectors of their own: one that has none fails alone."""
+    """Set the result of an input; a vector with numbers that are not finite fails alone, not its whole
+    batch."""
     try:
         check_numbers(vector)
     except StepFailed as error:

@@ -15,12 +15,13 @@ from phasewise.serving.embedding.queues import Depth
 
 MOST_LOAD = 1 << 14
 Measure = Callable[[int], Awaitable[float]]
-"""Inputs at once to the seconds until the last is answered."""
+"""A measurement: number of inputs sent at once -> seconds until the last is answered."""
 
 
 @dataclass(frozen=True)
 class LatencyLine:
-    """Seconds: `alpha_s` for each unit, `beta_s` for a batch; neither is negative (equation 12)."""
+    """A line through latencies: `alpha_s` seconds per unit and `beta_s` per batch, neither negative (equation
+    12)."""
 
     alpha_s: float
     beta_s: float
@@ -38,7 +39,8 @@ class LatencyLine:
 
 
 def fit(units: Sequence[float], seconds: Sequence[float]) -> LatencyLine:
-    """Least squares with alpha, beta >= 0. ValueError for fewer than two different numbers of units."""
+    """The line fitted by least squares with alpha, beta >= 0. ValueError for fewer than two different numbers
+    of units."""
     if len(units) != len(seconds) or len(set(units)) < 2:
         raise ValueError("a line needs times of at least two different loads")
     n = len(units)
@@ -59,13 +61,14 @@ def line_through(first: tuple[float, float], second: tuple[float, float]) -> Lat
 
 
 def probe_sizes(largest: int) -> list[int]:
-    """Loads to measure: five, evenly from 1 to `largest`."""
+    """Five loads to measure, spaced evenly from 1 to `largest`."""
     return sorted({1, *(max(1, round(largest * share)) for share in (0.25, 0.5, 0.75, 1.0))})
 
 
 @dataclass(frozen=True)
 class FoundDepth:
-    """`line`: by inputs. `predicted`: the most that end within the SLO by the line; `tried`: that did."""
+    """A measured depth. `line`: seconds by inputs. `predicted`: the largest load within the SLO by the line.
+    `tried`: the largest load within the SLO when tried."""
 
     line: LatencyLine
     predicted: int
@@ -73,7 +76,7 @@ class FoundDepth:
 
 
 async def predict_and_try(seconds: Measure, slo_s: float) -> FoundDepth:
-    """A depth by a line through five loads, the largest near the SLO, and by trying loads around it."""
+    """Find a depth by a line through five loads, the largest near the SLO, and by trying loads around it."""
     measured: dict[int, float] = {}
 
     async def once(n: int) -> float:
@@ -88,9 +91,7 @@ async def predict_and_try(seconds: Measure, slo_s: float) -> FoundDepth:
 
 
 async def _load_near(seconds: Measure, slo_s: float) -> int:
-    """A load that takes most of the SLO: a line through much smaller ones would err by what they err, times
-    how much smaller they are.
-    """
+    """A load that takes most of the SLO: a line through much smaller loads would magnify their errors."""
     load = 2
     while (took := await seconds(load)) < 0.7 * slo_s and load < MOST_LOAD:
         load = max(load + 1, min(8 * load, int(load * 0.9 * slo_s / took)))
@@ -98,9 +99,8 @@ async def _load_near(seconds: Measure, slo_s: float) -> int:
 
 
 async def stress(seconds: Measure, slo_s: float, guess: int) -> int:
-    """A load within `slo_s` of which one larger by a fortieth of the guess is not; 0: none. Steps from the
-    guess double until the depth lies between two loads, whose distance is then halved.
-    """
+    """The largest load within `slo_s`, to a fortieth of the guess; 0: none. Steps from the guess double until
+    the depth lies between two loads, whose distance is then halved."""
     if await seconds(1) > slo_s:
         return 0
     exact = max(1, guess // 40)
@@ -124,11 +124,9 @@ async def stress(seconds: Measure, slo_s: float, guess: int) -> int:
 
 
 def admission_depth(line: LatencyLine, slo_s: float, tokens_each: float, margin: float) -> Depth:
-    """The number of inputs that come at once and are all answered within the SLO. `line`: by tokens.
-
-    An input that finds a batch begun has less room, by when that batch ends (`lane`). margin: the share of
-    the SLO kept for what the line does not know.
-    """
+    """The depth at which all inputs, arriving at once, are answered within the SLO. `line`: seconds by
+    tokens. `margin`: the share of the SLO kept for errors of the line. An input that arrives while a batch is
+    computed has less room (`lane`)."""
     tokens = line.largest_within(slo_s * (1 - margin))
     inputs = math.floor(tokens / tokens_each) if tokens_each > 0 else tokens
     return Depth(max(1, inputs), max(1, tokens))

@@ -1,8 +1,7 @@
-"""Devices of a host that can embed, and the cores of an instance: WindVE's detector and affinity rule.
+"""Devices of a host that can embed, and the cores of a CPU instance: WindVE's detector and affinity rule.
 
 GPUs are found in /dev and by the driver's library; no framework is imported. `root` stands for / in tests.
-Other accelerators come in by a command of the user's own (`exec:COMMAND`), a worker that speaks `protocol`.
-"""
+Other accelerators are added by a command of the user (`exec:COMMAND`), a worker that speaks `protocol`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ Command: TypeAlias = tuple[str, ...]
 
 
 def cuda_devices() -> int:
-    """The number of devices that the driver has; 0 where there is none, or where it fails."""
+    """The number of devices that the CUDA driver reports; 0 without a driver, or where the driver fails."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int(0)
@@ -35,16 +34,15 @@ def cuda_devices() -> int:
 
 
 def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_devices) -> list[str]:
-    """The names of GPUs whose device files are here, as many as the driver answers for.
-
-    A container may have a device file without the driver, or hide devices from the driver.
-    """
+    """The names of GPUs: as many as have device files and are reported by the driver. A container may have a
+    device file without the driver, or hide devices from the driver."""
     nodes = [path for path in root.glob("dev/nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
     return [f"cuda:{index}" for index in range(min(len(nodes), count_cuda()) if nodes else 0)]
 
 
 def command_of(text: str) -> Command:
-    """The words of `exec:COMMAND`. ValueError, saying why, for anything else, or no program."""
+    """The words of `exec:COMMAND`. ValueError, saying why, for any other text or a program that is not
+    found."""
     if not text.startswith(EXEC):
         raise ValueError(f"{text[:80]}: a device is exec:COMMAND")
     try:
@@ -59,21 +57,19 @@ def command_of(text: str) -> Command:
 
 
 def rank_of(device: str) -> int:
-    """The rank of a device by its name: those of a lower one are filled first."""
+    """The rank of a device by its name: devices of lower rank are filled first."""
     return 0 if device.startswith(("cuda:", EXEC)) else CPU_RANK
 
 
 def instance_cores(
     machine: Machine, n_instances: int, taken: Collection[int] = (), n_cores: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Cores for each CPU instance: from the high end, never across NUMA nodes, none that is taken.
+    """Cores for each CPU instance: from the highest down, never across NUMA nodes (the paper's section IV-D).
 
-    The paper's section IV-D: frameworks run on cores with low numbers, and an instance should not cross
-    nodes. Fewer instances than nodes have a whole node each; more divide the nodes so that they are as large
-    as each other as nearly as that goes. taken: PUs that others compute on. n_cores: of all instances, the
-    highest ones; None: all that are left. ValueError where there are fewer cores than instances, or than
-    asked for.
-    """
+    Frameworks run on cores with low numbers. Fewer instances than nodes have a whole node each; more divide
+    the nodes as evenly as possible. `taken`: PUs in use by other programs. `n_cores`: cores of all instances
+    together; None: all free cores. ValueError where there are fewer cores than instances, or than asked
+    for."""
     usable = highest_cores(machine, taken, n_cores)
     if n_cores is not None and n_cores > len(usable):
         raise ValueError(f"{counted(n_cores, 'core')} for embeddings: {len(usable)} are there for them")
@@ -91,7 +87,7 @@ def instance_cores(
 
 
 def _shares(cores: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
-    """As many each, and one more for the first, in their order."""
+    """The cores divided in order into `count` shares of equal size; the first shares have one more."""
     share, extra = divmod(len(cores), count)
     start = 0
     for number in range(count):
@@ -107,15 +103,15 @@ def free_cores(machine: Machine, taken: Collection[int]) -> list[int]:
 
 
 def highest_cores(machine: Machine, taken: Collection[int] = (), n_cores: int | None = None) -> list[int]:
-    """The highest `n_cores` free cores, or fewer where fewer are free; None: all. Those of one NUMA node go
-    before those of the next, whatever their numbers.
-    """
+    """The highest `n_cores` free cores, or fewer where fewer are free; None: all. The cores of one NUMA node
+    are taken before those of the next."""
     ordered = [core for node in cores_by_node(machine, free_cores(machine, taken)) for core in node]
     return sorted(ordered[:n_cores])
 
 
 def cores_by_node(machine: Machine, cores: Collection[int]) -> list[list[int]]:
-    """Those of each NUMA node, the highest node and the highest cores first; of one L3 together."""
+    """Cores of each NUMA node, the highest node and the highest cores first; cores that share an L3 stand
+    together."""
     tops = [
         {pu: max(part.cpus) for part in machine.nodes(kind) if part.cpus for pu in part.cpus}
         for kind in (Kind.NUMA, Kind.L3)

@@ -1,6 +1,5 @@
-"""One device of the front: the inputs that wait for it, the batches that its worker has, and when what it
-holds will have been computed. The caller gives the time.
-"""
+"""One device's lane: the inputs that wait for the device, the batches that its worker has, and the forecast
+of when they are computed. The caller gives the time."""
 
 from __future__ import annotations
 
@@ -28,27 +27,31 @@ BATCHES_AHEAD = 2
 BATCH_TOKENS = 2048
 BATCH_INPUTS = 64
 BATCH_SHARE = 0.1
-"""A batch of a CPU takes no more of a promised time, by the plan: what has been sent ends late together."""
+"""The largest share of the promised time that a CPU's batch takes, by the plan: all inputs of a batch end
+together."""
 LEAST_BATCH_S = 0.02
-"""A batch of a CPU takes this long at the least, where there is enough: it costs a millisecond to send."""
+"""The least time of a CPU's batch, in seconds, where enough inputs wait: sending a batch costs a
+millisecond."""
 FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
-"""The depth of an accelerator that has none, until its first batch has ended, where no time is promised."""
+"""The depth of an accelerator without a plan until its first batch has ended, where no time is promised."""
 PROBE_TOKENS, PROBE_INPUTS = 32, 16
-"""The larger of two batches whose times are a device's first line; no more is accepted before."""
+"""Size of the larger of two probe batches through which a device's first latency line is drawn."""
 LONG_INPUT_TOKENS, LEAST_INPUTS = 512, 3
-"""Without a plan the promise is at least the time in which this many such inputs are computed."""
+"""Without a plan, the promised time is at least the time of `LEAST_INPUTS` inputs of `LONG_INPUT_TOKENS`
+tokens."""
 LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
-"""A worker on a CPU may have to wait for other programs; an accelerator is its worker's own."""
+"""The least wait, in seconds, before a silent worker is ended; a worker on a CPU may have to wait for other
+programs."""
 FIRST_PATIENCE_S = 120.0
 ALMOST = 1 - 1e-9
-"""Work that ends at exactly the promised time has room."""
+"""The factor by which rounding is allowed for: work that ends at exactly the promised time has room."""
 DEAR_BATCH_S = 0.01
-"""An accelerator whose batches take this long beside their tokens gets one at a time, after a wait."""
+"""The time per batch, beside its tokens, from which an accelerator gets one batch at a time, after a wait for
+more inputs."""
 COMPANY = 0.1
 MOST_COMPANY = 0.5
-"""An idle device whose batches are dear waits for COMPANY of that time, and again while inputs come, for at
-most MOST_COMPANY of it.
-"""
+"""An idle device whose batches are dear waits for `COMPANY` of a batch's fixed time, and again while inputs
+come, for at most `MOST_COMPANY` of that time."""
 
 
 class Worker(Protocol):
@@ -63,29 +66,30 @@ class Worker(Protocol):
 
 
 Start = Callable[[], Worker]
-"""A worker that is ready; blocks while it starts. RanksError where it cannot."""
+"""A function that starts a worker and returns it ready; blocks meanwhile. RanksError where the worker cannot
+start."""
 
 
 @dataclass(eq=False, slots=True)
 class Input:
-    """One input on its way. Instants are of the event loop's clock."""
+    """One input in progress. Times are of the event loop's clock."""
 
     tokens: Tokens
     answer: asyncio.Future[Floats]
     owner: str = ""
-    """The client that it came from."""
+    """The client that sent the input."""
     end_s: float = math.inf
-    """The time from which its answer is late; what a lost worker had is answered at any time."""
+    """The time from which the answer is late; inf for an input whose worker was lost."""
     tries: int = 0
     placed_end_s: float = math.inf
-    """The time at which it was to be computed, as forecast when it came."""
+    """The forecast, on arrival, of when the input would be computed."""
     sent_end_s: float = math.inf
-    """The same, as forecast when it was sent to the worker."""
+    """The forecast, when the input was sent to the worker, of when it would be computed."""
     computed_s: float = math.inf
     place: int = 0
-    """The index of its device."""
+    """The index of the input's device."""
     batch: int = 0
-    """The number of its batch."""
+    """The number of the input's batch."""
 
     @property
     def size(self) -> int:
@@ -97,7 +101,7 @@ class Input:
 
 
 class InputTurns:
-    """Inputs that wait for one device. Those that wait again come first; behind them clients take turns."""
+    """The inputs that wait for one device: first inputs of lost batches, then those of clients in turns."""
 
     def __init__(self) -> None:
         self._again: deque[Input] = deque()
@@ -116,20 +120,20 @@ class InputTurns:
         return self._again[0] if self._again else self._turns.head()
 
     def join(self, pending: Input) -> None:
-        """Behind all others of its client."""
+        """Append an input behind all others of its client."""
         self._turns.join(pending.owner, pending)
 
     def rejoin(self, pending: Input) -> None:
-        """Before everything."""
+        """Put an input before all others."""
         self._again.appendleft(pending)
 
     def take(self) -> Input:
-        """Remove the head; its client's turn is over. IndexError: nothing waits."""
+        """Remove and return the head; its client's turn is over. IndexError: nothing waits."""
         return self._again.popleft() if self._again else self._turns.take()
 
 
 class SentBatch(NamedTuple):
-    """A batch that the worker has."""
+    """A batch that has been sent to the worker. `sent_s`: the time of sending."""
 
     sent_s: float
     tokens: int
@@ -137,7 +141,8 @@ class SentBatch(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """`slo_s`: the promise, inf for none."""
+    """One device's waiting inputs, running batches and forecasts. `slo_s`: the promised time of an answer;
+    inf: none."""
 
     queue: DeviceQueue
     start: Start
@@ -145,20 +150,20 @@ class Lane:
     slo_s: float
     pace: DevicePace
     learnt: LearntDepth | None
-    """None where the plan has a depth, or a CPU promises nothing."""
+    """None where the plan has a depth, or a CPU promises no time."""
     placed: Lateness
-    """Errors of what was forecast when inputs came."""
+    """Recent errors of forecasts made when inputs arrived."""
     sent: Lateness
-    """Errors of what was forecast when they were sent."""
+    """Recent errors of forecasts made when inputs were sent to the worker."""
     waiting: InputTurns = field(default_factory=InputTurns)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: Restarts = field(default_factory=Restarts)
     running: dict[asyncio.Task[None], SentBatch] = field(default_factory=dict)
-    """The oldest first."""
+    """Batches that the worker has, the oldest first."""
     free_at_s: float = 0.0
     """The time at which the worker last ended a batch, as far as known."""
     is_measured: bool = False
-    """True once two batches were timed for a first depth, where no plan has one."""
+    """True once two batches were timed for a first depth, which happens only without a plan."""
     n_batches: int = 0
     n_inputs: int = 0
     n_restarts: int = 0
@@ -179,15 +184,13 @@ class Lane:
 
     @property
     def is_unmeasured(self) -> bool:
-        """True if it promises a time and nothing is known of its own."""
+        """True if the device promises a time but no batch of its own has been timed."""
         return self.learnt is not None and math.isfinite(self.slo_s) and not self.is_measured
 
     async def measure(self, *, stretches: bool) -> None:
         """Time two batches of made-up tokens: the line through them is the first depth (section IV-B2).
-
-        stretches: the promise becomes longer where a few long inputs take longer, twice: a host that was busy
-        for a moment makes no promise longer. What waits is answered by the new one. RanksError, StepFailed.
-        """
+        `stretches`: make the promised time longer where a few long inputs take longer, in two measurements: a
+        short disturbance of the host changes nothing. RanksError, StepFailed."""
         assert self.learnt is not None
         await self._probe(1)  # reads the weights from disk
         points = [await self._probe(1), await self._probe(PROBE_INPUTS)]
@@ -220,7 +223,7 @@ class Lane:
     # ---- forecasts ---------------------------------------------------------------------------------------
 
     def s_per_token(self, now_s: float) -> float:
-        """A batch that takes longer than those of late says so before it ends."""
+        """Recent seconds per token, raised if the running batch already takes longer than recent ones."""
         first = next(self._begun(), None)
         return self.pace.s_per_token if first is None else self.pace.unfinished(first[1], now_s - first[0])
 
@@ -229,20 +232,19 @@ class Lane:
         return now_s + self._running_left_s(now_s) + self._seconds(tokens, now_s)
 
     def end_of_all(self, now_s: float) -> float:
-        """The time at which all inputs held are computed."""
+        """The time at which all inputs of the lane are computed."""
         return self.end_of(self._waiting_tokens, now_s)
 
     def is_late(self, tokens: int, now_s: float, end_s: float) -> bool:
-        """True if a batch of `tokens` that is sent now would be answered after `end_s`. An idle worker takes
-        one unless it is late by its forecast alone.
-        """
+        """True if a batch of `tokens` sent now would be answered after `end_s`. An idle worker takes a batch
+        unless its forecast alone, without correction, is late."""
         if math.isinf(end_s):
             return False
         correction_s = self.sent.correction_s if self.running else 0.0
         return self.end_of(tokens, now_s) + correction_s > end_s
 
     def heed(self, now_s: float, end_s: float) -> None:
-        """Hold, for an input that is to be answered until `end_s`, no more than is computed by then."""
+        """Limit the queue to the inputs that are computed by `end_s`."""
         s_per_token = self.s_per_token(now_s)
         if self.learnt is not None:
             self.queue.depth = self.learnt.depth_at(s_per_token)
@@ -256,7 +258,8 @@ class Lane:
         self.queue.share = min(1.0, tokens / self.queue.depth.tokens)
 
     def _begun(self) -> Iterator[tuple[float, int]]:
-        """Each batch that the worker has: when it began or will begin at the earliest, and its tokens."""
+        """Each batch that the worker has: the earliest time at which it began or will begin, and its
+        tokens."""
         for batch in self.running.values():
             yield max(batch.sent_s, self.free_at_s), batch.tokens
 
@@ -268,7 +271,7 @@ class Lane:
         return left_s
 
     def _seconds(self, tokens: int, now_s: float) -> float:
-        """The time of so many tokens, in as many batches as they are."""
+        """Forecast seconds of this many tokens, divided into batches."""
         n_batches = math.ceil(tokens / self.most_in_batch.tokens)
         return n_batches * self.pace.batch_s + tokens * self.s_per_token(now_s)
 
@@ -285,17 +288,19 @@ class Lane:
 
     @property
     def has_dear_batches(self) -> bool:
-        """True if fewer and larger batches are worth waiting for."""
+        """True if an accelerator's fixed time per batch is so long that fewer, larger batches are worth a
+        wait."""
         return self.queue.is_accelerator and self.pace.batch_s >= DEAR_BATCH_S
 
     @property
     def batches_ahead(self) -> int:
-        """The number of batches that the worker may have."""
+        """The number of batches that the worker may have at a time."""
         return 1 if self.has_dear_batches else BATCHES_AHEAD
 
     @property
     def most_in_batch(self) -> Depth:
-        """The depth of a plan was measured in one batch; a CPU gains nothing by long ones."""
+        """The largest batch: a plan's depth on an accelerator; on a CPU a short one, since long batches gain
+        nothing."""
         if self.queue.is_accelerator:
             return self.queue.depth if self.learnt is None else Depth(BATCH_INPUTS, BATCH_TOKENS)
         s_per_token = self.pace.planned_s_per_token or self.pace.s_per_token
@@ -306,13 +311,13 @@ class Lane:
 
     @property
     def patience_s(self) -> float:
-        """Time after which a worker that does not answer is ended."""
+        """Seconds after which a worker that does not answer is ended."""
         least_s = LEAST_PATIENCE_S["accelerator" if self.queue.is_accelerator else "cpu"]
         batches = [batch.tokens for batch in self.running.values()]
         return self.pace.patience_s(batches, least_s, FIRST_PATIENCE_S)
 
     async def company(self) -> None:
-        """Return once an idle device whose batches are dear has waited for more inputs."""
+        """Wait for more inputs if the device is idle and its batches are dear."""
         if not self.has_dear_batches or self.running or not self.waiting:
             return
         loop = asyncio.get_running_loop()
@@ -324,7 +329,7 @@ class Lane:
     # ---- ends --------------------------------------------------------------------------------------------
 
     def computed(self, batch: Sequence[Input], running: SentBatch, now_s: float) -> None:
-        """The worker has given the vectors of this batch."""
+        """Record that the worker has returned the vectors of this batch."""
         self.n_inputs += len(batch)
         began_s, self.free_at_s = max(running.sent_s, self.free_at_s), now_s
         if self.learnt is not None:
@@ -334,17 +339,18 @@ class Lane:
             pending.computed_s = now_s
 
     def answered(self, pending: Input, writing_s: float) -> None:
-        """An answer has been written, `writing_s` after its last vector was computed."""
+        """Record the forecast errors of an answered input. `writing_s`: seconds from the last vector to the
+        written answer."""
         if math.isfinite(pending.end_s) and math.isfinite(pending.computed_s) and not pending.tries:
             end_s = pending.computed_s + writing_s
             self.placed.seen(pending.batch, end_s - pending.placed_end_s, end_s)
             self.sent.seen(pending.batch, end_s - pending.sent_end_s, end_s)
 
     def refused(self, pending: Input, now_s: float) -> None:
-        """An input that was placed would be late."""
+        """Record the forecast error of a placed input that was refused because it would be late."""
         self.placed.seen(self.n_batches, self.end_of(pending.size, now_s) - pending.placed_end_s, now_s)
 
 
 def _promised_s(points: Sequence[tuple[int, float]]) -> float:
-    """The shortest time that a device may promise, by two batches of it."""
+    """The shortest time that a device may promise, by two timed batches (tokens, seconds)."""
     return LEAST_INPUTS * line_through(*points).seconds(LONG_INPUT_TOKENS)

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 RECENT_BATCHES = 128
-"""If errors are exchangeable, the next one exceeds the largest of n with a chance of 1 in n + 1: of
-answers that end as late as they may, one in a hundred is late with 99 of them.
-"""
+"""The number of batches whose errors are kept. If errors are exchangeable, the next error exceeds the largest
+of n with a chance of 1 in n + 1."""
 FEWEST_BATCHES = 16
 RECENT_S = 20.0
-"""Errors older than this are forgotten where `FEWEST_BATCHES` are newer: a host that was busy for a moment
-does not hold back a device that has little to do, whose 128 batches take minutes.
-"""
+"""Seconds after which errors are forgotten if `FEWEST_BATCHES` are newer: a host that was busy for a moment
+does not slow down a device whose 128 batches take minutes."""
 FIRST_SHARE = 0.1
-"""The share of the promised time that counts as the error before anything has been answered."""
+"""The share of the promised time that counts as the error before any input has been answered."""
 MOST_SHARE = 0.5
-"""The largest error that is heeded, as a share of the promised time: a device with a larger correction would
-have nothing to do, and would never be seen to have become quick again.
-"""
+"""The largest correction, as a share of the promised time: a device with a larger one would get no inputs,
+and so could not show that it is quick again."""
 
 
 class Lateness:
-    """The largest recent error of one kind of forecast. `slo_s`: the promise, inf for none."""
+    """The largest recent error of one kind of forecast. `slo_s`: the promised time of an answer; inf:
+    none."""
 
     def __init__(self, slo_s: float) -> None:
         self._first_s, self._most_s = FIRST_SHARE * slo_s, MOST_SHARE * slo_s
         self._errors: dict[int, tuple[float, float]] = {}
-        """The largest error of each batch and when its first was seen, the oldest batch first."""
+        """For each batch its largest error and the time of its first error, the oldest batch first."""
         self.correction_s = self._first_s
-        """The time to add to a forecast."""
+        """The seconds to add to a forecast."""
 
     def seen(self, batch: int, error_s: float, now_s: float) -> None:
-        """An answer of this batch took `error_s` longer than forecast; less than 0: shorter.
-
-        batch: its number; those of one device grow.
-        """
+        """Record that an answer of this batch took `error_s` longer than forecast (negative: shorter).
+        `batch`: the batch's number, which grows along a device."""
         largest_s, since_s = self._errors.get(batch, (error_s, now_s))
         self._errors[batch] = max(error_s, largest_s), since_s
         while self._forgets_oldest(now_s):

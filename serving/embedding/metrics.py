@@ -1,4 +1,4 @@
-"""Metrics of embeddings for /metrics, read when they are asked for."""
+"""Metrics of embeddings for /metrics, collected when they are requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES: Sequence[tuple[type[_Family], str, str, Callable[[Lane], float]]] = (
 
 
 class EmbeddingMetrics(Collector):
-    """By device."""
+    """A collector of the embedding metrics of every device."""
 
     def __init__(self, lanes: Callable[[], Sequence[Lane]]) -> None:
         self._lanes = lanes

@@ -1,4 +1,4 @@
-"""From a model and a plan to workers that are ready, and the queues over them."""
+"""Starts the workers of a model's embedding plan, and puts the queues over them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phasewise.serving.models.packed_model import PackedModel
 
 @dataclass(frozen=True)
 class OpenEmbedding:
-    """Workers that are ready. Close it, or use it in `with`."""
+    """The ready workers of a model's plan, with the client over them. Close it, or use it in `with`."""
 
     model: PackedModel
     text: EncoderText
@@ -32,7 +32,7 @@ class OpenEmbedding:
 
     @property
     def scores(self) -> bool:
-        """True if it is a cross-encoder."""
+        """True if the model is a cross-encoder, which gives scores rather than vectors."""
         return self.model.config.scores
 
     @property
@@ -47,12 +47,12 @@ class OpenEmbedding:
 
 
 def width_of(model: PackedModel) -> int:
-    """Numbers of a vector; 1 for a cross-encoder, which gives scores."""
+    """The length of a model's vectors; 1 for a cross-encoder, which gives scores."""
     return 1 if model.config.scores else model.config.hidden
 
 
 def check_commands(model: PackedModel, commands: Mapping[str, Command]) -> None:
-    """ModelError where workers of the user's own would not be told what the model has to know."""
+    """Raise ModelError where a user's own workers would not be told the tasks that the model has."""
     if commands and names_of_tasks(model):
         raise ModelError(
             f"{model.name} has tasks, which a worker of one's own ({', '.join(commands)}) is not told: leave"
@@ -72,13 +72,12 @@ def open_embedding(
     report: Callable[[str], None] = lambda _line: None,
     other_cores: int = 0,
 ) -> OpenEmbedding:
-    """Start a worker for each instance of the plan, all at a time.
+    """Start all workers of the plan at the same time.
 
-    An accelerator whose worker cannot start is left out, and `report` told why. RanksError where a CPU's
-    cannot, or none is left. is_canonical: they compute with the same bits on every CPU. commands: of the
-    user's own workers, by the name of their device. other_cores: those of a language model beside them, with
-    which they share a cgroup quota.
-    """
+    An accelerator whose worker cannot start is left out, and `report` is told why. RanksError where a CPU's
+    worker cannot start, or no worker is left. `is_canonical`: the workers give the same bits on every CPU.
+    `commands`: the commands of the user's own workers, by device name. `other_cores`: cores of a language
+    model beside the workers, which shares their cgroup quota."""
     if model.embedding is None:
         raise ModelError(
             f"{model.name} is no embedding model: its files say nothing about pooling (modules.json)"
@@ -125,7 +124,7 @@ def open_embedding(
 
 
 def start_worker(spec: WorkerSpec) -> WorkerProcess:
-    """One that is ready. RanksError where it cannot start."""
+    """Start a worker and wait until it is ready. RanksError where it cannot start."""
     worker = WorkerProcess(spec)
     worker.wait_until_ready()
     return worker

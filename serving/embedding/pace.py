@@ -1,10 +1,8 @@
-"""The time that a device takes for what it holds, and the depth of one that no plan knows. No clock is read:
-the caller gives seconds.
+"""The recent speed of a device, and the depth learnt for a device without a plan. The caller gives seconds.
 
-A depth is measured while nothing else runs. A server's front, its clients and other programs share the cores,
-so that a device may be slower than its depth assumes. All that a device holds is computed one token after
-the other, so an input ends once all that is held has been computed.
-"""
+A plan's depth is measured while nothing else runs; while serving, the front, clients and other programs share
+the cores, so that a device may be slower. A device computes its inputs one after the other, so that an input
+ends once all that the device holds is computed."""
 
 from __future__ import annotations
 
@@ -15,30 +13,28 @@ from phasewise.serving.embedding.queues import Depth
 
 RECENT_BATCHES = 16
 LAST_BATCHES = 3
-"""A device that has become slower counts as slower after `LAST_BATCHES` batches; one that has become faster
-counts as faster after `RECENT_BATCHES`.
-"""
+"""A device that has become slower counts as slower after `LAST_BATCHES` batches; a device that has become
+faster counts as faster after `RECENT_BATCHES`."""
 LEAST_TOKENS = 128
-"""Batches of fewer tokens together count as this many: their time says little of batches under load."""
+"""Batches with fewer tokens in total count as this many: the time of small batches says little about load."""
 KEPT = 0.1
-"""The share of a promised time that is kept for the client: its network and its reading."""
+"""The share of the promised time that is kept for the client's network and reading."""
 MARGIN = 0.3
 """The share of the promised time that a learnt depth leaves unused."""
 OVERDUE = 20
-"""A worker whose batch takes this many times as long as its batches of late does not answer any more."""
+"""A worker whose batch takes this many times as long as its recent batches is held to be lost."""
 
 
 class DevicePace:
-    """One device's. `batch_s`: what a batch takes beside its tokens, by the plan. `planned_s_per_token`: what
-    a token takes by the plan, where nothing else runs; 0: no plan.
-    """
+    """The recent speed of one device. `batch_s`: a batch's seconds beside its tokens, by the plan.
+    `planned_s_per_token`: seconds per token by the plan, where nothing else runs; 0: no plan."""
 
     def __init__(self, batch_s: float = 0.0, planned_s_per_token: float = 0.0) -> None:
         self.batch_s = batch_s
         self.planned_s_per_token = planned_s_per_token
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_BATCHES)
         self.s_per_token = planned_s_per_token
-        """Recent time per token, in seconds; 0 where nothing is known."""
+        """Recent seconds per token; 0 before any batch."""
 
     @property
     def is_known(self) -> bool:
@@ -46,7 +42,7 @@ class DevicePace:
         return bool(self._recent)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A batch of `tokens` took `seconds` by itself."""
+        """Record a batch of `tokens` that took `seconds`."""
         self._recent.append((tokens, max(0.0, seconds - self.batch_s)))
         all_recent = list(self._recent)
         self.s_per_token = max(
@@ -54,24 +50,21 @@ class DevicePace:
         )
 
     def unfinished(self, tokens: int, elapsed_s: float) -> float:
-        """Time per token, where a batch of `tokens` has been computed for `elapsed_s` and has not ended."""
+        """Seconds per token, given that a batch of `tokens` has run for `elapsed_s` without ending."""
         return max(self.s_per_token, (elapsed_s - self.batch_s) / max(tokens, LEAST_TOKENS))
 
     def patience_s(self, batches: Sequence[int], least_s: float, first_s: float) -> float:
-        """Time until a worker that has batches of so many tokens and does not answer is held to be lost.
-
-        least_s: at the least. first_s: before any batch.
-        """
+        """Seconds after which a silent worker with batches of these many tokens is held to be lost.
+        `least_s`: the least result. `first_s`: the result before any batch has ended."""
         if not self.is_known:
             return first_s
         return max(least_s, OVERDUE * (self.batch_s * len(batches) + self.s_per_token * sum(batches)))
 
 
 class LearntDepth:
-    """The depth of a device that no plan knows, from its first batches on (section IV-B2, equation 11).
-
-    `first`: before any batch has ended. `within_s`: the time in which it is to compute what it holds.
-    """
+    """The depth of a device without a plan, from its first batches on (section IV-B2, equation 11). `first`:
+    the depth before any batch has ended. `within_s`: the time in which the device should compute all that it
+    holds."""
 
     def __init__(self, first: Depth, within_s: float) -> None:
         self.depth = first
@@ -79,11 +72,11 @@ class LearntDepth:
         self._sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_BATCHES)
 
     def computed(self, inputs: int, tokens: int) -> None:
-        """A batch has ended."""
+        """Record the size of a batch that has ended."""
         self._sizes.append((inputs, tokens))
 
     def depth_at(self, s_per_token: float) -> Depth:
-        """Inputs and tokens that are computed in time, of inputs as long as recent ones."""
+        """The depth that is computed in time, for inputs as long as recent ones."""
         if s_per_token > 0 and self._sizes:
             held_tokens = self._within_s / s_per_token
             tokens_each = sum(tokens for _, tokens in self._sizes) / sum(inputs for inputs, _ in self._sizes)

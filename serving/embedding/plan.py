@@ -1,9 +1,7 @@
 """The plan of embedding with one model: instances, their cores, and the depths of their queues.
 
-`phasewise tune-embed` keeps it in the tuning database, `serve` reads it there: by places of the topology,
-which like machines share, beside service plans, as one of a phase of its own. What is read is checked as if
-a stranger had written it.
-"""
+`phasewise tune-embed` keeps plans in the tuning database, from which `serve` reads them: by places of the
+topology, which like machines share. A stored plan is checked like any input that is not trusted."""
 
 from __future__ import annotations
 
@@ -19,18 +17,17 @@ from phasewise.serving.errors import ServingError
 from phasewise.topology import Machine, TopologyError, places_of, pus_at
 
 PHASE = "embed"
-"""The word by which the database tells these plans from those of prefill and decode."""
+"""The phase under which the database keeps these plans, beside those of prefill and decode."""
 FORMAT = 1
 MAX_INSTANCES = 256
 DEFAULT_SLO_S = 1.0
-"""The promised time of an answer where no plan says another: the paper's first (section V)."""
+"""The promised time of an answer where no plan gives one: the paper's first SLO (section V)."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One device's worker. `device`: "cpu:0", "cuda:0", "exec:0"; a plan never holds a command. `batch_s`:
-    what a batch takes beside its tokens.
-    """
+    """One device's worker in a plan. `device`: "cpu:0", "cuda:0" or "exec:0"; a plan never holds a command.
+    `batch_s`: a batch's seconds beside its tokens."""
 
     device: str
     cores: tuple[int, ...]
@@ -44,14 +41,15 @@ class Instance:
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """`slo_s`: the promised time of an answer; None: none is promised."""
+    """The instances that embed with one model. `slo_s`: the promised time of an answer; None: none is
+    promised."""
 
     instances: tuple[Instance, ...]
     slo_s: float | None = None
     source: str = "default"
 
     def only(self, keeps: Callable[[Instance], bool]) -> EmbeddingPlan:
-        """The plan with those of its instances; it may have none then."""
+        """The plan with the instances for which `keeps` is true, maybe none."""
         return replace(self, instances=tuple(filter(keeps, self.instances)))
 
     @property
@@ -65,7 +63,7 @@ class EmbeddingPlan:
         return self.only(lambda instance: not instance.is_cpu)
 
     def describe(self) -> str:
-        """In one line, for people."""
+        """The plan in one line, for people."""
         parts = [
             f"{instance.device} on cores {','.join(map(str, instance.cores))}"
             + (
@@ -80,12 +78,13 @@ class EmbeddingPlan:
 
 
 def fields_of(plan: EmbeddingPlan) -> dict[str, Any]:
-    """Its instances and what they promise, as JSON values."""
+    """The plan's instances and promised time as JSON values."""
     return {"instances": [asdict(instance) for instance in plan.instances], "slo_s": plan.slo_s}
 
 
 def plan_of(fields: Any, source: str) -> EmbeddingPlan:
-    """The plan of `fields_of`. KeyError, TypeError, ValueError or AttributeError for anything else."""
+    """The plan that `fields_of` has written. KeyError, TypeError, ValueError or AttributeError for other
+    fields."""
     instances = tuple(
         Instance(
             _text(instance["device"]),
@@ -104,7 +103,8 @@ def plan_of(fields: Any, source: str) -> EmbeddingPlan:
 
 
 def placed_json(plan: EmbeddingPlan, machine: Machine) -> str:
-    """The plan by its places. ServingError where this process may not use a core of it."""
+    """The plan as JSON with topology places for cores. ServingError where this process may not use one of its
+    cores."""
     fields = fields_of(plan)
     try:
         for instance_fields, instance in zip(fields["instances"], plan.instances, strict=True):
@@ -117,7 +117,8 @@ def placed_json(plan: EmbeddingPlan, machine: Machine) -> str:
 
 
 def stored_plan(text: str, machine: Machine, source: str = "database") -> EmbeddingPlan:
-    """A plan of the database in this machine's own numbers. ServingError, saying why, for what is none."""
+    """A plan of the database with this machine's core numbers. ServingError, saying why, for an invalid
+    plan."""
     fields = _fields(text)
     if fields["pus"] != len(machine.allowed_pus):
         n_pus = len(machine.allowed_pus)
@@ -133,7 +134,7 @@ def stored_plan(text: str, machine: Machine, source: str = "database") -> Embedd
 
 
 def stored_places(text: str) -> list[list[int]]:
-    """The places of each instance. ServingError for what is no plan."""
+    """The topology places of each instance. ServingError for a text that is no plan."""
     try:
         places = [[*instance["places"]] for instance in _fields(text)["instances"]]
     except (KeyError, TypeError) as error:

@@ -37,8 +37,6 @@ PROTOCOL_VERSION = 1
 
 
 class WorkerFrameKind(IntEnum):
-    """The kind of a frame."""
-
     EMBED = 1
     VECTORS = 2
     FAILED = 3
@@ -52,7 +50,7 @@ class WorkerFrame(NamedTuple):
 
 
 class ProtocolError(Exception):
-    """The other end says something else than the protocol."""
+    """The peer sent a frame that breaks the protocol."""
 
 
 def frame(kind: WorkerFrameKind, batch: int, body: bytes) -> bytes:
@@ -60,7 +58,7 @@ def frame(kind: WorkerFrameKind, batch: int, body: bytes) -> bytes:
 
 
 def head_of(raw: bytes) -> tuple[int, WorkerFrameKind, int]:
-    """(bytes of the body, kind, batch)."""
+    """The header of a frame: (bytes of the body, kind, batch)."""
     n_bytes, kind, batch = HEAD.unpack(raw)
     if n_bytes > MAX_FRAME_BYTES or kind not in tuple(WorkerFrameKind):
         raise ProtocolError(f"a frame of kind {kind} with {counted(n_bytes, 'byte')}")
@@ -68,7 +66,8 @@ def head_of(raw: bytes) -> tuple[int, WorkerFrameKind, int]:
 
 
 def read_frame(read: Callable[[int], bytes]) -> WorkerFrame | None:
-    """The next frame; None at the end. `read(n)` gives exactly n bytes, or fewer at the end."""
+    """The next frame; None at the end of the stream. `read(n)` returns exactly n bytes, or fewer at the
+    end."""
     raw = read(HEAD.size)
     if not raw:
         return None
@@ -92,7 +91,7 @@ def inputs_to_bytes(inputs: Sequence[Tokens]) -> bytes:
 
 
 def inputs_from_bytes(body: bytes) -> list[Tokens]:
-    """ProtocolError unless the body holds exactly its inputs."""
+    """Parse the inputs of an EMBED frame. ProtocolError unless the body holds exactly its inputs."""
     try:
         (count,) = _COUNT.unpack_from(body)
         start = _COUNT.size + count * _PAIR.size
@@ -119,7 +118,8 @@ def vectors_to_bytes(vectors: Floats) -> bytes:
 
 
 def vectors_from_bytes(body: bytes) -> Floats:
-    """ProtocolError unless the body holds exactly its vectors."""
+    """Parse a VECTORS frame to float32 [inputs, width]. ProtocolError unless the body holds exactly its
+    vectors."""
     try:
         count, width = _PAIR.unpack_from(body)
         return np.frombuffer(body, np.float32, offset=_PAIR.size).reshape(count, width)

@@ -1,12 +1,9 @@
-"""The queue manager, WindVE's Algorithm 1: the device of an input, for any number of devices. Pure: numbers
-in, decisions out.
+"""The queue manager, WindVE's Algorithm 1: chooses the device of an input, for any number of devices.
 
-A device's queue holds what it was given and has not answered, computed or waiting. Devices of a lower rank
-(the accelerators) are filled first; what they cannot hold goes to those of the next rank (the CPU's
-instances); what no device can hold is refused. Among devices of one rank the emptiest is next. With one
-accelerator and one CPU this is the paper's algorithm; without the CPU's queues it is the paper's without its
-heterogeneous switch.
-"""
+A device's queue holds the inputs that are not yet answered, waiting or computed. Devices of lower rank
+(accelerators) are filled first, then those of the next rank (CPU instances); an input that no device can hold
+is refused. Within a rank the emptiest device is next. With one accelerator and one CPU this is the paper's
+algorithm; without CPU queues it is the paper's without its heterogeneous switch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """The most that a queue holds. The paper's depths count inputs; the load is their length (its Fig. 5)."""
+    """The most that a queue holds. The paper's depths count inputs; load depends on their length (its Fig.
+    5)."""
 
     inputs: int
     tokens: int
@@ -28,7 +26,7 @@ class Depth:
         return Depth(self.inputs - other.inputs, self.tokens - other.tokens)
 
     def scaled(self, share: float) -> Depth:
-        """That share of it, at least one of each."""
+        """This share of the depth, at least one input and one token."""
         return Depth(max(1, int(self.inputs * share)), max(1, int(self.tokens * share)))
 
 
@@ -38,19 +36,19 @@ CPU_RANK = 1
 
 @dataclass(slots=True)
 class DeviceQueue:
-    """One device's share of what is in progress."""
+    """The share of one device in the inputs in progress."""
 
     name: str
     rank: int
     depth: Depth
     is_up: bool = True
-    """True if its worker computes. Where none does, inputs wait for one that is started again."""
+    """True if the device's worker is running. Where no device's is, inputs wait for a restart."""
     is_gone: bool = False
-    """True if there is no hope for another worker."""
+    """True if the device's worker will not be started again."""
     share: float = 1.0
-    """The part of its depth that may be used now (`lane`)."""
+    """The part of the depth that may be used now (`lane`)."""
     batch_s: float = 0.0
-    """The time that a batch takes beside its tokens, as measured."""
+    """A batch's measured seconds beside its tokens."""
     inputs: int = 0
     tokens: int = 0
 
@@ -59,7 +57,8 @@ class DeviceQueue:
         return self.rank < CPU_RANK
 
     def has_room(self, tokens: int) -> bool:
-        """For one more input of `tokens` tokens. One longer than the depth has room in an empty queue."""
+        """True if the queue has room for one more input of `tokens` tokens; an empty queue takes any
+        input."""
         if self.is_gone:
             return False
         if self.inputs == 0:
@@ -69,28 +68,26 @@ class DeviceQueue:
 
     @property
     def usable(self) -> Depth:
-        """The most that it may hold now."""
+        """The depth that may be used now."""
         return self.depth.scaled(self.share)
 
     @property
     def load(self) -> float:
-        """The share of its depth that is taken."""
+        """The share of the depth that is taken."""
         return max(self.inputs / self.depth.inputs, self.tokens / self.depth.tokens)
 
 
 @dataclass
 class QueueManager:
-    """Places inputs, and forgets them once they are answered. `check` holds after every call."""
+    """Places inputs on devices until they are answered. `check` holds after every call."""
 
     queues: Sequence[DeviceQueue]
 
     def place(self, sizes: Sequence[int], *, is_owed: bool = False) -> list[int] | None:
-        """A device for each input of a request, by its tokens; None: busy, and nothing is placed.
-
-        A request is placed whole or not at all. One that is larger than all depths together is placed on idle
-        devices alone, where it takes as long as it takes. is_owed: where the depths are full it is placed
-        beyond them, with the devices that have least to do.
-        """
+        """A device for each input of a request, by the inputs' tokens; None: busy, and nothing is placed. A
+        request is placed whole or not at all. A request larger than all depths together is placed on idle
+        devices only. `is_owed`: where the depths are full, the request is placed beyond them on the least
+        loaded devices."""
         places: list[int] = []
         for tokens in sizes:
             index = self._device_for(tokens)
@@ -107,14 +104,14 @@ class QueueManager:
         return None
 
     def release(self, index: int, tokens: int) -> None:
-        """An input of this device has been answered, or is no longer wanted."""
+        """Free the room of an input that has been answered or is no longer wanted."""
         queue = self.queues[index]
         queue.inputs -= 1
         queue.tokens -= tokens
         self.check()
 
     def move(self, index: int, tokens: int) -> int | None:
-        """Another device for an input whose device went down; None: it stays where it is."""
+        """Move an input off a device that is down; return the new device, or None where the input stays."""
         target = self._device_for(tokens)
         if target is None or target == index or not self.queues[target].is_up:
             return None
@@ -123,7 +120,7 @@ class QueueManager:
         return target
 
     def holds(self, wanted: Depth, n_clients: int) -> bool:
-        """True if `wanted` is at most one client's equal part of all depths."""
+        """True if `wanted` is at most one client's equal share of all depths."""
         depths = [queue.depth for queue in self.queues if not queue.is_gone]
         return wanted.inputs * n_clients <= sum(
             depth.inputs for depth in depths
@@ -131,7 +128,7 @@ class QueueManager:
 
     @property
     def inputs(self) -> int:
-        """Placed and not answered."""
+        """Inputs that are placed and not yet answered."""
         return sum(queue.inputs for queue in self.queues)
 
     @property
@@ -139,13 +136,13 @@ class QueueManager:
         return sum(queue.tokens for queue in self.queues)
 
     def check(self) -> None:
-        """No queue holds less than nothing."""
+        """Assert that no queue holds a negative number of inputs or tokens."""
         for queue in self.queues:
             assert queue.inputs >= 0, f"{queue.name} holds {queue.inputs} inputs"
             assert queue.tokens >= 0, f"{queue.name} holds {queue.tokens} tokens"
 
     def _device_for(self, tokens: int) -> int | None:
-        """The emptiest with room among those of the lowest rank that has any."""
+        """The emptiest device with room within the lowest rank that has room; None: no device has."""
         any_up = any(queue.is_up for queue in self.queues)
         candidates = [
             (queue.rank, queue.load, index)
@@ -159,7 +156,7 @@ class QueueManager:
         self.queues[index].tokens += tokens
 
     def _spread(self, sizes: Sequence[int]) -> list[int]:
-        """Every input to the device that has least to do, by its depth."""
+        """Place every input on the least loaded device, beyond its depth."""
         up = [index for index, queue in enumerate(self.queues) if queue.is_up]
         usable = up or [index for index, queue in enumerate(self.queues) if not queue.is_gone]
         places = []

@@ -3,8 +3,8 @@
     phasewise serve MODEL --embed-device "exec:python3 -m phasewise.serving.embedding.sample_worker"
 
 It is started as COMMAND FD SPEC: the number of a connected socket, and JSON with `protocol`, `device`,
-`model` (a path or known name), `width` (numbers of a vector), `cores` and more. `vectors` is yours to write.
-"""
+`model` (a path or known name), `width` (length of a vector), `cores` and more. Replace `vectors` by your
+own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ VECTORS, FAILED, READY = 2, 3, 4
 
 
 def vectors(inputs: list[list[int]], width: int) -> bytes:
-    """float32 [inputs, width], of length 1 each, from the token ids of each input: here all alike."""
+    """Vectors, float32 [inputs, width] of length 1 each, from the token ids of each input: here all alike."""
     return struct.pack(f"<{width}f", 1.0, *[0.0] * (width - 1)) * len(inputs)
 
 
 def inputs_of(body: bytes) -> list[list[int]]:
-    """The token ids of each input of a batch; a pair's second text begins within its ids."""
+    """The token ids of each input of a batch; both texts of a pair stand in one list."""
     (n,) = COUNT.unpack_from(body)
     lengths = [PAIR.unpack_from(body, COUNT.size + i * PAIR.size)[0] for i in range(n)]
     ids = memoryview(body)[COUNT.size + n * PAIR.size :].cast("i").tolist()

@@ -1,8 +1,6 @@
 """The accelerator's backend: the same weights by torch and transformers, behind the extra `phasewise[cuda]`.
 
-Only a worker's process imports this. Tokens and pooling are ours, so that both kinds of device differ in
-nothing but where the layers are computed.
-"""
+Only a worker process imports this module. Tokenization and pooling are shared with the CPU backend."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ from phasewise.serving.models.encoding import Embedding
 
 _ADAPTER = "adapter_config.json"
 STEP_TOKENS = 1 << 16
-"""The most tokens, padding included, that are computed at once: they bound the memory of a large batch."""
+"""The most tokens, padding included, that are computed at once: a bound of the memory of a large batch."""
 
 
 class TorchEmbedder:
-    """A Hugging Face directory on one device of torch, in float32. ModelError where it cannot be."""
+    """A Hugging Face directory on one torch device, in float32. ModelError where it cannot be loaded."""
 
     def __init__(self, ref: str, device: str) -> None:
         try:
@@ -62,7 +60,8 @@ class TorchEmbedder:
         self._takes_segments = "token_type_ids" in signature(self._model.forward).parameters
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """float32 [inputs, width]; inputs are padded at their end to the longest, STEP_TOKENS at a time."""
+        """Vectors of the inputs, float32 [inputs, width]. Inputs are padded at their end to the longest,
+        STEP_TOKENS at a time."""
         steps, step, longest = list[list[Tokens]](), list[Tokens](), 0
         for tokens in inputs:
             longest = max(longest, len(tokens.ids))
@@ -104,7 +103,8 @@ class TorchEmbedder:
 
 
 def _refuse_strangers_code(path: Path) -> None:
-    """transformers opens what it likes in a directory, and follows an adapter to another one."""
+    """Refuse directories with links to other directories, or with an adapter, which transformers would follow
+    to another model."""
     directory = ModelDirectory(path)
     directory.refuse_links_out()
     if directory.has(_ADAPTER):
@@ -113,7 +113,7 @@ def _refuse_strangers_code(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Gives:
-    """Vectors of an embedding, or scores: by the model's own head, or of its last row by a vector."""
+    """The outputs of a model: vectors, or scores by the model's own head or by a vector for the last row."""
 
     embedding: Embedding
     scores: bool
@@ -121,7 +121,8 @@ class _Gives:
 
 
 def _what_it_gives(path: Path, device: str) -> _Gives:
-    """ModelError for what is no embedding model, and for one that transformers does not have."""
+    """The outputs of the model at `path`. ModelError for no embedding model, or one that transformers
+    lacks."""
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.fetching.resolve import Located
 

@@ -2,9 +2,8 @@
 
     python -m phasewise.serving.embedding.worker FD INSTRUCTIONS
 
-INSTRUCTIONS is the JSON of `WorkerSpec`. The CPU's worker is our own engine; `torch_worker` is the
-accelerator's.
-"""
+INSTRUCTIONS is the JSON of `WorkerSpec`. The CPU's backend is phasewise's engine; the accelerator's is
+`torch_worker`."""
 
 from __future__ import annotations
 
@@ -40,29 +39,29 @@ from phasewise.topology.process_limits import read_limits
 NICENESS = 10
 WARMING_TOKENS = 512
 FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that terminals and service managers send to every process; where the front ends, it closes the
-socket.
-"""
+"""Signals that terminals and service managers send to every process, ignored here: the front closes the
+socket when it ends."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker. `device`: "cpu:0", "cuda:1", "exec:0". `cores`: a CPU's, or those of another's process."""
+    """The settings of one worker. `device`: "cpu:0", "cuda:1" or "exec:0". `cores`: the cores that a CPU
+    computes on, or that another device's process may use."""
 
     device: str
     model: str
-    """A path, or a known name; of a GPU's worker a Hugging Face directory."""
+    """A path or a known name; for a GPU's worker a Hugging Face directory."""
     weight_format: str
     cores: tuple[int, ...]
     cache: str | None = None
     is_canonical: bool = False
-    """Computed with the same bits on every CPU."""
+    """True to compute the same bits on every CPU."""
     command: tuple[str, ...] = ()
-    """The user's own worker; empty: this module."""
+    """The command of the user's own worker; empty: this module."""
     width: int | None = None
-    """Numbers of each vector; None: any number."""
+    """Length of each vector; None: any length."""
     other_cores: int = 0
-    """Those of all else that computes for its server, with which a CPU's worker shares a cgroup quota."""
+    """Cores of the server's other computing parts, which share a cgroup quota with a CPU's worker."""
 
     @property
     def kind(self) -> str:
@@ -79,13 +78,14 @@ class WorkerSpec:
 
 
 class Backend(Protocol):
-    """The computer of vectors on a device."""
+    """A device's implementation of embedding."""
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats: ...
 
 
 def serve(sock: socket.socket, backend: Backend, facts: dict[str, Any]) -> None:
-    """Until the other end closes. A batch that fails is answered with one line."""
+    """Answer batches until the other end closes the socket. A batch that fails is answered with one line of
+    text."""
     file = sock.makefile("rb", buffering=1 << 20)
     sock.sendall(frame(WorkerFrameKind.READY, 0, json.dumps(facts).encode()))
     while (got := read_frame(file.read)) is not None:
@@ -97,9 +97,7 @@ def serve(sock: socket.socket, backend: Backend, facts: dict[str, Any]) -> None:
 
 
 def yield_to_the_front() -> None:
-    """The front comes first where both want a core. While it waits, no request is refused or answered; a
-    worker that gets less of a core only holds less (`pace`).
-    """
+    """Lower this process's priority: the front comes first where both want a core."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
 
@@ -130,7 +128,7 @@ def _backend(spec: WorkerSpec) -> Backend:
 
 
 def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _backend) -> None:
-    """Run the worker that the front has started."""
+    """Run the worker that the front has started. `arguments`: socket number and JSON of the `WorkerSpec`."""
     for signum in FOR_THE_FRONT:
         signal.signal(signum, signal.SIG_IGN)
     sock = socket.socket(fileno=int(arguments[0]))
@@ -148,15 +146,15 @@ def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _back
 
 
 LOOK_S = 0.5
-"""Seconds between two looks, each of which reads some small files."""
+"""Seconds between two checks of the cores, each of which reads some small files."""
 
 log = logging.getLogger(__name__)
 
 
 def cores_now(own: Sequence[int], machine: Machine, n_others: int = 0) -> tuple[int, ...]:
-    """Those of `own` that this process may use; where it may use none, as many others, the highest ones. No
-    more than their share of a quota pays for. n_others: cores of all else that computes for the server.
-    """
+    """The cores of `own` that this process may use; where it may use none of them, as many of the highest
+    others. Cores are limited to the share that a cgroup quota pays for. `n_others`: cores of the server's
+    other computing parts."""
     allowed = frozenset(machine.allowed_pus)
     kept = tuple(core for core in own if core in allowed)
     now = kept or tuple(highest_cores(machine, n_cores=len(own)))
@@ -164,10 +162,8 @@ def cores_now(own: Sequence[int], machine: Machine, n_others: int = 0) -> tuple[
 
 
 class OnOwnCores:
-    """An embedder that follows its cores. For one thread at a time.
-
-    It lives on a thread of its own: the process's first one, whose affinity `taskset` changes, is not pinned.
-    """
+    """An embedder that follows changes of its cores. One thread at a time may call it. It computes on a
+    thread of its own: the process's first thread, whose affinity `taskset` changes, is not pinned."""
 
     def __init__(
         self,
@@ -178,32 +174,31 @@ class OnOwnCores:
         machine_now: Callable[[], Machine] = read_machine,
         every_s: float = LOOK_S,
     ) -> None:
-        """open_embedder: on these cores, with room for a thread on each of `own`. n_others: cores of all else
-        that computes for the server. look: what this process may use; another value than the last one: it has
-        changed. Raises as they do.
-        """
+        """`open_embedder`: opens an embedder on the given cores, with room for a thread on each of `own`.
+        `n_others`: cores of the server's other computing parts. `look`: reads the limits of this process;
+        another value than the last means that they changed. Errors of these functions are raised."""
         self._own, self._n_others = tuple(own), n_others
         self._look, self._machine_now = look, machine_now
         self._every_s, self._next_s = every_s, 0.0
         self._said = ""
         self._seen = look()
         self.cores = cores_now(self._own, machine_now(), n_others)
-        """The cores that the next batch is computed on."""
+        """The cores on which the next batch is computed."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phasewise-embedder")
         self._embedder = self._thread.submit(open_embedder, self.cores).result()
 
     @property
     def embedder(self) -> Embedder:
-        """The computing part; its calls are for this object's thread."""
+        """The embedder, to be called only on this object's thread."""
         return self._embedder
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """As `Embedder.embed`, on the cores there are now."""
+        """Embed the inputs on the cores that are allowed now; see `Embedder.embed`."""
         self._follow()
         return self._thread.submit(self._embedder.embed, inputs).result()
 
     def close(self) -> None:
-        """Ends the threads. Twice is harmless."""
+        """End the threads. Closing twice is harmless."""
         self._thread.shutdown()
         self._embedder.close()
 
@@ -231,7 +226,7 @@ class OnOwnCores:
         log.warning("the cores of this process have changed: embeddings on cores %s", named)
 
     def _say(self, line: str) -> None:
-        """Once, however often it fails."""
+        """Log a line unless it was the last one logged."""
         if line != self._said:
             self._said = line
             log.warning("%s", line)

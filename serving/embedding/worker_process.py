@@ -1,6 +1,5 @@
 """The process of one device's worker, as the front's event loop sees it: started, asked, lost, started
-again.
-"""
+again."""
 
 from __future__ import annotations
 
@@ -40,9 +39,8 @@ MOST_SAID_BYTES = 500
 
 
 class WorkerProcess:
-    """Starts with the object; `wait_until_ready` blocks, everything after `attach` belongs to one event
-    loop.
-    """
+    """A worker process, started with this object. `wait_until_ready` blocks; everything after `attach`
+    belongs to one event loop."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -71,7 +69,7 @@ class WorkerProcess:
         return self._process.pid
 
     def wait_until_ready(self, timeout_s: float = START_S) -> None:
-        """RanksError, saying why, where it cannot start."""
+        """Wait for the worker's READY frame. RanksError, saying why, where the worker cannot start."""
         self._socket.settimeout(timeout_s)
         try:
             with self._socket.makefile("rb", buffering=0) as file:
@@ -88,7 +86,7 @@ class WorkerProcess:
         self.facts = self._facts_of(got.body)
 
     def _facts_of(self, body: bytes) -> dict[str, Any]:
-        """The facts of a worker that speaks this protocol. RanksError."""
+        """Parse the READY frame's facts. RanksError for a worker that speaks another protocol."""
         try:
             facts = read_json(body)
             version = facts["protocol"]
@@ -103,14 +101,13 @@ class WorkerProcess:
         return dict(facts)
 
     async def attach(self) -> None:
-        """Read its answers on this loop from now on."""
+        """Read the worker's answers on the running event loop from now on."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 20)
         self._reading = asyncio.ensure_future(self._read(reader))
 
     async def embed(self, body: bytes) -> Floats:
-        """Vectors of a batch (`protocol.inputs_to_bytes`). RanksError: the worker is lost; StepFailed: it
-        says no.
-        """
+        """Vectors of a batch (`protocol.inputs_to_bytes`). RanksError: the worker is lost; StepFailed: the
+        worker refuses."""
         if self._writer is None or self._reading is None or self._reading.done():
             raise RanksError(f"the embedding worker of {self.spec.device} is lost")
         batch, self._next_batch = self._next_batch, self._next_batch + 1
@@ -120,24 +117,24 @@ class WorkerProcess:
         return await answer
 
     async def lost(self) -> None:
-        """Returns once the process is of no more use."""
+        """Return once the process can no longer be used."""
         if self._reading is not None:
             await asyncio.wait([self._reading])
 
     def end_now(self) -> None:
-        """Kill the process; what waits for it learns that by its socket. Does not block."""
+        """Kill the process without blocking; callers that wait for answers learn that from the socket."""
         if self._process.poll() is None:
             self._process.kill()
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Close the socket and kill the process at once."""
         self._socket.close()
         self.end_now()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
 
     def close(self) -> None:
-        """End it: closing the socket tells it so, and it is killed where it does not listen."""
+        """End the process: close its socket, and kill it where it does not end by itself."""
         if self._reading is not None:
             self._reading.cancel()
         if self._writer is not None:
@@ -169,7 +166,8 @@ class WorkerProcess:
             self._answers.clear()
 
     def _deliver(self, got: WorkerFrame) -> None:
-        """Give a batch its vectors. ProtocolError, and the batch stays here, for those of another shape."""
+        """Give a batch its vectors. ProtocolError, and the batch keeps waiting, for vectors of the wrong
+        width."""
         answer = self._answers.get(got.batch)
         if answer is None:
             return
@@ -187,7 +185,7 @@ class WorkerProcess:
 
 
 def _printable(body: bytes) -> str:
-    """The words of a worker, for a log: one line, whatever its bytes are."""
+    """A worker's message for a log: one line, with characters that cannot be printed replaced."""
     said = body[:MOST_SAID_BYTES].decode(errors="replace")
     return "".join(character if character.isprintable() else " " for character in said)
 

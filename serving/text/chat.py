@@ -35,8 +35,7 @@ class ChatPrompt(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The input of a chat template. `variables`: further names that it may look at, such as
-    enable_thinking."""
+    """The input of a chat template. `variables`: further names for the template, such as enable_thinking."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -44,7 +43,8 @@ class Conversation(NamedTuple):
 
 
 class Conversations:
-    """Writes conversations out by one template. Any thread may ask; short ones do not wait for long ones."""
+    """Writes conversations out by one template, in confined processes. Any thread may call; short
+    conversations do not wait for long ones."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class Conversations:
         control_texts: Sequence[str],
         bounds: Bounds = BOUNDS,
     ) -> None:
-        """`special_tokens`: by the names that templates use. `control_texts` are plain text in contents."""
+        """`special_tokens`: texts by templates' names of them. `control_texts`: texts that are plain text in
+        contents."""
         told = json.dumps(
             {
                 "source": source,
@@ -63,11 +64,11 @@ class Conversations:
             }
         ).encode()
         self.turn = TurnForm()
-        """The form in which the template writes turns, once it has started."""
+        """The form in which the template writes turns, known after `start`."""
         self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
 
     def start(self, *, with_form: bool = True) -> None:
-        """Read the template now, and the form of its turns. ModelError where it cannot be used."""
+        """Read the template and the form of its turns. ModelError where the template cannot be used."""
         try:
             self._short.start()
         except JobRefused as error:
@@ -75,12 +76,12 @@ class Conversations:
         except ConfinedError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
         if with_form:
-            with suppress(ConfinedError):  # nothing is known of one that takes too long
+            with suppress(ConfinedError):  # a template that takes too long has no known form
                 self.turn = TurnForm.from_json(self._short.ask(b"null"))
 
     def write(self, conversation: Conversation, cancel: CancelToken | None = None) -> ChatPrompt:
-        """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError, and QueueFull
-        where the machine does not get to it. Abandoned once `cancel` ends: the template is stopped."""
+        """The prompt of a conversation, with the opening of the answer. ChatTemplateError where the template
+        fails, QueueFull where the machine is too busy. When `cancel` ends, the template is stopped."""
         request = json.dumps({**conversation._asdict(), "lacks": self.turn.lacks}).encode()
         process = self._short if len(request) <= _LONG_BYTES else self._long
         try:
@@ -96,7 +97,6 @@ class Conversations:
         return ChatPrompt(text.decode("utf-8", "surrogatepass"), mark.decode())
 
     def close(self) -> None:
-        """End the processes."""
         for process in (self._short, self._long):
             process.close()
 

@@ -1,10 +1,9 @@
-"""A conversation written out as one prompt, by the template that came with the model, and the job of the
-confined process that does it.
+"""A conversation written out as one prompt by the model's template, and the job of the confined process that
+does so.
 
-Templates are a stranger's: jinja2's immutable sandbox keeps one away from Python, and the bounds of the
-process (`confined`) end one that loops for ever or fills memory. The rest behaves as in transformers'
-`apply_chat_template`.
-"""
+Templates are not trusted: jinja2's immutable sandbox keeps a template away from Python, and the bounds of the
+process (`confined`) stop endless loops and excessive memory. Otherwise behaves like transformers'
+`apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ from phasewise.serving.text.turn_form import TurnForm
 
 Message = Mapping[str, Any]
 _MOST_FORM_BYTES = 16 * 1024
-"""Marks are short: a form that takes more is none that a model was taught."""
+"""The largest form of turns that is kept: marks that a model was taught are short."""
 _MOST_SOURCE_CHARACTERS = 1 << 20
 _CHANGING = ("clear", "pop")
-"""Methods of lists that older versions of Jinja do not know to change them."""
+"""Methods of lists that change them, unknown as such to older versions of Jinja."""
 _LEFT_OUT = ("random", "urlize", "xmlattr")
 """Filters that no template of a model needs."""
 _GIVEN: ContextVar[frozenset[int]] = ContextVar("given", default=frozenset())
@@ -43,11 +42,11 @@ _GIVEN: ContextVar[frozenset[int]] = ContextVar("given", default=frozenset())
 
 
 class ChatTemplateError(RequestError):
-    """This conversation cannot be written out by the model's template, often because the template says so."""
+    """The model's template cannot write this conversation out, often because the template says so."""
 
 
 class _RefusedError(jinja2.TemplateRuntimeError):
-    """The template's own `raise_exception`."""
+    """An error that the template raised by `raise_exception`."""
 
 
 def _tojson(
@@ -69,7 +68,7 @@ def _tojson(
 
 
 def _listed(value: object) -> list[Any]:
-    """The result of a filter such as `map`, as JSON: a list."""
+    """The items of an iterator, such as the result of the filter `map`. TypeError for any other value."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
@@ -89,12 +88,13 @@ def _raise_exception(message: object) -> NoReturn:
 
 @jinja2.pass_context
 def _unfolded(_: Context, value: Any) -> Any:
-    """The printed value: for a function that wants the context, jinja2 computes nothing while it compiles."""
+    """The printed value. Because the function takes the context, jinja2 computes nothing while it
+    compiles."""
     return value
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks an answer for training; its content is written out as it stands."""
+    """The tag `{% generation %}`, which marks an answer for training; its content is written out."""
 
     tags = {"generation"}  # noqa: RUF012 (the name and type are jinja2's)
 
@@ -122,7 +122,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Lists and dicts that a template has made itself may be changed."""
+        """True if the template may use the attribute: it may change only its own lists and dicts."""
         changes = modifies_known_mutable(obj, attr) or (isinstance(obj, list) and attr in _CHANGING)
         is_own = id(obj) not in _GIVEN.get()
         return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value) and (is_own or not changes)
@@ -145,7 +145,7 @@ class ChatTemplate:
         self._special_tokens, self._source = dict(special_tokens), source
 
     def turn_form(self) -> TurnForm:
-        """The form of the turns that it writes, found by some tens of renderings."""
+        """The form of the turns that the template writes, found by some tens of renderings."""
 
         def write(messages: Any, tools: Any, opens: bool, variables: Mapping[str, Any]) -> str | None:
             try:
@@ -157,7 +157,7 @@ class ChatTemplate:
         return form if len(form.to_json()) <= _MOST_FORM_BYTES else TurnForm(lacks=form.lacks)
 
     def _older_names(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Templates of Fireworks read this in place of `tools`; others give it another meaning."""
+        """The variables that Fireworks' templates read in place of `tools`; none for other templates."""
         if "datetime" not in self._source:
             return {}
         return {"functions": json.dumps(tools, indent=2), "datetime": datetime.now().strftime("%b %d %Y")}
@@ -205,8 +205,8 @@ class ChatTemplate:
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text. null
-    in: out the form of the template's turns."""
+    """The job of the confined process. In: a `chat.Conversation` as JSON; out: the mark (0 or 3 bytes) behind
+    its length, and the prompt. In: null; out: the form of the template's turns."""
     settings = json.loads(told)
     try:
         template = ChatTemplate(settings["source"], settings["special_tokens"])
@@ -234,9 +234,9 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 
 
 def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
-    """The conversation without the shapes that the template lacks. Where it is still refused: with an empty
-    list of tools in place of none and without an effort, which few templates know; then without any shape
-    that a template may lack."""
+    """The conversation as a prompt, without the shapes that the template lacks. Where the template still
+    refuses: with an empty list of tools in place of none and without an effort, which few templates know;
+    then without any shape that a template may lack."""
     lacks, variables = given["lacks"], given["variables"]
     tools = plain_tools(given["tools"]) if "bare schemas" in lacks else given["tools"]
     messages = shaped(given["messages"], lacks)

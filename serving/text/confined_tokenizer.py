@@ -1,10 +1,9 @@
-"""Risks of a tokenizer.json to the process that runs it: told from its text, before anything is built; and
-the confined process in which a risky one cuts texts (`confined`).
+"""Risks of a tokenizer.json for the process that runs it, found from its text before anything is built; and
+the confined process that runs a risky one (`confined`).
 
-Its author is a stranger, and its parts are small programs: normalizers that replace multiply, patterns try
-again and again, templates repeat. What is plainly harmless, as almost every tokenizer is, runs in the
-server; all else where chat templates run, within bounds.
-"""
+A tokenizer.json is not trusted, and its parts are small programs: replacements multiply text, patterns
+backtrack, templates repeat. A plainly harmless tokenizer, as almost every one is, runs in the server; any
+other within bounds, as chat templates do."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedPr
 from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, PUBLISHED_PATTERNS
 
 MOST_GROWTH = 8.0
-"""Bytes that one byte of a text may become."""
+"""The most bytes that one byte of a text may become."""
 MOST_ADDED_BYTES = 4096
-"""Bytes that may come to a text of any length."""
+"""The most bytes that may be added to a text of any length."""
 _MOST_PARTS = 64
 _MOST_PATTERN = 4096
 _MOST_LITERAL_BYTES = 256
@@ -35,14 +34,14 @@ _MOST_TEMPLATE_TOKENS = 256
 _MOST_REPLACEMENT_BYTES = 64
 
 KNOWN_PATTERNS = frozenset(PUBLISHED_PATTERNS).union(*(cutter.patterns for cutter in PRE_TOKENIZERS.values()))
-"""Patterns of well-known families, of which each text is cut in time linear in it."""
+"""Patterns of well-known families, each of which cuts a text in linear time."""
 
 _CLASS = r"\[\^?(?:\\[pP]\{\^?\w+\}|\\x\{[0-9A-Fa-f]+\}|\\[^pPx]|[^\\\[\]])+\]"
 _ATOM = rf"(?:\\[pP]\{{\^?\w+\}}|\\[sSdDwWrntfv]|\\[^\w\s]|{_CLASS}|[^\\\[\]().*+?{{}}|^$])"
 _SIMPLE = re.compile(
     rf"(?P<first>(?:{_ATOM}\??){{0,4}}){_ATOM}(?P<last>[+*?]|\{{(?P<least>\d{{1,3}})(?:,\d{{0,3}})?\}})?"
 )
-"""A few characters or classes, the last of which may be repeated: nothing is tried twice."""
+"""A few characters or classes, of which only the last may repeat, so that matching never backtracks."""
 
 _HARMLESS = {
     ("normalizer", "normalizers"): """NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer
@@ -52,15 +51,16 @@ _HARMLESS = {
     ("post_processor", "processors"): "ByteLevel BertProcessing RobertaProcessing TemplateProcessing",
     ("decoder", "decoders"): "ByteLevel ByteFallback Metaspace WordPiece Fuse Strip BPEDecoder CTC Replace",
 }
-"""The known parts of each kind, by the names of one of them and of those of a sequence."""
+"""The harmless kinds of each part of a tokenizer.json, by the names of its field and of a sequence's
+field."""
 _FACTORS = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0, "Metaspace": 3.0}
-"""They lengthen a text each time: spaces around a character of three bytes, two bytes for one."""
+"""Factors of lengthening each time: spaces around a character of three bytes, two bytes for one."""
 
 Json = Any
 
 
 class Growth(NamedTuple):
-    """A text of n bytes becomes one of at most `factor` n + `added`."""
+    """The growth of a text: n bytes become at most `factor` n + `added`."""
 
     factor: float = 1.0
     added: float = 0.0
@@ -74,12 +74,12 @@ class Growth(NamedTuple):
 
 
 class _Risky(Exception):
-    """The reason that a part is not harmless."""
+    """A part of a tokenizer.json is not harmless; the message is the reason."""
 
 
 def risk_of(text: str) -> str | None:
-    """The reason that the tokenizer may not run in this process, in a few words; None: it may. A text that is
-    no tokenizer.json at all has no risk: reading it will say what is wrong."""
+    """The reason, in a few words, why a tokenizer may not run in this process; None where it may. A text that
+    is no tokenizer.json has no risk: reading it will say what is wrong."""
     try:
         fields = read_json(text, object_of=_without_doubles)
         if isinstance(fields, dict):
@@ -97,7 +97,7 @@ def risk_of(text: str) -> str | None:
 
 
 def growth_of(part: Json, name: str = "normalizer", inner: str = "normalizers") -> Growth:
-    """The factor by which a part, or a sequence, can lengthen a text. Raises what `risk_of` catches."""
+    """The most that a part of a tokenizer.json can lengthen a text. Raises what `risk_of` catches."""
     growth, n_seen = Growth(), 0
     left = [] if part is None else [part]
     kinds = _HARMLESS[name, inner].split()
@@ -131,7 +131,7 @@ def _growth_of_one(part: Mapping[str, Json], kind: str) -> Growth:
 
 
 def _check_pattern(pattern: Mapping[str, str]) -> int:
-    """The fewest bytes that it matches."""
+    """The fewest bytes that a harmless pattern matches; `_Risky` for any other pattern."""
     ((kind, text),) = pattern.items()
     if kind == "String":
         if _n_bytes(text) > _MOST_LITERAL_BYTES:
@@ -148,7 +148,7 @@ def _check_pattern(pattern: Mapping[str, str]) -> int:
 
 
 def _longest_replacement(charsmap: str | None) -> int:
-    """Bytes of the longest text that a character can become: behind a table, texts that end in zeros."""
+    """Bytes of the longest replacement in a map of characters: a table, then texts that end in zeros."""
     try:
         table = base64.b64decode(charsmap or "", validate=True)
     except binascii.Error as error:
@@ -190,7 +190,7 @@ def _without_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def without_programs(text: str) -> str:
-    """The parts of a risky one that turn tokens into text: its vocabulary and the kind of its decoder."""
+    """A risky tokenizer.json reduced to what turns tokens into text: its vocabulary and kind of decoder."""
     fields = read_json(text)
     decoder = json.dumps(fields.get("decoder"))
     kept = next((part for kind, part in _DECODERS.items() if f'"type": "{kind}"' in decoder), None)
@@ -209,15 +209,15 @@ if TYPE_CHECKING:
     import tokenizers
 
 BOUNDS = Bounds(seconds=1.0, memory_bytes=256 << 20, start_s=30.0)
-"""Bounds of cutting one text, or one text of a batch."""
+"""Bounds of tokenizing one text, also of each text of a batch."""
 Want = Literal["ids", "spans", "typed"]
 Text = str | tuple[str, str]
 
 
 class ConfinedTokenizer:
-    """Cuts texts by the whole of a tokenizer.json. Any thread may ask; texts take turns. ModelError where it
-    cannot be read within the bounds; RequestError for a text that they stop, QueueFull where the machine does
-    not get to it."""
+    """A tokenizer.json in a confined process. Any thread may call; texts take turns. ModelError where it
+    cannot be read within the bounds; RequestError for a text that exceeds them; QueueFull if the machine is
+    busy."""
 
     def __init__(self, text: str, bounds: Bounds = BOUNDS) -> None:
         self._process = ConfinedProcess("tokenizer", text.encode("utf-8", "surrogatepass"), bounds)
@@ -227,7 +227,7 @@ class ConfinedTokenizer:
             raise ModelError(f"the tokenizer cannot be read: {error}; fetch the model again") from error
 
     def cut(self, want: Want, text: Text, *, special: bool, most: int | None = None) -> Any:
-        """The result of `cut` for one text."""
+        """The entry of `cut` for one text."""
         request = {"want": want, "texts": [text], "special": special, "most": most}
         try:
             return json.loads(self._process.ask(json.dumps(request).encode()))[0]
@@ -239,13 +239,12 @@ class ConfinedTokenizer:
             raise RequestError(f"the model's tokenizer was stopped: {error}; send another text") from error
 
     def close(self) -> None:
-        """End the process."""
         self._process.close()
 
 
 def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], special: bool) -> list[Any]:
-    """Token ids of each text, alone, or each with its span, or all with their types behind them. special:
-    with the tokens that are put around it."""
+    """Token ids of each text; for other values of `want` with the span of each token, or with the tokens'
+    types. `special`: add the special tokens that stand around a text."""
     # A batch, though of one: for that alone the library lets other threads run meanwhile.
     encode = backend.encode_batch_fast if want == "ids" else backend.encode_batch
     encoded = encode(list(texts), add_special_tokens=special)
@@ -283,7 +282,7 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """JobRefused for what the library raises, its panics included."""
+    """Raise JobRefused for whatever the library raises, its panics included."""
     try:
         yield
     except MemoryError:
@@ -294,7 +293,7 @@ def _refusals(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Last words of a library are about its input, not about us."""
+    """Silence stderr: messages of the library's panics are about its input, not about phasewise."""
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -1,10 +1,9 @@
-"""Texts of control tokens, such as `<|im_end|>`, in what users write: there they are text.
+"""Breaks texts of control tokens, such as `<|im_end|>`, in what users write, so that they stay text.
 
-A template writes its own control tokens among its users' contents, and the tokenizer finds both in the text
-that comes out. So what stands in a content is broken before the template is rendered, by a mark behind its
-first character, and the mark's own tokens are taken out of the prompt (`Tokenizer.encode_marked`). A mark is
-one of Unicode's noncharacters: no text has a use for it, and no template strips it or looks for it.
-"""
+A template writes its own control tokens among its users' contents, and the tokenizer finds both in the
+prompt. So a control text within a content gets a mark behind its first character before rendering, and the
+mark's tokens are removed from the prompt (`Tokenizer.encode_marked`). A mark is one of Unicode's
+noncharacters, which no text uses and no template strips or looks for."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ControlTexts:
-    """The texts of one vocabulary's control tokens, of two characters at least."""
+    """The texts of a vocabulary's control tokens that have at least two characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         beginnings = sorted({text[:_MOST_LOOKED_AT] for text in texts if len(text) > 1})
         self._beginning = re.compile(f"(?={_any_of(beginnings)})(.)", re.DOTALL) if beginnings else None
 
     def broken(self, messages: Any) -> tuple[Any, str]:
-        """`messages` with a mark in each control text within them, and the mark: "" where there is none."""
+        """`messages` with a mark in each control text, and that mark; "" where there is no control text."""
         if self._beginning is None or not any(map(self._beginning.search, texts_in(messages))):
             return messages, ""
         used = set().union(*map(set, texts_in(messages)))
@@ -45,7 +44,7 @@ class ControlTexts:
 
 
 def texts_in(value: Any) -> Iterable[str]:
-    """All texts in a value of JSON, names of fields included."""
+    """All strings in a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -56,7 +55,7 @@ def texts_in(value: Any) -> Iterable[str]:
 
 
 def _any_of(texts: list[str]) -> str:
-    """A pattern of all of them; it looks at a character of a text once for each of theirs, at most."""
+    """A pattern that matches any of the texts and reads each character of a match once at most."""
     if len(texts) == 1:
         return re.escape(texts[0])
     by_first: dict[str, list[str]] = {}

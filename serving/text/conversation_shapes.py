@@ -1,8 +1,7 @@
-"""Conversations in a form that a template takes, where it refuses or drops what clients send.
+"""Rewrites conversations into a form that a template takes, where it refuses or drops what clients send.
 
-A template is probed once with sentinels; each shape that it lacks is then changed in every conversation, so
-that a prompt stays the beginning of the next one.
-"""
+A template is probed once with sentinels. Each shape of conversation that it lacks is then rewritten in every
+conversation, so that a prompt stays a prefix of the next one."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _INTRODUCTION = (
 
 
 def shaped(messages: Sequence[Message], lacks: Iterable[str]) -> Messages:
-    """The conversation without these shapes."""
+    """The conversation with these shapes rewritten."""
     out = [dict(message) for message in messages]
     for name, (change, _) in _SHAPES.items():
         if name in lacks:
@@ -38,7 +37,7 @@ def shaped(messages: Sequence[Message], lacks: Iterable[str]) -> Messages:
 
 
 def plain_tools(value: Any) -> Any:
-    """Tools with all that schemas may leave out, and one type for each value."""
+    """Tools with every field that schemas may leave out, and one type for each value."""
     if isinstance(value, list | tuple):
         return [plain_tools(item) for item in value]
     if not isinstance(value, Mapping):
@@ -53,8 +52,8 @@ def plain_tools(value: Any) -> Any:
 
 
 def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messages:
-    """The conversation of a template that knows no tools: tools, calls and results written out as text, in
-    messages of system, user and assistant. The words are those that Hermes models were trained on."""
+    """The conversation for a template without tools: tools, calls and results written as text in messages of
+    system, user and assistant. The words are those that Hermes models were trained on."""
     out: Messages = []
     for message in _calls_as_text([dict(message) for message in messages]):
         result = f"<tool_response>\n{message['content']}\n</tool_response>"
@@ -72,7 +71,7 @@ def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messag
 
 
 def shapes_lacked(write: Write, tools: Sequence[Message]) -> tuple[str, ...]:
-    """The shapes that a template refuses, or of which it drops a text, and takes once they are changed."""
+    """The shapes that a template refuses or of which it drops a text, but takes once they are rewritten."""
     lacks: list[str] = []
     for name, (_, probes) in _SHAPES.items():
         for probe in probes:
@@ -85,7 +84,7 @@ def shapes_lacked(write: Write, tools: Sequence[Message]) -> tuple[str, ...]:
 
 
 def takes_any_id(write: Write, tools: Sequence[Message], lacks: Sequence[str]) -> bool:
-    """False if calls may not have the ids that OpenAI's have, but may have others of nine characters."""
+    """False if the template refuses calls with ids like OpenAI's but takes ids of nine characters."""
     called = json.dumps(shaped(_CALLED, lacks))
     longer = json.loads(called.replace("qcallid01", f"call_{'0' * 24}"))
     is_taken = write(longer, tools, True, {}) is not None
@@ -98,7 +97,7 @@ def _is_taken(write: Write, messages: Messages, tools: Sequence[Message]) -> boo
     return text is not None and all(mark in text for mark in marks)
 
 
-# What is changed
+# Changes
 
 
 def _without(message: Message, *fields: str) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def _without(message: Message, *fields: str) -> dict[str, Any]:
 
 
 def _joined(messages: Messages, joins: Callable[[Messages, Message], bool]) -> Messages:
-    """With the text of a message in the one before, where it `joins` those before it."""
+    """Messages with a message's text appended to the one before, wherever `joins` is true."""
     out: Messages = []
     for message in messages:
         if out and joins(out, message):
@@ -122,7 +121,7 @@ def _join_leading(messages: Messages) -> Messages:
 
 
 def _move_later(messages: Messages) -> Messages:
-    """A later system text into the next user's turn, or one of its own: what came before it stays cached."""
+    """Move a later system text into the next user's turn, or a turn of its own; the prefix stays cached."""
     out: Messages = []
     waiting = ""
     for message in messages:
@@ -147,12 +146,12 @@ def _join_neighbours(messages: Messages) -> Messages:
 
 
 def _join_to_result(messages: Messages) -> Messages:
-    """The words of a user right after a tool's result, into that result."""
+    """Append a user's text right after a tool's result to that result."""
     return _joined(messages, lambda out, m: out[-1]["role"] == "tool" and m["role"] == "user")
 
 
 def _system_to_user(messages: Messages) -> Messages:
-    """The leading system text, into the first user's turn."""
+    """Move the leading system text into the first user's turn."""
     if not messages or messages[0]["role"] != "system":
         return messages
     said, *out = _join_leading(messages)
@@ -164,12 +163,12 @@ def _system_to_user(messages: Messages) -> Messages:
 
 
 def _said_at_all(messages: Messages) -> Messages:
-    """Without answers that say and call nothing."""
+    """Remove answers without text and calls."""
     return [m for m in messages if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
 
 
 def _user_first(messages: Messages) -> Messages:
-    """A word of a user before an answer that comes first."""
+    """Insert a user's turn before an answer that comes first."""
     first = next((n for n, message in enumerate(messages) if message["role"] != "system"), 0)
     if not messages or messages[first]["role"] != "assistant":
         return messages
@@ -177,7 +176,7 @@ def _user_first(messages: Messages) -> Messages:
 
 
 def _lone_results(messages: Messages) -> Messages:
-    """Results of calls that are not in the conversation, as words of the user."""
+    """Turn results of calls that are not in the conversation into user's turns."""
     first = next(
         (n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls")), None
     )
@@ -187,7 +186,7 @@ def _lone_results(messages: Messages) -> Messages:
 
 
 def _one_call(messages: Messages) -> Messages:
-    """One call a message, each with its result behind it."""
+    """Divide messages of several calls into messages of one call, each followed by its result."""
     out: Messages = []
     left = list(messages)
     while left:
@@ -207,7 +206,7 @@ def _one_call(messages: Messages) -> Messages:
 
 
 def _text_before_calls(messages: Messages) -> Messages:
-    """Text beside calls in a message of its own."""
+    """Move text beside calls into a message of its own."""
     out: Messages = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
@@ -230,7 +229,7 @@ def _text_arguments(messages: Messages) -> Messages:
 
 
 def _calls_as_text(messages: Messages) -> Messages:
-    """Calls in the words that models know who were taught no others."""
+    """Write calls as text, in the words of Hermes models."""
     out: Messages = []
     for message in messages:
         texts = [str(message["content"])] if message.get("content") else []
@@ -242,7 +241,7 @@ def _calls_as_text(messages: Messages) -> Messages:
     return out
 
 
-# What is tried, cheapest change first
+# Shapes to try, cheapest change first
 
 
 def _said(role: str, number: int, **more: Any) -> dict[str, Any]:
@@ -281,7 +280,7 @@ LAST_RESORT = (
     *("several calls", "thoughts beside text and calls"),
     *("text beside calls", "user after result", "neighbours"),
 )
-"""For a conversation that is refused all the same."""
+"""Shapes to rewrite in a conversation that the template still refuses."""
 _PROPERTIES = {
     "a": {"type": ["string", "null"]},
     "b": {"type": "object"},

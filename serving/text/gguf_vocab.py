@@ -1,11 +1,9 @@
 """A GGUF file's vocabulary, written out as the text of a `tokenizer.json`.
 
 Kinds (`tokenizer.ggml.model`): byte-level BPE ("gpt2") with the pre-tokenizer that `tokenizer.ggml.pre`
-names, and SentencePiece-style ("llama"), whose pieces carry scores, or come with merges ("gemma4"); of
-encoders WordPiece ("bert") and Unigram as XLM-R has it ("t5"). The token ids that come out are llama.cpp's,
-the reader for which GGUF vocabularies are written; its choices are noted where a tokenizer.json would have
-chosen otherwise.
-"""
+names; SentencePiece-style pieces with scores ("llama") or with merges ("gemma4"); for encoders WordPiece
+("bert") and XLM-R's Unigram ("t5"). The token ids are llama.cpp's, the reader for which GGUF vocabularies are
+written; comments note where a tokenizer.json would have other choices."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 
 _Piece: TypeAlias = "tuple[int | str, int]"
-"""A token's id, or the name of a text, with its type."""
+"""A part of a post-processor's template: a token's id, or the name of a text ("A", "B"), with its type."""
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 SPACE_MARK = "\u2581"
@@ -37,7 +35,7 @@ ENDS_OF_ANSWERS = frozenset(
     <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
     """.split()
 )
-"""Tokens at which an answer ends whatever the metadata say: many files name only one of theirs."""
+"""Tokens that end an answer whatever the metadata say: many files name only one end token."""
 ALWAYS_FOUND = ENDS_OF_ANSWERS | frozenset(
     f"""
     <|channel|> <|message|> <|start|> <|constrain|> <|end|>
@@ -47,7 +45,7 @@ ALWAYS_FOUND = ENDS_OF_ANSWERS | frozenset(
     <\uff5cfim{SPACE_MARK}end\uff5c> <MID> {SPACE_MARK}<MID> <|code_middle|> <|middle|>
     """.split()
 )
-"""Tokens that llama.cpp finds in text even where a file calls them normal ones, as some do."""
+"""Tokens that llama.cpp finds in text even where a file calls them normal."""
 
 
 class TokenKind(IntEnum):
@@ -64,9 +62,9 @@ class TokenKind(IntEnum):
 @dataclass(frozen=True)
 class PreTokenizer:
     """The division of text into words before BPE: every pattern cuts the pieces that the one before it left.
-    whole_words_first: a word that is itself a token stays whole, whatever the merges say. add_bos: where the
-    file does not say. byte_level: tokens hold the visible forms of bytes; else text, in which a mark may
-    stand for a space."""
+    `whole_words_first`: a word that is itself a token stays whole, whatever the merges say. `add_bos`: the
+    default where the file does not say. `byte_level`: tokens hold the visible forms of bytes; else text, in
+    which a mark may stand for a space."""
 
     patterns: tuple[str, ...]
     whole_words_first: bool = False
@@ -82,7 +80,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     for name in names.split()
 }
 PUBLISHED_PATTERNS: Sequence[str] = _TABLE["published"]
-"""Patterns of tokenizer.json files of well-known families, which llama.cpp writes otherwise."""
+"""Patterns of well-known families' tokenizer.json files that llama.cpp writes differently."""
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
@@ -90,8 +88,8 @@ _VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(256 + index) for index, byte in enumerate(_HIDDEN)
 }
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
-"""Those that some text has in UTF-8."""
-_MOST_LINE_ENDS = 64  # of one token
+"""Byte values that occur in UTF-8 text."""
+_MOST_LINE_ENDS = 64  # in one token
 _LONGEST_WORD = 100
 
 
@@ -104,7 +102,8 @@ class _Vocabulary:
     metadata: Mapping[str, object]
 
     def special_id(self, name: str, default: int | None = None) -> int | None:
-        """`tokenizer.ggml.<name>_token_id`; an id that no token has is refused."""
+        """The id in `tokenizer.ggml.<name>_token_id`, or `default` if it is one. ModelError for no token's
+        id."""
         key = f"tokenizer.ggml.{name}_token_id"
         if key not in self.metadata:
             return default if default is not None and default < len(self.tokens) else None
@@ -117,18 +116,17 @@ class _Vocabulary:
         return int(token_id)
 
     def known_id(self, name: str, default: int) -> int:
-        """The same, of a token that there must be."""
+        """The id as by `special_id`; ModelError where there is none."""
         token_id = self.special_id(name, default)
         if token_id is None:
             raise ModelError(f"the vocabulary has no token {default}, its {name} one; fetch the file again")
         return token_id
 
     def flag(self, name: str, default: bool) -> bool:
-        """`tokenizer.ggml.<name>`."""
         return bool(self.metadata.get(f"tokenizer.ggml.{name}", default))
 
     def ids(self) -> dict[str, Json]:
-        """By token."""
+        """Ids of all tokens, by text."""
         return {token: token_id for token_id, token in enumerate(self.tokens)}
 
     def scores(self) -> Sequence[float]:
@@ -141,9 +139,9 @@ def visible_byte(byte: int) -> str:
 
 
 def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    """The ids of the tokens whose texts end answers. What the file calls normal is text where it has no bars:
-    HTML is full of `</s>`. Where calls have an end of their own, `<|end|>` ends thoughts; where
-    `<|tool_response>` is, `</s>` is text."""
+    """The ids of the tokens whose texts end answers. A token that the file calls normal ends answers only if
+    it begins with `<|`: HTML is full of `</s>`. Where calls have their own end, `<|end|>` ends thoughts;
+    where `<|tool_response>` exists, `</s>` is text."""
     ends = {
         token: token_id
         for token_id, token in enumerate(tokens)
@@ -158,8 +156,8 @@ def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
 
 
 def adds_bos(metadata: Mapping[str, object]) -> bool:
-    """True if a text begins with BOS: as the file says, else as its kind of vocabulary does in llama.cpp.
-    Gemma 4's does whatever the file says."""
+    """True if texts begin with BOS: as the file says, else as llama.cpp does for this kind of vocabulary;
+    always for Gemma 4."""
     model = metadata.get("tokenizer.ggml.model")
     pre = PRE_TOKENIZERS.get("gemma4" if model == "gemma4" else str(metadata.get("tokenizer.ggml.pre")))
     by_kind = model == "llama" or (pre is not None and pre.add_bos)
@@ -168,9 +166,8 @@ def adds_bos(metadata: Mapping[str, object]) -> bool:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
-    """The text of a tokenizer.json that gives llama.cpp's token ids. `metadata` maps GGUF keys to plain
-    values. Raises ModelError for a kind of vocabulary or a pre-tokenizer that we do not know, and for a
-    damaged vocabulary."""
+    """The text of a tokenizer.json that gives llama.cpp's token ids. `metadata`: plain values by GGUF key.
+    ModelError for an unknown kind of vocabulary or pre-tokenizer, and for a damaged vocabulary."""
     vocabulary = _read_vocabulary(metadata)
     match metadata.get("tokenizer.ggml.model"):
         case "gpt2" | "gemma4" | "whitespace" as model:
@@ -264,21 +261,21 @@ _UNMARKED = (
 
 
 def _document(model: Json, added_tokens: Sequence[Json], post_processor: Json, **parts: Json) -> Json:
-    """Tokens that are found in text before all else, and those that are put around it, with other parts."""
+    """A tokenizer.json with tokens to find before all else, the post-processor, and other parts."""
     rest = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder"))
     own = {"added_tokens": added_tokens, "post_processor": post_processor, "model": model}
     return {"version": "1.0", **rest, **own, **parts}
 
 
 def _added(token_id: int, content: str, *, special: bool = True, rstrip: bool = False) -> Json:
-    """A token that is recognised as it stands, and never cut. rstrip: spaces behind it go with it."""
+    """A token that is recognised verbatim and never cut. `rstrip`: it takes the spaces behind it."""
     flags = {"single_word": False, "lstrip": False, "rstrip": rstrip, "normalized": False, "special": special}
     return {"id": token_id, "content": content, **flags}
 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
-    """Control and unknown tokens, and those that users defined. Those of a model that is called Phi 3 take
-    the spaces behind them: so do its publisher's and llama.cpp's."""
+    """Entries of control, unknown and user-defined tokens. In models called Phi 3 they take the spaces behind
+    them, as in the publisher's tokenizer and llama.cpp."""
     name = str(vocabulary.metadata.get("general.name", "")).lower()
     kept = ("<unk>", "<s>", "<|endoftext|>") if "phi-3" in name or "phi3" in name else vocabulary.tokens
     bare = frozenset(kept)
@@ -292,7 +289,7 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
 def _around(
     tokens: Mapping[int, str] | Sequence[str], single: Sequence[_Piece], pair: Sequence[_Piece]
 ) -> Json:
-    """The post-processor that puts tokens around texts "A" and "B"."""
+    """A post-processor that puts tokens around texts "A" and "B"."""
     around: dict[str, list[Json]] = {"single": [], "pair": []}
     ids: dict[str, Json] = {}
     for parts, pieces in zip(around.values(), (single, pair), strict=True):
@@ -307,7 +304,7 @@ def _around(
 
 
 def _bos_and_eos(vocabulary: _Vocabulary, default_bos: int) -> Json:
-    """The tokens of beginning and end around a text, if the file wants them."""
+    """A post-processor that adds BOS and EOS, where the file wants them."""
     wants_bos, wants_eos = adds_bos(vocabulary.metadata), vocabulary.flag("add_eos_token", False)
     bos = vocabulary.special_id("bos", default_bos) if wants_bos else None
     eos = vocabulary.special_id("eos") if wants_eos else None
@@ -322,7 +319,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
     behaviours: Mapping[str, str] = _TABLE["behaviours"]
     splits = [_split(pattern, behaviours.get(pattern, "Isolated")) for pattern in pre.patterns]
     byte_level = _part("ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
-    # Few vocabularies lack a byte. One that does drops it, and what stood around it does not come together.
+    # Few vocabularies lack a byte. One that does drops the byte, and its neighbours are not joined.
     absent = "".join(sorted({visible_byte(byte) for byte in _UTF8_BYTES}.difference(vocabulary.tokens)))
     removal = [_split(f"[{re.escape(absent)}]", "Removed")] if absent else []
     merges = _listed(_merge_pairs(vocabulary))
@@ -336,7 +333,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
 
 
 def _merge_pairs(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Pairs in the order of the file, each once; both halves and the whole must be tokens."""
+    """Pairs to merge in the file's order, each once. ModelError unless halves and whole are tokens."""
     tokens = set(vocabulary.tokens)
     pairs: dict[tuple[str, str], None] = {}
     for rank, line in enumerate(_strings(vocabulary.metadata, "tokenizer.ggml.merges")):
@@ -352,8 +349,8 @@ def _merge_pairs(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
-    """Merges as tokenizer.json has them. The older form, "left right", is read half as fast again, where no
-    space or comment makes it ambiguous."""
+    """Merges in the form of a tokenizer.json: "left right", which is read half as fast again, unless a space
+    or comment makes that ambiguous."""
     if any(" " in left or " " in right or left.startswith("#version") for left, right in pairs):
         return pairs
     return [f"{left} {right}" for left, right in pairs]
@@ -388,8 +385,8 @@ def _sentence_pieces(vocabulary: _Vocabulary) -> Json:
 
 
 def _merged_pieces(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
-    """Pieces as SentencePiece has them, joined by a list of merges. Where a text begins with BOS, llama.cpp
-    finds line ends without merges."""
+    """SentencePiece-style pieces joined by a list of merges. ModelError where a text begins with BOS and
+    merges do not lead to a line-end token that llama.cpp finds without merges."""
     pairs = _merge_pairs(vocabulary)
     ranks = {pair: rank for rank, pair in enumerate(pairs)}
     for token in vocabulary.tokens if pre.add_bos else ():
@@ -411,7 +408,7 @@ def _merged_pieces(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
 
 
 def _is_joined(text: str, ranks: Mapping[tuple[str, str], int]) -> bool:
-    """True if merges, the lowest rank first and the leftmost of equals, make one token of the characters."""
+    """True if merges, lowest rank first and leftmost among equals, make one token of the text."""
     parts = list(text)
     while len(parts) > 1:
         neighbours = [(ranks.get(pair, len(ranks)), place) for place, pair in enumerate(pairwise(parts))]
@@ -423,9 +420,9 @@ def _is_joined(text: str, ranks: Mapping[tuple[str, str], int]) -> bool:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
-    """SentencePiece joins the neighbours whose joined piece scores best, the leftmost of equals. That is BPE
-    whose merges are ordered by falling score. The ways to cut one piece in two share its score; the longer
-    left part comes first, which is what joining runs of one character from the left leads to."""
+    """Merges ordered by falling score, which gives SentencePiece's joining: best score first, leftmost among
+    equals. The ways to cut one piece in two share its score; the longer left part comes first, as in joining
+    runs of one character from the left."""
     scores, tokens = vocabulary.scores(), frozenset(vocabulary.tokens)
     cuts: list[tuple[float, int, int, str]] = []
     for token_id, token in enumerate(vocabulary.tokens):
@@ -443,7 +440,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> Json:
-    """WordPiece: words begin with a mark, pieces within words stand bare; vocab.txt has it the other way."""
+    """The WordPiece model. GGUF marks the beginnings of words, vocab.txt the pieces within words."""
     written: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
         is_kept = kind in (TokenKind.CONTROL, TokenKind.UNKNOWN) or (token[0] == "[" and token[-1] == "]")
@@ -481,7 +478,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Json:
 
 
 def _unigram(vocabulary: _Vocabulary) -> Json:
-    """As XLM-R's tokenizer.json: pieces with scores, and a map of characters."""
+    """The Unigram model as in XLM-R's tokenizer.json: pieces with scores, and a map of characters."""
     first, last, unknown = (vocabulary.known_id(*of) for of in (("bos", 0), ("eos", 2), ("unknown", 3)))
     normalizers = [_part("Replace", pattern={"Regex": " {2,}"}, content=" ")]
     charsmap = vocabulary.metadata.get("tokenizer.ggml.precompiled_charsmap")

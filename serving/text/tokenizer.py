@@ -1,9 +1,8 @@
 """Text to token ids and back.
 
 Special tokens written out in a text, such as `<|im_end|>`, become those tokens: a rendered chat template
-needs it, and llama.cpp's server does the same with a plain prompt. A tokenizer.json is followed to the
-letter: transformers 5 has a normaliser of its own for a few classes, and cuts a leading space differently.
-"""
+needs that, and llama.cpp's server does so too. A tokenizer.json is followed to the letter, unlike in
+transformers 5, which normalises some classes itself and cuts a leading space differently."""
 
 from __future__ import annotations
 
@@ -30,14 +29,14 @@ from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, tokenize
 __all__ = ["DetokenizeStream", "TextCutter", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
 
 _LONGEST_UNKNOWN = 100
-"""Characters of a word that WordPiece gives up on: longer ones are one unknown token."""
+"""The longest word, in characters, that WordPiece divides: a longer one is a single unknown token."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _BYTE_OF_VISIBLE = {visible_byte(byte): byte for byte in range(256)}
 _DECODERS = ("ByteLevel", "ByteFallback", "Metaspace")
 
 
 class TokenizerFacts(Protocol):
-    """The part of a model's configuration that its tokenizer depends on."""
+    """The settings of a model on which its tokenizer depends."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -48,10 +47,10 @@ class TokenizerFacts(Protocol):
 
 
 class TextCutter:
-    """A tokenizer that only cuts: encoders need no way back to text. Immutable, threads may share it. What
-    could take minutes or gigabytes of a tokenizer.json runs in a confined process: `confined_tokenizer`. With
-    a `config`, ids that the model has no row for are refused, and the token of beginning stands first where
-    the configuration wants it though the file adds none. Raises ModelError."""
+    """A tokenizer without decoding, as for encoders. Immutable; threads may share it. A tokenizer.json that
+    could take minutes or gigabytes runs in a confined process (`confined_tokenizer`). With a `config`, token
+    ids that the model has no row for are refused, and BOS stands first where the configuration wants it
+    though the file adds none. Raises ModelError."""
 
     def __init__(self, text: str, config: TokenizerFacts | None) -> None:
         is_risky = risk_of(text) is not None
@@ -76,21 +75,21 @@ class TextCutter:
 
     @classmethod
     def from_json(cls, text: str, config: TokenizerFacts | None = None) -> Self:
-        """From the text of a tokenizer.json, without the padding and truncation that it may ask for."""
+        """A tokenizer from the text of a tokenizer.json, without its padding and truncation."""
         return cls(text, config)
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters of text, once normalised, that one token can stand for."""
+        """The most characters of normalised text that one token can stand for."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         return max(longest, _LONGEST_UNKNOWN)
 
     def cut(
         self, texts: Sequence[Text], max_tokens: int | None = None, *, add_special: bool = True
     ) -> list[tuple[list[int], int | None]]:
-        """Token ids of each text or pair, and how many come before the second text's; None for one text.
-        max_tokens: texts lose tokens at their end, of a pair the longer one first, until this many are left.
-        add_special: the model's own tokens are put around each."""
+        """Token ids of each text or pair, and the number of them before the second text; None for one text.
+        `max_tokens`: texts lose tokens at their end, of a pair the longer one first, until this many are
+        left. `add_special`: put the model's own tokens around each text."""
         first = [] if self._bos_first is None or not add_special else [self._bos_first]
         most = None if max_tokens is None else max_tokens - len(first)
         out, typed = [], self._cut("typed", texts, special=add_special, most=most)
@@ -100,7 +99,7 @@ class TextCutter:
         return out
 
     def _cut(self, want: Want, texts: Sequence[Text], *, special: bool, most: int | None = None) -> list[Any]:
-        """The result of `confined_tokenizer.cut`. Half a surrogate pair reads as U+FFFD: it has no UTF-8."""
+        """The result of `confined_tokenizer.cut`, with U+FFFD for half surrogate pairs (no UTF-8)."""
         whole = list(map(_whole, texts))
         if self._confined is not None:
             return [self._confined.cut(want, text, special=special, most=most) for text in whole]
@@ -113,7 +112,7 @@ class TextCutter:
 
 
 class Tokenizer(TextCutter):
-    """One model's vocabulary, with the way back to text."""
+    """A model's tokenizer, with decoding."""
 
     def __init__(self, text: str, config: TokenizerFacts | None = None) -> None:
         super().__init__(text, config)
@@ -131,11 +130,11 @@ class Tokenizer(TextCutter):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens with a name. The model's matrix may have more rows."""
+        """The number of tokens with a name; the model's matrix may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def id_of(self, token: str) -> int | None:
-        """The id of the token written exactly so; None if there is none."""
+        """The id of the token with exactly this text; None if there is none."""
         return self._backend.token_to_id(token)
 
     def token(self, token_id: int) -> str | None:
@@ -143,25 +142,26 @@ class Tokenizer(TextCutter):
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        """Token ids of a text of any length. add_special: with those around it, which templates write."""
+        """Token ids of a text of any length. `add_special`: add the tokens around a text, which chat
+        templates write themselves."""
         ids: list[int] = self._cut("ids", [text], special=add_special)[0]
         return [self._bos_first, *ids] if add_special and self._bos_first is not None else ids
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
-        """Token ids of a text in which a mark breaks what must not become a special token; none of it."""
+        """Token ids of a text in which `mark` breaks up control texts; the mark's own tokens are left out."""
         if not mark:
             return self.encode(text, False)
         spans, whole = self._cut("spans", [text], special=False)[0], _whole(text)
         return [token_id for token_id, begin, end in spans if whole[begin:end] != mark]
 
     def control_texts(self, end_token_ids: Iterable[int]) -> list[str]:
-        """The texts of the tokens that begin and end turns or answers, and of others that are no text."""
+        """The texts of tokens that begin and end turns or answers, and of other control tokens."""
         ids = self.special_ids.union(end_token_ids)
         texts = {self._added[token_id] for token_id in ids if token_id in self._added}
         return sorted(texts.union(ALWAYS_FOUND.intersection(self._added.values())))
 
     def piece(self, token_id: int) -> bytes:
-        """The text that a token adds: often no whole character, and nothing for an id without a name."""
+        """The bytes that a token adds to a text: often no whole character; empty for an id without a name."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)
@@ -179,8 +179,8 @@ class Tokenizer(TextCutter):
         return token.replace(SPACE_MARK, " ").encode()
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, from_start: bool = False) -> str:
-        """The text that these tokens add to what came before; what is no UTF-8 reads as U+FFFD. from_start:
-        without the space that SentencePiece-style vocabularies put in front of a text."""
+        """The text that these tokens add to the text before them, with U+FFFD for invalid UTF-8.
+        `from_start`: leave out the space that SentencePiece-style vocabularies put in front of a text."""
         stream = DetokenizeStream(self, skip_special=skip_special, from_start=from_start)
         return "".join(map(stream.push, ids)) + stream.flush()
 
@@ -191,8 +191,8 @@ class Tokenizer(TextCutter):
 
 
 class DetokenizeStream:
-    """Tokens in, text out, a character as soon as its last byte is there. What `push` and a last `flush`
-    return adds up to `Tokenizer.decode` of the same ids. `shown`: special tokens that are not skipped."""
+    """A decoder of a stream of tokens that gives out each character once its last byte has come. Results of
+    `push` and a last `flush` add up to `Tokenizer.decode` of the ids. `shown`: special tokens not to skip."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class DetokenizeStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The text that is complete with this token."""
+        """The text that this token completes."""
         if token_id in self._skipped:
             return ""
         text = self._utf8.decode(self._tokenizer.piece(token_id))
@@ -218,14 +218,14 @@ class DetokenizeStream:
         return text
 
     def flush(self) -> str:
-        """U+FFFD for a character left unfinished, else nothing; afterwards the stream starts anew."""
+        """U+FFFD for an unfinished character, else ""; resets the stream."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
 
 
 def _whole(text: Text) -> Text:
-    """`text`, with U+FFFD for half surrogate pairs."""
+    """The text with U+FFFD for half surrogate pairs."""
     if isinstance(text, tuple):
         return str(_whole(text[0])), str(_whole(text[1]))
     return (
@@ -235,7 +235,7 @@ def _whole(text: Text) -> Text:
 
 @contextmanager
 def _model_errors(what: str) -> Iterator[None]:
-    """ModelError for what the Rust side raises: plain Exception, and for its panics a BaseException."""
+    """Raise ModelError for what the Rust library raises, whose panics are BaseExceptions."""
     try:
         yield
     except BaseException as error:

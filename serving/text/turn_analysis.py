@@ -1,7 +1,5 @@
-"""Finds the form of a template's turns.
-
-It looks at what the template writes around sentinels, with and without thoughts, text and calls.
-"""
+"""Finds the form of a template's turns from what the template writes around sentinels, with and without
+thoughts, text and calls."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ _THINKS = re.compile(r"(?i)([<\[])/?([\w:]*think\w*)([>\]])")
 
 
 def tool(name: str) -> dict[str, Any]:
-    """A function as a conversation describes it, whose parameters are those of the sentinels."""
+    """A function, as a conversation describes one, whose parameters are the sentinels' keys."""
     properties = {key: {"type": "string", "description": "d"} for key in _KEYS}
     parameters = {"type": "object", "properties": properties, "required": [*_KEYS]}
     return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
@@ -56,7 +54,8 @@ _TOOLS = tuple(map(tool, _NAMES))
 
 
 class _Turn(NamedTuple):
-    """The text from the user's last word on, where the answer begins in it, and what opens another there."""
+    """A rendered turn. `text`: from the user's last message on. `start`: where the answer begins in `text`.
+    `opened`: the opening of an answer after it."""
 
     text: str
     start: int
@@ -79,7 +78,7 @@ class _Writer:
             return None
         opening = prompt[asked:]
         if self._write([question], _TOOLS, False, variables or {}) == prompt and _TAG.search(opening):
-            full = full.removesuffix(opening)  # it opens an answer whatever is asked
+            full = full.removesuffix(opening)  # the template opens an answer even if not asked to
         start = n_shared(full, prompt)
         begin = max(0, _whole_tags(full, start) - asked)
         return _Turn(full[asked:], begin, prompt[asked + begin :]) if start >= asked else None
@@ -87,8 +86,8 @@ class _Writer:
     def calls(
         self, arguments: Mapping[str, Any], n_calls: int = 1, /, *texts: str | None, **message: Any
     ) -> _Turn | None:
-        """Calls beside the first of these texts (else none, or any) beside which the template writes them,
-        their arguments as an object or as its text."""
+        """A turn with calls, rendered with the arguments as an object or as text, and with the first of
+        `texts` (else none, or any) beside which the template writes calls."""
         shown = [value for value in _VALUES if value in json.dumps(arguments)]
         ways = itertools.product((arguments, json.dumps(arguments)), texts or ("", None, _TEXT))
         for given, content in ways:
@@ -104,7 +103,7 @@ class _Writer:
 
 
 def form_of(write: Write, source: str) -> TurnForm:
-    """The form of the turns that a template writes. `source`: its text."""
+    """The form of the turns that a template writes. `source`: the template's text."""
     writer = _Writer(write)
     lacks = shapes_lacked(write, _TOOLS)
     ids: Ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
@@ -121,7 +120,7 @@ def form_of(write: Write, source: str) -> TurnForm:
 
 
 def _opening(write: Write) -> str:
-    """The beginning of what opens an answer that an old answer has before it too."""
+    """The common beginning of the opening of a new answer and of an old answer's turn."""
     question, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _TEXT}
     openings: list[str] = []
     ends: list[int] = []
@@ -165,7 +164,7 @@ def _around_thought(text: str, plain: _Turn | None) -> Around | None:
     is_end = mirrored is not None and mirrored[1].strip() in said[said.rindex(_TEXT) :]
     if _TEXT not in behind or not (mirrored is None or is_end):
         return mirrored
-    # Marks that do not mirror each other: what the turn has more than one without thoughts.
+    # Marks that do not mirror each other: tags that the turn has only with thoughts.
     between = behind[: behind.index(_TEXT)]
     said = said[: said.index(_TEXT)]
     head = _whole_tags(before, n_shared(before, said))
@@ -176,7 +175,8 @@ def _around_thought(text: str, plain: _Turn | None) -> Around | None:
 
 
 def _mirrored(before: str, behind: str) -> Around | None:
-    """Marks with a word in common: `<think>` and `</think>`, `<|open|>think<|sep|>` and `<|close|>...`."""
+    """Marks of thoughts that share a word: `<think>` and `</think>`, `<|open|>think<|sep|>` and
+    `<|close|>...`."""
     tags = list(_TAG.finditer(behind))
     if not tags or behind[: tags[0].start()].strip():
         return None
@@ -191,7 +191,7 @@ def _mirrored(before: str, behind: str) -> Around | None:
 
 
 def _thought_in_text(writer: _Writer, source: str) -> Around:
-    """Marks of thoughts that a template leaves out of old turns: it knows them by name."""
+    """The marks of thoughts that a template removes from old turns; its source names them."""
     marks = dict.fromkeys((m[1] + m[2] + m[3], f"{m[1]}/{m[2]}{m[3]}") for m in _THINKS.finditer(source))
     for opening, closing in marks:
         turn = writer.turn(content=f"{opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}")
@@ -201,7 +201,7 @@ def _thought_in_text(writer: _Writer, source: str) -> Around:
 
 
 def _text(plain: _Turn | None, thought: Around) -> tuple[Around, str]:
-    """The marks around text, and what ends a turn behind it."""
+    """The marks around text, and the end of a turn of text."""
     if plain is None or _TEXT not in plain.text[plain.start :]:
         return ("", ""), ""
     place = plain.text.index(_TEXT, plain.start)
@@ -216,13 +216,13 @@ def _text(plain: _Turn | None, thought: Around) -> tuple[Around, str]:
 
 
 def _behind(text: str, mark: str) -> str:
-    """The text behind the last place of a mark, if it has one."""
+    """The text after the last occurrence of a mark; the whole text if the mark is not in it."""
     place = text.rfind(mark.strip()) if mark.strip() else -1
     return text if place < 0 else text[place + len(mark.strip()) :]
 
 
 def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -> Around:
-    """The marks around text, of which there may be one behind it where calls follow."""
+    """The marks around text, with a closing mark where the template writes one between text and calls."""
     turn = writer.calls(_ARGUMENTS, 1, _TEXT) if call else None
     if call is None or turn is None or _TEXT not in turn.text or text[1].strip():
         return text
@@ -238,7 +238,7 @@ def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -
 def _calls(
     writer: _Writer, plain: _Turn | None, thought: Around, text: Around
 ) -> tuple[CallForm | None, str]:
-    """Their form and what ends a turn with calls."""
+    """The form of calls, and the end of a turn with calls."""
     turn = double = writer.calls(_ARGUMENTS, 2)
     if double is None or _NAMES[1] not in double.text:
         turn = writer.calls(_ARGUMENTS)
@@ -257,7 +257,7 @@ def _calls(
 
 
 class _Span(NamedTuple):
-    """The places of a call's name, and of its arguments."""
+    """The positions of a call's name, and of the beginning and end of its arguments."""
 
     name: int
     begin: int
@@ -265,8 +265,8 @@ class _Span(NamedTuple):
 
 
 def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
-    """Calls whose arguments are a JSON object, or the text of one as a JSON string; or are written one by
-    one, from the first key to the last value's end."""
+    """The spans of calls in a rendered turn: arguments are a JSON object or a JSON string of one, or are
+    written one by one, from the first key to the end of the last value."""
     for name in _NAMES:
         place = body.find(name, place)
         key = body.find(_KEYS[0], place)
@@ -286,7 +286,7 @@ def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
 
 
 def _end_of(body: str, begin: int) -> int:
-    """The end of the JSON at a place, where it is that of the arguments; else 0."""
+    """The end of the JSON value at `begin` if it is the sentinels' arguments; else 0."""
     try:
         value, end = json.JSONDecoder().raw_decode(body, begin)
         value = json.loads(value) if isinstance(value, str) else value
@@ -298,7 +298,7 @@ def _end_of(body: str, begin: int) -> int:
 def _around_calls(
     body: str, before: str, spans: Sequence[_Span], plain: _Turn | None
 ) -> tuple[CallForm, str]:
-    """The patterns around calls and between them, and what ends the turn."""
+    """The form of calls, by the patterns around and between them, and the end of the turn."""
     first, behind = spans[0], _pattern(body[spans[-1].end :])
     before, head = _pattern(before), _pattern(body[first.name : first.begin])
     if len(spans) == 1:
@@ -319,7 +319,7 @@ def _around_calls(
 
 
 def _pattern(text: str) -> str:
-    """With names, ids and keys replaced."""
+    """A text with sentinel names, ids and keys replaced by NAME, ID and KEY."""
     for sign, words in ((NAME, _NAMES), (ID, _IDS), (KEY, _KEYS)):
         for word in words:
             text = text.replace(word, sign)
@@ -327,7 +327,7 @@ def _pattern(text: str) -> str:
 
 
 def _shared(left: str, right: str, *, from_end: bool = False) -> str:
-    """The longest beginning (or end) of both; numbers in it may differ."""
+    """The longest common beginning (or end) of two texts; numbers in them may differ."""
     ours, theirs = _TOKENS.findall(left), _TOKENS.findall(right)
     if from_end:
         ours.reverse()
@@ -341,7 +341,7 @@ def _shared(left: str, right: str, *, from_end: bool = False) -> str:
 
 
 def _shared_end(behind: str, plain: _Turn | None) -> str:
-    """The end of a turn with calls that a turn of text has too, from the beginning of a tag on."""
+    """The end that a turn with calls shares with a turn of text, from the beginning of a tag on."""
     if plain is None or _TEXT not in plain.text:
         return ""
     said = plain.text[plain.text.rindex(_TEXT) + len(_TEXT) :]
@@ -352,11 +352,11 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
     return shared[tag.start() :] if tag else ""
 
 
-# Arguments that are written one by one
+# Arguments written one by one
 
 
 def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_Span]) -> CallForm | None:
-    """The call with the form of one argument: `opening` of the call ends where the first one begins."""
+    """The form of calls and of their arguments; the call's `opening` ends where the first argument begins."""
     first = spans[0]
     middle = body[first.begin : first.end]
     key, value = middle.find(_VALUES[0]), middle.find(_KEYS[1])
@@ -384,7 +384,7 @@ def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_
 
 
 def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
-    """The patterns around a value that is no string. `following`: up to the next key."""
+    """The patterns around a value that is no string. `following`: the pattern from it to the next key."""
     turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]})
     if turn is None:
         return None
@@ -401,7 +401,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
 
 
 def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
-    """The same, told whether strings are written as they are, or as JSON like any other value."""
+    """The form of arguments with `is_raw` set: False where strings are written as JSON."""
     turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]})
     if turn is None or _QUOTED in turn.text:
         return argument
@@ -411,7 +411,7 @@ def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
 
 
 def _whole_tags(text: str, end: int) -> int:
-    """`end`, or where the tag begins that it stands in."""
+    """`end`, moved back to the beginning of a tag if `end` lies within one."""
     begun = max(text.rfind("<", max(0, end - 60), end), text.rfind("[", max(0, end - 60), end))
     if begun < 0:
         return end
@@ -420,5 +420,5 @@ def _whole_tags(text: str, end: int) -> int:
 
 
 def n_shared(left: str, right: str) -> int:
-    """Length of the longest beginning of both."""
+    """Length of the longest common prefix."""
     return len(os.path.commonprefix((left, right)))  # noqa: RUF071

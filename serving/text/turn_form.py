@@ -1,7 +1,6 @@
 """The form in which a chat template writes what a model answers: thoughts, text and calls.
 
-A pattern is text in which `NAME`, `ID`, `INDEX` and `KEY` stand for what differs from call to call.
-"""
+A pattern is text in which `NAME`, `ID`, `INDEX` and `KEY` stand for what differs between calls."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ _KEYS = re.compile(rf'(?:"(\w+)"\s*:\s*)?"{NAME}".*?(?:"(\w+)"\s*:\s*"?)?\Z', re
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 
 Around = tuple[str, str]
-"""The patterns before and behind something."""
+"""The patterns before and behind a part of an answer."""
 Kind = Literal["string", "number", "boolean", "object", "array"]
 Ids = Literal["any", "nine characters"]
 KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 
 
 class ArgumentForm(NamedTuple):
-    """One argument that is no member of a JSON object: `opening`, its key, and its value within `values`.
-    is_raw: strings are written as they are, else as JSON. `separator` stands between two arguments."""
+    """The form of an argument outside of JSON: `opening`, key, and value between the marks in `values`.
+    `is_raw`: strings are written verbatim, else as JSON. `separator`: stands between two arguments."""
 
     opening: str
     separator: str
@@ -36,8 +35,8 @@ class ArgumentForm(NamedTuple):
 
 
 class JsonForm(NamedTuple):
-    """`keys`: of name and arguments, empty where the name is the key. `lead` and `tail`: what stands around
-    the JSON of all calls or of each."""
+    """The form of calls that are JSON objects. `keys`: the keys of name and arguments; empty where the name
+    itself is the key. `lead`, `tail`: texts around the JSON of all calls or of each."""
 
     keys: tuple[str, str]
     lead: str
@@ -45,8 +44,8 @@ class JsonForm(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Calls: `section` around all of them, each from `opening` to its arguments and then to `closing`.
-    `argument`: None where arguments are a JSON object."""
+    """The form of calls: `section` around all calls, each from `opening` to its arguments and then to
+    `closing`. `argument`: the form of one argument; None where arguments are a JSON object."""
 
     section: Around
     opening: str
@@ -56,7 +55,7 @@ class CallForm(NamedTuple):
 
     @property
     def json(self) -> JsonForm | None:
-        """The way in which a call is one JSON object; None: it is none."""
+        """The JSON keys and surroundings of a call that is one JSON object; None for other forms."""
         opening = self.section[0] + self.opening
         begin, named = _JSON_BEGINS.search(opening), _KEYS.search(opening)
         if self.argument is not None or begin is None or named is None:
@@ -67,10 +66,10 @@ class CallForm(NamedTuple):
 
 
 class TurnForm(NamedTuple):
-    """All of it. `thought` and `text`: the marks around them; ("", "") where there are none. `thought_field`:
-    the field of a message in which the template looks for thoughts. `ids`: what it takes as the id of a call.
-    `ends`: what ends a turn. `lacks`: the shapes of conversations that it refuses or drops (see
-    `conversation_shapes`). `opening`: what stands before each turn of the assistant, old ones too."""
+    """The form of a model's turns. `thought`, `text`: the marks around thoughts and text; ("", "") for none.
+    `thought_field`: the message field in which the template looks for thoughts. `ids`: ids of calls that the
+    template takes. `ends`: texts that end a turn. `lacks`: shapes of conversations that the template refuses
+    or drops (see `conversation_shapes`). `opening`: the text before each turn of the assistant."""
 
     call: CallForm | None = None
     thought: Around = ("", "")
@@ -83,18 +82,18 @@ class TurnForm(NamedTuple):
 
     @property
     def is_channelled(self) -> bool:
-        """True if thoughts, calls and text are messages of their own, as `CHANNELS` has them."""
+        """True if thoughts, calls and text are separate messages, as in `CHANNELS`."""
         return self.call == CHANNELS.call
 
     def end_ids(self, id_of: Callable[[str], int | None]) -> frozenset[int]:
-        """The tokens with which ends of turns begin, where these are tags that no call or thought has."""
+        """The first tokens of the ends of turns, where these are tags that occur in no call or thought."""
         tags = [tag[0] for end in self.ends if (tag := _TAG.match(end))]
         within = "".join(texts_in(self[:3]))
         ids = (id_of(tag) for tag in tags if tag not in within)
         return frozenset(token_id for token_id in ids if token_id is not None)
 
     def to_json(self) -> bytes:
-        """For another process."""
+        """The form as JSON, to be passed to another process."""
         return json.dumps(self).encode()
 
     @classmethod
@@ -105,7 +104,7 @@ class TurnForm(NamedTuple):
         return TypeAdapter(cls).validate_json(text)
 
     def describe(self) -> dict[str, str]:
-        """In words, for people: an example of each part."""
+        """The form in words, for people: an example of each part."""
         out = {"thoughts": "…".join(self.thought)} if self.thought[1] else {}
         if self.call is not None:
             out["calls"] = _example(self.call)
@@ -119,7 +118,7 @@ CHANNELS = TurnForm(
     ("<|return|>", "<|call|>"),
     "thinking",
 )
-"""The form of gpt-oss, which models write with more freedom than their templates."""
+"""The form of gpt-oss, whose answers vary more than its template."""
 
 
 def _example(call: CallForm) -> str:
@@ -134,7 +133,7 @@ def _example(call: CallForm) -> str:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The types that a value may have; none: any. `root`: the schema that has the definitions."""
+    """The types that a JSON schema allows a value; empty: any. `root`: the schema with the definitions."""
     if not isinstance(schema, Mapping) or depth > 8:
         return frozenset()
     reference = schema.get("$ref")
@@ -157,7 +156,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def type_of(value: object) -> str:
-    """The name of a value's type in JSON schemas; integers are numbers."""
+    """The type of a value in terms of JSON schemas, with "number" for integers."""
     match value:
         case None:
             return "null"

@@ -1,4 +1,4 @@
-"""The form of a model's calls and thoughts: that of its chat template, unless an operator says."""
+"""The form of a model's calls and thoughts: that of its chat template, unless an operator names another."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _USES_TOOLS = re.compile(r"{[%{][^}]*\b(?:tools|functions)\b")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
-"""Characters of a call's id in templates that take no other length."""
+"""The length of a call's id, in characters, in templates that take no other length."""
 
 
 def _json_call(section: Around, opening: str, closing: str, separator: str, key: str) -> CallForm:
-    """A call that is a JSON object with this key of its arguments, between marks."""
+    """The form of a call that is a JSON object between marks. `key`: the key of its arguments."""
     return CallForm(section, f'{opening}{{"name": "{NAME}", "{key}": ', f"}}{closing}", separator)
 
 
@@ -35,16 +35,16 @@ ROWS: Mapping[str, CallForm | None] = {
     "mistral": _json_call(("[TOOL_CALLS][", "]"), "", "", ", ", "arguments"),
     "gpt-oss": CHANNELS.call,
 }
-"""For `--tool-format`, and for templates that write no calls."""
+"""Forms of calls for `--tool-format`, and for templates that write no calls."""
 FORMATS = tuple(ROWS)
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The form in which one model writes calls and thoughts. name: one of FORMATS, or "template".
-    knows_tools: its template shows tools to it; else we write them into the conversation. control: ids of the
-    control tokens that stand in its marks, by their texts. think_token: the one that begins thoughts, where
-    one token does. ends: the tokens that end a turn."""
+    """The form in which one model writes calls and thoughts. `name`: one of FORMATS, or "template".
+    `knows_tools`: the template shows tools to the model; else phasewise writes them into the conversation.
+    `control`: ids, by text, of the control tokens in the marks. `think_token`: the single token that begins
+    thoughts, if one does. `ends`: tokens that end a turn."""
 
     name: str
     turn: TurnForm
@@ -55,7 +55,7 @@ class Dialect:
 
     @property
     def thinks(self) -> bool:
-        """True if thoughts stand between marks."""
+        """True if the model writes thoughts between marks."""
         return bool(self.turn.thought[1].strip()) and not self.turn.is_channelled
 
     @property
@@ -66,26 +66,25 @@ class Dialect:
 
     @property
     def is_plain(self) -> bool:
-        """True if answers without tools are nothing but text."""
+        """True if an answer without tools is nothing but text."""
         return not "".join((self.turn.thought[1], *self.turn.text)).strip()
 
     @property
     def shown(self) -> frozenset[int]:
-        """Control tokens that belong to the text of an answer that is read."""
+        """Control tokens that stay in the text of an answer, for the reader to find."""
         return frozenset(self.control.values())
 
     def unheld_texts(self, parameters: Mapping[str, Any]) -> Iterable[str]:
-        """Keywords of a function's schema to which its arguments are not held, because of how they are
-        written."""
+        """Keywords of a function's schema to which a grammar cannot hold the arguments in this form."""
         argument = None if self.turn.call is None else self.turn.call.argument
         return unheld_texts(parameters) if argument is not None and argument.is_raw else ()
 
     def opens_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
-        """True if a prompt ends within thoughts."""
+        """True if a prompt ends with the mark that opens thoughts."""
         return self._ends_with(self.thought[0], prompt, piece)
 
     def closes_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
-        """True if a prompt has closed the thoughts of the answer, which has none then."""
+        """True if a prompt ends with the mark that closes thoughts, so that the answer has none."""
         return self._ends_with(self.thought[1], prompt, piece)
 
     def _ends_with(self, mark: str, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
@@ -95,9 +94,9 @@ class Dialect:
     def reader(
         self, functions: Collection[str] | None, *, in_thought: bool, calls_are_held: bool = False
     ) -> Reader:
-        """The reader of one answer. `functions`: those that it may call, by name with the schemas of their
-        arguments; None: calls are text. calls_are_held: a grammar holds every call, so that arguments are
-        given out as they come."""
+        """A reader for one answer. `functions`: the functions that the answer may call, by name with the
+        schemas of their arguments; None: calls are text. `calls_are_held`: a grammar holds every call, so
+        that arguments are given out as they come."""
         if functions is None and self.is_plain:
             return Trimmed(PlainReader())
         turn = (
@@ -112,11 +111,11 @@ class Dialect:
 
     @property
     def only_first(self) -> bool:
-        """True if calls are the whole answer, and never follow text."""
+        """True if calls are the whole answer and never follow text."""
         return not trigger_of(self._opening)
 
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
-        """Texts of which each begins a call."""
+        """Texts each of which begins a call."""
         opening = self._opening
         trigger = opening.partition(NAME)[0] if self.turn.is_channelled else trigger_of(opening)
         texts = [trigger] if trigger else [opening.replace(NAME, function.name) for function in functions]
@@ -127,17 +126,17 @@ class Dialect:
         return grammar_of_calls(self.turn, wanted, self.control)
 
     def describe(self) -> dict[str, str]:
-        """The derived form, for people: the name of the format, and how thoughts and calls are written."""
+        """The form for people: the name of the format, and examples of thoughts and calls."""
         return {"format": self.name, **self.turn.describe()}
 
     def call_id(self, serial: str) -> str:
-        """An id of the form that the template takes, made from a random text of hexadecimal digits."""
+        """A call's id in the form that the template takes. `serial`: random hexadecimal digits."""
         if self.turn.ids == "nine characters":
             return hashlib.sha256(serial.encode()).hexdigest()[:_ID_CHARACTERS]
         return f"call_{serial[:24]}"
 
     def known_id(self, given: str) -> str:
-        """An id from a conversation in the form that the template takes; equal ids stay equal."""
+        """A conversation's call id in the form that the template takes; equal ids stay equal."""
         fits = len(given) == _ID_CHARACTERS and given.isascii() and given.isalnum()
         return given if fits or self.turn.ids != "nine characters" else self.call_id(given)
 
@@ -149,8 +148,8 @@ def dialect_of(
     forced: str = "auto",
     turn: TurnForm | None = None,
 ) -> Dialect:
-    """The dialect of a chat template whose turns have the form `turn`. `forced`: one of FORMATS, or "auto".
-    ServingError for another."""
+    """The dialect of a chat template whose turns have the form `turn`. `forced`: one of FORMATS, or "auto";
+    ServingError for any other name."""
     turn = turn or TurnForm()
     if forced not in ("auto", *FORMATS):
         raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")
@@ -172,7 +171,7 @@ def dialect_of(
 
 
 def _tokens_in(marks: Iterable[str], id_of: Callable[[str], int | None]) -> Iterable[tuple[str, int]]:
-    """Tokens whose texts stand in these marks."""
+    """Tokens, with their texts, that occur in these marks."""
     texts = {
         mark[begin:end]
         for mark in marks

@@ -1,4 +1,4 @@
-"""Grammars of calls in the form in which a model's template writes them."""
+"""Grammars of calls in the form in which a model's template writes calls."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from phasewise.serving.text.turn_form import (
 )
 
 MOST_CALLS = 16
-"""Most calls of one answer that must call: a small model may else begin new calls until its tokens end."""
+"""The most calls of an answer that must call: a small model may otherwise go on for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called. `parameters`: a JSON schema of an object; {}: none are described."""
+    """A function that may be called. `parameters`: a JSON schema of an object; {}: not described."""
 
     name: str
     parameters: Mapping[str, Any]
     description: str = ""
     is_strict: bool = False
-    """True if a schema that cannot be kept in every detail is refused; else it is kept as far as possible."""
+    """True to refuse a schema that cannot be enforced in full; else it is enforced as far as possible."""
 
 
 class Wanted(NamedTuple):
-    """The calls that an answer may have. `or_document`: a rule of Lark for an answer without any."""
+    """The calls that an answer may have. `or_document`: a Lark rule for an answer without calls."""
 
     functions: Sequence[Function]
     most_calls: int = MOST_CALLS
@@ -56,16 +56,16 @@ _DEFINITIONS = ("$defs", "definitions")
 _LINES = re.compile(r"(\s*\n\s*)")
 _SIGNS = {ID: "ID", INDEX: "INDEX"}
 _UNKEPT = re.compile(r"\\[bBAZzGKkpP\d]|\(\?|[\^$]")
-"""Parts that a pattern may not have where strings are written as they are."""
+"""Constructs that are not supported in the pattern of a string written without quotes."""
 
 
 def arguments_rule(function: Function) -> str:
-    """Lark for the JSON of its arguments. RequestError where the schema is too large."""
+    """A Lark rule for the JSON of a function's arguments. RequestError where the schema is too large."""
     return json_rule(function.parameters or {"type": "object"}, lenient=not function.is_strict)
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    """Lark for JSON that keeps a schema. lenient: leave out what the engine cannot hold answers to."""
+    """A Lark rule for JSON of a schema. `lenient`: leave out keywords that the engine cannot enforce."""
     checked_schema(dict(schema))
     schema = holdable(dict(schema)) if lenient else schema
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
@@ -75,8 +75,8 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
 
 
 def grammar_of_calls(turn: TurnForm, wanted: Wanted, control: Mapping[str, int]) -> str:
-    """Llguidance's Lark for one call or more, from the mark on that opens them. `control`: ids of control
-    tokens by their texts. RequestError where a schema is too large."""
+    """Llguidance's Lark for one or more calls, from the mark that opens the calls on. `control`: ids of
+    control tokens by their texts. RequestError where a schema is too large."""
     assert turn.call is not None
     return _Grammar(turn.call, control).of(wanted, turn)
 
@@ -113,7 +113,7 @@ class _Grammar:
         return "\n".join(lines) + "\n"
 
     def _spelled(self, pattern: str, *, keep_end: bool = False, keep_start: bool = False) -> str:
-        """Lark for a pattern. Line ends within may be left out, but for those that touch a value."""
+        """Lark for a pattern. Line ends within it are optional, unless they touch a value."""
         out: list[str] = []
         pieces = _LINES.split(pattern)
         for number, piece in enumerate(pieces):
@@ -141,12 +141,12 @@ class _Grammar:
         opening = self._spelled(form.opening.lstrip().replace(NAME, function.name))
         self._rules.append((name, f"{opening} {body} {self._spelled(form.closing)}"))
 
-    # Arguments that are written one by one
+    # Arguments written one by one
 
     def _arguments(self, name: str, function: Function, argument: ArgumentForm) -> str:
-        """The arguments in the order of the schema, from the first that is there."""
+        """Rules for the arguments in the order of the schema, from the first that is present."""
         schema = dict(function.parameters)
-        json_rule(schema or {"type": "object"}, lenient=True)  # its size, as a whole
+        json_rule(schema or {"type": "object"}, lenient=True)  # checks the size of the whole schema
         properties, required = schema.get("properties"), schema.get("required")
         keys = (
             [key for key in properties if not _NEWLINES.search(key)]
@@ -192,7 +192,7 @@ class _Grammar:
         return " | ".join(options)
 
     def _text(self, name: str, behind: str, schema: Mapping[str, Any]) -> str:
-        """A string as it is, and what stands behind it."""
+        """A rule for a string without quotes, and the mark behind it."""
         end = self._spelled(behind, keep_start=True)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
@@ -211,7 +211,7 @@ class _Grammar:
 
 
 def unheld_texts(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Keywords of arguments that are strings without quotes to which they are not held."""
+    """Keywords of string arguments that a grammar cannot enforce where strings stand without quotes."""
     properties = parameters.get("properties")
     for schema in properties.values() if isinstance(properties, Mapping) else ():
         if isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys():
@@ -220,7 +220,7 @@ def unheld_texts(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pattern_of(schema: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """A pattern of a string's own, as far as it can be held, and the keywords that it holds."""
+    """A pattern for strings of this schema, as far as enforceable, and the keywords that it enforces."""
     pattern, most = schema.get("pattern"), schema.get("maxLength")
     if isinstance(pattern, str):
         inner = pattern.removeprefix("^").removesuffix("$")
@@ -234,7 +234,7 @@ def _pattern_of(schema: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def _without_strings(schema: Mapping[str, Any], argument: ArgumentForm) -> dict[str, Any]:
-    """The values that are no strings, where strings have a form of their own."""
+    """The schema of an argument's values without strings, where strings have a form of their own."""
     out = dict(schema)
     if argument.is_raw:
         if isinstance(out.get("type"), list):

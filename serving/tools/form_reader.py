@@ -33,7 +33,7 @@ from phasewise.serving.tools.parts import (
 )
 
 Step = Generator[None, None, bool]
-"""Reads one thing; True if it was there. It yields while more text must come."""
+"""A generator that reads one part of an answer and returns True if it was there; yields to await text."""
 
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;,]*")
@@ -43,7 +43,7 @@ _FIRST_TAG = re.compile(r"<[^<>\s]*>|\S+")
 _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
 _SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
 _MOST_TRIES = 64
-"""Most passes over the unfinished calls of an answer at its end."""
+"""The most passes over an answer's unfinished calls when the answer ends."""
 
 _HEADER_BEGINS = ("<|channel|>", "<|start|>", "to=functions.", "<|constrain|>")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,128})")
@@ -52,9 +52,9 @@ _LONGEST_HEADER = 512
 
 
 class TurnReader:
-    """Reads thoughts, and then calls of `functions`, names with the schemas of their arguments, within text.
-    in_thought: the prompt has begun the thoughts. is_held: a grammar holds every call, so that its arguments
-    are given out as they come, and what is cut within a call's head is nothing."""
+    """A reader of thoughts, text and calls. `functions`: names, with the schemas of their arguments.
+    `in_thought`: the prompt has begun the thoughts. `is_held`: a grammar holds every call, so that arguments
+    are given out as they come, and a call cut off within its head is dropped."""
 
     def __init__(
         self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
@@ -71,24 +71,24 @@ class TurnReader:
         self._text, self._at, self._is_final = "", 0, False
         self._parts: list[Part] = []
         self._coming: list[Begun | Piece] = []
-        """A call that is not certain yet."""
+        """Parts of a call that is not certain yet."""
         self._name, self._n_tries, self._has_begun = "", 0, False
         self._schema: Mapping[str, Any] = {}
         self._steps = self._channels() if turn.is_channelled else self._answer()
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+        """The parts that are certain with this text."""
         self._text += text
         next(self._steps, None)
         parts, self._parts = self._parts, []
         return parts
 
     def finish(self) -> list[Part]:
-        """The rest."""
+        """The remaining parts, at the end of the answer."""
         self._is_final = True
         return self.feed("")
 
-    # Thoughts, text, and what stands in it
+    # Thoughts, text and calls within text
 
     def _answer(self) -> Step:
         if self._turn.thought[1].strip():
@@ -127,7 +127,7 @@ class TurnReader:
                 self._take(self._at + len(mark[0]))
 
     def _thoughts(self, opening: str, closing: str) -> Step:
-        """Thoughts before an answer, if there are any."""
+        """Read thoughts before an answer, if there are any."""
         yield from self._space()
         is_open = (bool(opening) and (yield from self._word(opening))) or (yield from self._comes(closing))
         if not (is_open or self._in_thought):
@@ -139,8 +139,8 @@ class TurnReader:
         return True
 
     def _up_to(self, marks: Collection[str], kind: type[Text] | type[Reasoning] | None) -> Step:
-        """The text before the first of these marks, for `kind`. False: the answer ends before; a whole tag
-        with which a mark begins is left out then."""
+        """Read the text before the first of these marks, for `kind`. False: the answer ends before a mark; a
+        whole tag with which a mark begins is then left out."""
         any_mark = re.compile("|".join(map(re.escape, marks)))
         while (mark := any_mark.search(self._text, self._at)) is None and not self._is_final:
             self._take(len(self._text) - self._n_kept(*marks), kind)
@@ -152,11 +152,11 @@ class TurnReader:
         return mark is not None
 
     def _n_kept(self, *marks: str) -> int:
-        """Characters at the end that may begin one of these."""
+        """The number of last characters that may begin one of the marks."""
         return 0 if self._is_final else max((n_begun(self._text, mark) for mark in marks), default=0)
 
     def _tag(self) -> Step:
-        """A control token before calls that need none."""
+        """Skip a control token before calls that have no mark."""
         yield from self._space()
         while (tag := _CONTROL.match(self._text, self._at)) and tag.end() == len(self._text):
             if self._is_final:
@@ -166,7 +166,7 @@ class TurnReader:
         return True
 
     def _mark(self, mark: str, closed: str) -> Step:
-        """Leaves out the mark that closes text, and one that ends the turn and is the last thing said."""
+        """Skip the mark that closes text, and a mark that ends the turn if nothing follows."""
         begin = self._at
         self._at += len(mark)
         yield from self._space()
@@ -187,7 +187,7 @@ class TurnReader:
             self._parts.append(kind(self._text[self._at : end]))
         self._text, self._at = self._text[end:], 0
 
-    # Messages in channels, as gpt-oss has them
+    # Messages in channels, as in gpt-oss
 
     def _channels(self) -> Step:
         yield from self._space()
@@ -214,13 +214,13 @@ class TurnReader:
             if len(self._text) - self._at > _LONGEST_HEADER:
                 self._take(len(self._text))
             if self._is_final:
-                return None  # a header that was cut off says nothing
+                return None  # an incomplete header says nothing
             yield
         header, self._text, self._at = self._text[self._at : end], self._text[end + len(_MESSAGE) :], 0
         return header
 
     def _message_of(self, name: str) -> Step:
-        """A call's arguments."""
+        """Read the arguments of a call."""
         self._name = name
         yield from self._space()
         if name not in self._functions or not (yield from self._comes("{")):
@@ -242,7 +242,7 @@ class TurnReader:
     # Calls
 
     def _section(self, begin: int) -> Step:
-        """All calls that stand together. False: what began is none."""
+        """Read all calls that stand together. False: the text is no call."""
         self._at, self._has_begun = begin, False
         if self._json_form is not None and not self._is_held:
             is_read = yield from self._json_section(self._json_form)
@@ -280,7 +280,7 @@ class TurnReader:
         return is_closed or not self._is_bare or self._is_held
 
     def _comes(self, pattern: str) -> Step:
-        """True if what comes may begin this pattern."""
+        """True if the next text may begin this pattern."""
         begin = self._at
         word = _SIGNS.split(pattern)[0].split()
         yield from self._space()
@@ -289,7 +289,7 @@ class TurnReader:
         return is_there
 
     def _one(self, form: CallForm, calls: list[Call]) -> Step:
-        """One call, for `calls`; one that is held is given out as it comes."""
+        """Read one call into `calls`; a held call is given out as it comes."""
         self._name = ""
         if not (yield from self._literal(form.opening)) or not self._name:
             return False
@@ -302,7 +302,7 @@ class TurnReader:
         return self._called(calls, is_read=is_read)
 
     def _called(self, calls: list[Call], *, is_read: bool) -> bool:
-        """False if what has come makes no call; one that is not held goes to `calls`."""
+        """Append the call that was read to `calls`, unless calls are held. False: the text is no call."""
         if self._is_held:
             return is_read
         text = "".join(part.text for part in self._coming if isinstance(part, Piece))
@@ -320,7 +320,7 @@ class TurnReader:
         return self._text.startswith("{", self._at) and (yield from self._json())
 
     def _json(self, stops: str = "", *, is_given: bool = True) -> Step:
-        """JSON up to its end, or to one of `stops`."""
+        """Read JSON to its end, or to one of `stops`."""
         scan, is_end = ValueEnd(stops), False
         while not is_end:
             place, is_end = scan.find(self._text, self._at)
@@ -360,7 +360,7 @@ class TurnReader:
         return n_calls > 0
 
     def _call_in(self, value: Any, name_key: str, key: str, depth: int = 0) -> Call | None:
-        """The call that a value means; None: no call of one of the functions."""
+        """The call that a JSON value means; None: no call of one of the functions."""
         if not isinstance(value, dict):
             return None
         if not name_key:
@@ -374,7 +374,7 @@ class TurnReader:
         inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
         return self._call_in(inner[0], name_key, key, 1) if depth == 0 and len(inner) == 1 else None
 
-    # Arguments that are written one by one
+    # Arguments written one by one
 
     def _arguments(self, form: CallForm, argument: ArgumentForm) -> Step:
         schema = self._functions[self._name]
@@ -413,7 +413,7 @@ class TurnReader:
             yield
 
     def _argument(self, form: CallForm, argument: ArgumentForm, key: str, schema: Any) -> Step:
-        """One value, with what stands around it."""
+        """Read one value, with the marks around it."""
         begin, types = self._at, types_of(schema, self._schema)
         for before, behind in sorted(set(argument.values.values()), key=lambda pair: -len(pair[0])):
             self._at = begin
@@ -440,7 +440,7 @@ class TurnReader:
         return False
 
     def _until(self, form: CallForm, behind: str, schema: Any, *, is_string: bool) -> Step:
-        """A value up to its closing mark, behind which the next argument or the call's end comes."""
+        """Read a value up to its closing mark, which the next argument or the call's end must follow."""
         argument, mark = form.argument, behind.strip()
         assert argument is not None
         space = behind[: len(behind) - len(behind.lstrip())]
@@ -478,7 +478,7 @@ class TurnReader:
         return max(begin, end)
 
     def _follows(self, form: CallForm, argument: ArgumentForm) -> Step:
-        """True if another argument or the end of the call comes."""
+        """True if another argument or the end of the call comes next."""
         begin = self._at
         patterns = [
             text for text in (argument.separator.strip() or argument.opening, form.closing) if text.strip()
@@ -492,7 +492,7 @@ class TurnReader:
         return is_cut or not form.closing.strip()
 
     def _key_comes(self, argument: ArgumentForm) -> Step:
-        """True if a separator, a key and what stands behind it come: no mark says so before them."""
+        """True if a separator, a key and the mark behind it come next."""
         begin, sign = self._at, _sign_of(argument)
         yield from self._literal(argument.separator)
         yield from self._space(_KEY_BEFORE)
@@ -501,7 +501,7 @@ class TurnReader:
         return is_there
 
     def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any) -> Step:
-        """A value that nothing closes: up to the next separator or the call's end."""
+        """Read a value without a closing mark, up to the next separator or the call's end."""
         begin, quote = self._at, argument.values["string"][1].strip()
         scan = ValueEnd(_stops(form, argument), ([quote] if len(quote) > 1 else []) + ['"', "'"])
         while not (reached := scan.find(self._text, begin))[1]:
@@ -517,10 +517,10 @@ class TurnReader:
         self._give(Piece(json.dumps(value, ensure_ascii=False)))
         return True
 
-    # Texts that are known
+    # Known texts
 
     def _word(self, word: str) -> Step:
-        """Exactly this text."""
+        """Read exactly this text."""
         while len(self._text) - self._at < len(word):
             if self._is_final or not word.startswith(self._text[self._at :]):
                 return False
@@ -539,7 +539,7 @@ class TurnReader:
             yield
 
     def _literal(self, pattern: str) -> Step:
-        """A pattern; white space may differ."""
+        """Read a pattern; white space may differ."""
         for piece in _SIGNS.split(pattern):
             if piece == NAME:
                 yield from self._space()
@@ -555,14 +555,14 @@ class TurnReader:
         return True
 
     def _optional(self, pattern: str) -> Step:
-        """The same, or nothing is read."""
+        """Read a pattern, or nothing."""
         begin = self._at
         is_there = yield from self._literal(pattern)
         self._at = self._at if is_there else begin
         return is_there
 
     def _one_name(self) -> Step:
-        """The name of a function; where a call has it twice, the same again."""
+        """Read the name of a function; where a call repeats its name, the same name."""
         names = [self._name] if self._name else self._functions
         while True:
             rest = self._text[self._at : self._at + self._longest_name + 1]
@@ -578,17 +578,17 @@ class TurnReader:
 
 
 def _sign_of(argument: ArgumentForm) -> str:
-    """The shortest mark behind a key."""
+    """The shortest mark that may follow a key."""
     return min((before.split()[0] for before, _ in argument.values.values()), key=len)
 
 
 def _stops(form: CallForm, argument: ArgumentForm) -> str:
-    """The signs of which one stands behind a value that nothing closes."""
+    """The characters that may follow a value without a closing mark."""
     return argument.separator.strip()[:1] + form.closing.strip()[:1]
 
 
 def trigger_of(opening: str) -> str:
-    """The first word of what opens calls, where it is a mark; "": calls are the whole answer."""
+    """The first word of the opening of calls if it is a mark; "": calls are the whole answer."""
     words = _SIGNS.split(opening)[0].split()
     word = words[0] if words else ""
     return "" if not word.strip("{[(\"'}]);,") or word.startswith(("{", "[{", '["')) else word

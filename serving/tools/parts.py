@@ -1,12 +1,11 @@
-"""The parts of an answer, and the common parts of its readers.
+"""The parts of an answer, and what its readers share.
 
 A reader is fed the text of an answer as it comes and gives out parts. How the text was cut makes no
-difference: the same calls come out, and the same text once adjacent pieces are joined. What cannot be read
-as a call is given out as the text that it is. Where a grammar holds a call from its beginning on, it cannot
-become text any more, and its arguments are given out as they come: `Begun`, then `Piece`s.
+difference: the same calls come out, and the same text once adjacent pieces are joined. Text that cannot be
+read as a call stays text. A call that a grammar holds cannot become text, so its arguments are given out as
+they come: `Begun`, then `Piece`s.
 
-Values of arguments that a template writes as they are, in the types that their schemas state.
-"""
+The module also reads arguments' values that a template writes verbatim, as the types in their schemas."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from phasewise.serving.text.turn_form import KEY, ArgumentForm, type_of, types_o
 
 
 class Text(NamedTuple):
-    """A piece of the answer proper."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's thoughts."""
 
     text: str
 
@@ -55,19 +54,19 @@ Part = Text | Reasoning | Call | Begun | Piece
 
 
 class Reader(Protocol):
-    """Reads one answer."""
+    """A reader of one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+        """The parts that are certain with this text."""
         ...
 
     def finish(self) -> list[Part]:
-        """The rest: no more text comes."""
+        """The remaining parts, when no more text comes."""
         ...
 
 
 class PlainReader:
-    """All of it is text."""
+    """A reader to which the whole answer is text."""
 
     def feed(self, text: str) -> list[Part]:
         return [Text(text)] if text else []
@@ -77,8 +76,8 @@ class PlainReader:
 
 
 class Trimmed:
-    """Another reader's parts without the white space where their kind changes. Models put line ends around
-    calls and thoughts; an answer of text alone is left as it is."""
+    """A reader of another reader's parts, without the white space where their kind changes: models put line
+    ends around calls and thoughts. An answer of text alone is left as it is."""
 
     def __init__(self, inner: Reader) -> None:
         self._inner = inner
@@ -123,9 +122,9 @@ class Trimmed:
 
 
 class ValueEnd:
-    """Finds the end of a value past brackets and quotes, in a text that only grows. Linear in it. The end is
-    behind its last bracket, or, with none open, before one of `stops`. `quotes`: the marks around strings; a
-    backslash takes the sense from one of one character."""
+    """A scanner for the end of a value, past brackets and quotes, in a text that only grows; linear in the
+    text. The end is behind the value's last bracket or, with none open, before one of `stops`. `quotes`: the
+    marks around strings; within quotes of one character a backslash escapes."""
 
     def __init__(self, stops: str = "", quotes: Sequence[str] = ('"',)) -> None:
         self._stops, self._quotes = stops, quotes
@@ -134,7 +133,7 @@ class ValueEnd:
         self._at, self._depth, self._quote = 0, 0, ""
 
     def find(self, text: str, start: int) -> tuple[int, bool]:
-        """The place that is reached in a value that goes on at `start`, and whether it is the end."""
+        """The position reached in a value that continues at `start`, and True if the value ends there."""
         self._at = max(self._at, start)
         end = len(text) - max(n_begun(text, quote) for quote in self._quotes)
         while self._at < end:
@@ -157,11 +156,11 @@ class ValueEnd:
 
 
 _MOST_DIGITS = 1000
-"""Python refuses to read integers of some thousands of digits."""
+"""The most digits of an integer: Python refuses to read thousands."""
 
 
 def n_begun(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that may be the beginning of `mark`."""
+    """Length of the longest suffix of `text` that may begin `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -169,7 +168,7 @@ def n_begun(text: str, mark: str) -> int:
 
 
 def parsed(text: str) -> Any | None:
-    """The JSON value; None where it is none, or one that cannot be written again."""
+    """The JSON value of a text; None for invalid JSON, or a value that cannot be written again."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
     except (ValueError, RecursionError):
@@ -177,7 +176,7 @@ def parsed(text: str) -> Any | None:
 
 
 def _finite(text: str) -> float:
-    """Numbers beyond a float's range as the largest of their sign: `1e999` is JSON, infinity is not."""
+    """A float; the largest of its sign for numbers beyond the range: `1e999` is JSON, infinity is not."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
 
 
@@ -190,7 +189,7 @@ def _refuse(name: str) -> None:
 
 
 def call(name: str, arguments: Any) -> Call | None:
-    """A call with these arguments: an object, or a text that is one; else None."""
+    """A call with these arguments, given as an object or a JSON text of one; None for anything else."""
     if isinstance(arguments, str):
         arguments = parsed(arguments)
     if not isinstance(arguments, dict):
@@ -200,7 +199,7 @@ def call(name: str, arguments: Any) -> Call | None:
 
 
 def written(value: Any) -> str | None:
-    """As JSON that every encoder takes; None where there is none."""
+    """The value as JSON that every encoder takes; None where it cannot be written."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -217,7 +216,7 @@ _BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"']+)\s*:")
 
 
 def typed(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int = 0) -> Any:
-    """The value that a text means where its function's schema is `schema`, within `root`."""
+    """The value that a text means by `schema`, whose definitions are in `root`."""
     types = types_of(schema, root)
     if types == {"string"}:
         return text.removeprefix(_CDATA[0]).removesuffix(_CDATA[1]) if text.startswith(_CDATA[0]) else text
@@ -247,7 +246,7 @@ def _value(
 
 
 def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
-    """An object or a list whose members are written as arguments are; None: it is not."""
+    """An object or a list whose members are written like arguments; None for any other text."""
     before, behind = form.values["string"]
     if KEY not in behind or not text.startswith(form.opening):
         return None
@@ -272,7 +271,7 @@ def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm,
 
 
 def _with_quotes(text: str, form: ArgumentForm) -> str:
-    """JSON of a value whose keys are bare and whose strings have quotes of their own."""
+    """JSON of a value whose keys are bare and whose strings have other quotes."""
     quote = form.values["string"][1]
     pieces = text.split(quote) if len(quote) > 1 else [text]
     pieces[::2] = [
@@ -283,7 +282,7 @@ def _with_quotes(text: str, form: ArgumentForm) -> str:
 
 
 class _Constants(ast.NodeTransformer):
-    """Names that JSON has for constants of Python."""
+    """Replaces the names of JSON's constants by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])

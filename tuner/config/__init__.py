@@ -1,1 +1,1 @@
-"""Service configurations: how long their steps take, what a trace then costs, and which one is best."""
+"""Service configurations: the times of their steps, the cost of a trace, and the search for the best."""

@@ -1,6 +1,5 @@
-"""Search frontier: the state of a walk, and the configurations that it could ask for next (`walk.py` has the
-rules and the order).
-"""
+"""The search frontier: the state of a walk and the configurations that it may ask for next (`walk.py` has the
+rules and the order)."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from phasewise.tuner.topotree import GROUP, Configuration, TopoTree
 from phasewise.tuner.topotree.configurations import Partition
 
 PATIENCE = 40
-"""Results of a group in a row that are no better than its best, until it is given up."""
+"""Consecutive results of a group that do not improve on its best, after which the group is given up."""
 
 FAR = 1.25
-"""A cost above this many times the best one is far from it."""
+"""A cost above this many times the best cost is far from it."""
 
 FAR_MISSES = 4
 """A far result counts as this many results without improvement."""
 
 WORTH = 0.997
-"""A cost above this share of another does not beat it: a gain of 0.3 % is noise, or a search without end."""
+"""A cost above this share of another does not beat it: a gain of 0.3 % is noise."""
 
 SURVEYED_SECTIONS = 3
 """Number of the fundamental tree's best cross-sections that are surveyed under each grouping."""
@@ -39,30 +38,30 @@ Group: TypeAlias = tuple[int, tuple[int | None, ...]]
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules that keep the walk from asking for everything, and the order of equals."""
+    """Rules that limit what the walk asks for, and the seed that orders equals."""
 
     pruning: bool = True
     patience: int | None = PATIENCE
-    """Results without improvement after which a group is given up; None: no group is."""
+    """Results without improvement after which a group is given up; None: never."""
     share: float | None = 0.1
     """Largest share of all configurations to evaluate; at least `FEW` are. None: no limit."""
     seed: int = 0
     batch: int = 6
-    """Configurations asked for at once: what processes that search together may divide."""
+    """Configurations asked for at once, which processes that search together may divide."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration to evaluate, and where the walk met it."""
+    """A configuration to evaluate, and its place in the walk."""
 
     configuration: Configuration
     tree: TopoTree
     parent: TopoTree | None
-    """The tree that it came from by one removal; None: all its PUs are active."""
+    """The tree from which one removal made this tree; None: all PUs are active."""
     rival: Configuration | None
-    """The parent's configuration at the same cross-section, which this one has to beat."""
+    """The parent's configuration at the same cross-section, which this configuration has to beat."""
     uneven: str = ""
-    """The cores that it has or lacks beside its rival, in words, where no tree has these cores."""
+    """The cores gained or lost beside the rival, in words, where no tree has these cores."""
 
     @property
     def notation(self) -> str:
@@ -72,7 +71,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PrunedTree:
-    """A tree that did not beat its parent at a cross-section: its descendants there are not looked at."""
+    """A tree that did not beat its parent at a cross-section, so that its descendants there are skipped."""
 
     tree: TopoTree
     parent: TopoTree
@@ -94,17 +93,17 @@ Decision: TypeAlias = PrunedTree | Stopped
 
 
 class Interest(IntEnum):
-    """Priorities of strands in the queue, the most urgent first."""
+    """Priorities of strands in the queue, most urgent first."""
 
     SURVEY = 0
     HOPEFUL = 1
     HOPELESS = 2
-    """A removal before it did not beat its parent; asked for only without pruning, after all else."""
+    """A removal before it did not beat its parent; asked for only without pruning, after all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Strand:
-    """One cross-section of a tree, and the removal by which it was reached."""
+    """One cross-section of a tree, and the removal by which the walk reached it."""
 
     tree: TopoTree
     depth: int
@@ -124,8 +123,7 @@ class _Patience:
     is_stopped: bool = False
 
     def count(self, cost_ms: float, best_of_all_ms: float) -> None:
-        """Count one more result. One that is far from the best of all counts for several, even if it is the
-        group's best."""
+        """Count one more result. A result far from the best of all counts as several."""
         improves = cost_ms < WORTH * self.best_ms
         if cost_ms > FAR * best_of_all_ms:
             self.misses += FAR_MISSES
@@ -134,12 +132,11 @@ class _Patience:
 
 
 _Entry: TypeAlias = tuple[Interest, float, int, int, int, int, _Strand]
-"""A strand in the queue: interest, parent's cost, the removal's place in the order, the grouping's, a serial
-number."""
+"""A strand in the queue: interest, parent's cost, removal's order, grouping's order, serial number."""
 
 
 class Frontier:
-    """The answers so far, the strands that wait, and what was decided."""
+    """The costs known so far, the strands that wait, and the decisions."""
 
     def __init__(self, space: ConfigSpace, rules: Rules) -> None:
         self._space = space
@@ -157,7 +154,7 @@ class Frontier:
         self._left = math.inf if share is None else max(FEW, int(share * space.n_configurations))
 
     def open(self, roots: Sequence[TopoTree], is_surveyed: bool) -> None:
-        """Begin a generation of groupings. Groups that are not far from the best are patient again."""
+        """Begin a generation of groupings, and reset the patience of groups not far from the best."""
         for group in self._groups.values():
             if group.best_ms <= FAR * self._best_ms:
                 group.misses, group.is_stopped = 0, False
@@ -167,8 +164,7 @@ class Frontier:
                 self._consider(_Strand(root, depth, partition, place, interest), (0, 0))
 
     def next_batch(self, least: Interest) -> list[Candidate]:
-        """The next configurations to evaluate, of at least this interest; nothing when all of that is
-        done."""
+        """The next configurations to evaluate, of at least this interest; empty when none is left."""
         self._asked = []
         met_twice: list[_Entry] = []
         in_batch: set[Partition] = set()
@@ -189,7 +185,7 @@ class Frontier:
         return [self._candidate(strand, configuration) for strand, configuration in self._asked]
 
     def take(self, costs_ms: Sequence[float]) -> None:
-        """Take the costs of the last batch, and queue what follows from them."""
+        """Take the costs of the last batch, and queue the strands that follow."""
         for (strand, configuration), cost_ms in zip(self._asked, costs_ms, strict=True):
             self._known_ms[strand.partition] = cost_ms
             self._best_ms = min(self._best_ms, cost_ms)
@@ -225,7 +221,7 @@ class Frontier:
         group.best_ms = min(group.best_ms, cost_ms)
 
     def _consider(self, strand: _Strand, removal: tuple[int, int]) -> None:
-        """Judge a strand by what is known, else queue it. A root comes before all removals."""
+        """Judge a strand whose cost is known, else queue it. Roots come before all removals."""
         if strand.partition in self._known_ms:
             self._judge(strand)
             return
@@ -234,7 +230,7 @@ class Frontier:
         heapq.heappush(self._queue, entry)
 
     def _judge(self, strand: _Strand) -> None:
-        """Follow a strand whose cost is known if it beats its parent; without pruning, in any case."""
+        """Follow a strand if it beats its parent, or if pruning is off."""
         if self._beats_parent(strand):
             self._follow(strand, max(strand.interest, Interest.HOPEFUL))
         elif not self._rules.pruning:
@@ -253,8 +249,7 @@ class Frontier:
         return False
 
     def _follow(self, strand: _Strand, interest: Interest) -> None:
-        """Queue the removals of a strand; for a strand followed before, only if the interest is higher
-        now."""
+        """Queue the removals of a strand; if it was followed before, only if the interest is higher now."""
         met = strand.tree.key, strand.partition
         if self._followed.get(met, math.inf) <= interest:
             return
@@ -267,8 +262,7 @@ class Frontier:
                 self._consider(child, removal)
 
     def _is_surveyed(self, strand: _Strand, depth: int) -> bool:
-        """True if a removal at this depth belongs to the survey: just below the levels that the grouping
-        guesses."""
+        """True if a removal at this depth belongs to the survey: just below a grouping's latent levels."""
         if strand.interest is not Interest.SURVEY or strand.parent is not None:
             return False
         kinds = strand.tree.kinds
@@ -280,8 +274,7 @@ class Frontier:
 
 
 def _removals(tree: TopoTree) -> Iterator[tuple[tuple[int, int], int, TopoTree]]:
-    """The removals of one child or of half of the children: place in the order, depth, the tree that is
-    left."""
+    """The removals of one child or of half of the children: order, depth, and the tree that is left."""
     for depth, kept in enumerate(tree.kept, start=1):
         for coarse, n in enumerate(dict.fromkeys((1, kept // 2))):
             if 1 <= n < kept:

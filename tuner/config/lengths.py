@@ -1,8 +1,7 @@
-"""Lengths of requests: one request's lengths, and distributions of them.
+"""Lengths of requests: those of one request, and distributions of lengths.
 
-A distribution is written KIND:PROMPT/OUTPUT, in tokens: `fixed:512/64`, `uniform:1-1024/16-256` (ends may
-come up), `lognormal:500,0.9/120,0.7` (median, and sigma of the logarithm).
-"""
+A distribution is written KIND:PROMPT/OUTPUT, in tokens: `fixed:512/64`, `uniform:1-1024/16-256` (bounds
+inclusive), `lognormal:500,0.9/120,0.7` (median, and sigma of the logarithm)."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ MAX_REQUESTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """The lengths of one request; `arrival_s` counts from the trace's first, None where none is stated.
-    `blocks`: what its prompt begins with, in blocks of `block_tokens`: equal numbers are equal tokens."""
+    """The lengths of one request. `arrival_s`: seconds from the trace's first request; None: not stated.
+    `blocks`: ids of the prompt's first blocks of `block_tokens` tokens; equal ids are equal tokens."""
 
     prompt_tokens: int
     output_tokens: int
@@ -52,8 +51,7 @@ Draw: TypeAlias = Callable[[random.Random], float]
 
 
 def parse_distribution(text: str, count: int, seed: int) -> Trace:
-    """`count` requests of the distribution `KIND:PROMPT/OUTPUT` (see the module); the same for the same
-    seed."""
+    """`count` requests of the distribution `KIND:PROMPT/OUTPUT` (see the module), determined by the seed."""
     kind, _, sides = text.partition(":")
     prompt, separator, output = sides.partition("/")
     if kind not in _DRAWS or not separator:
@@ -71,7 +69,7 @@ def parse_distribution(text: str, count: int, seed: int) -> Trace:
 
 
 def whole_tokens(length: float) -> int:
-    """A length rounded to whole tokens: at least one, and at most what a request may have."""
+    """A length rounded to whole tokens, from 1 to the most that a request may have."""
     return max(1, min(MAX_TOKENS, round(length)))
 
 

@@ -1,24 +1,23 @@
-"""Cost model: step times on a machine that is only described, by a roofline of every rank, and what ranks and
-threads wait for.
+"""The cost model: step times on a described machine, by a roofline of every rank and the waits of ranks and
+threads.
 
 A step is a row of ops, as the executor runs it: five in a layer (q/k/v, attention, o, gate/up, down), and the
 head. No sum over inputs is cut: a rank computes columns of a product, or heads, in proportion to its threads,
-and after each op everybody meets. More ranks than KV heads divide the query heads of one, and each reads its
+and all ranks meet after each op. More ranks than KV heads divide the query heads of one, and each reads its
 own copy of it. So an op lasts as long as its slowest rank: the longer of its multiplies at its cores' pace,
-and of its bytes at what its cores read while all other ranks read too (`sharing`). Before a product rows are
-prepared (normalised, rounded): a single row by every thread for itself, several divided between threads, who
-then meet once more. What others computed of a row comes from their caches.
+and of its bytes at the rate of its cores while all other ranks read too (`sharing`). Before a product rows
+are prepared (normalised, rounded): a single row by every thread for itself, several divided between threads,
+which then meet once more. Parts of a row that other cores computed come from their caches.
 
-Cores may be unlike each other (`MachineRates.core_share`). Those of several kinds divide what a rank reads by
-the rates of their kinds, as `serving.ranks.core_weights` does, and ranks their columns and heads by the sums
-of these; all of one kind get the same.
+Cores may differ (`MachineRates.core_share`). Cores of several kinds divide what a rank reads by the rates of
+their kinds, as `serving.ranks.core_weights` does, and ranks divide columns and heads by the sums of these
+rates; cores of one kind get equal shares.
 
-A meeting of a team is an arrival of each of its threads on one cache line, one of ranks an arrival of each
-rank on its own, which all others look at; both cost what a line costs between the two most distant cores that
-take part.
+A meeting of a team is an arrival of each of its threads on one cache line; a meeting of ranks is an arrival
+of each rank on its own line, which all others read. Both cost the time of a line between the two most distant
+cores that take part.
 
-No clock and no randomness: the same step has the same time for ever.
-"""
+There is no clock and no randomness: a step always has the same time."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ if TYPE_CHECKING:
     from phasewise.tuner.topotree import Configuration
 
 PANEL = 16  # columns of a weight that are computed together
-OWN_ROWS = 8  # up to here each of several ranks prepares all rows for itself (PW_OWN_ROWS)
+OWN_ROWS = 8  # up to this many, each of several ranks prepares all rows for itself (PW_OWN_ROWS)
 FLOAT_BYTES = 4  # of an activation
 
 
 class ModelledEvaluator:
-    """Times steps of one model on one described machine; see the module. Keeps the `Evaluator` contract."""
+    """An evaluator that models the steps of one model on one described machine; see the module."""
 
     kind: EvaluatorKind = "modelled"
 
@@ -66,7 +65,8 @@ class ModelledEvaluator:
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[StepTimer]:
-        """EvaluationError if the machine lacks a core, or the model a query head for each rank."""
+        """A timer of modelled steps. EvaluationError: the machine lacks a core, or the model heads for all
+        ranks."""
         ranks = configuration.ranks
         if foreign := sorted({pu for rank in ranks for pu in rank.cores} - self._allowed):
             raise EvaluationError(f"{self._source} has no PU {list_cores(foreign[:8])} to run {phase} on")
@@ -105,7 +105,7 @@ class ModelledEvaluator:
         ]
 
     def _weights(self, ranks: Sequence[RankCores], phase: Phase) -> tuple[int, ...]:
-        """The numbers in proportion to which ranks divide columns and heads."""
+        """The weights in proportion to which ranks divide columns and heads."""
         sizes = [len(rank.cores) for rank in ranks]
         if not self._rates.core_share:
             return tuple(sizes)
@@ -141,7 +141,7 @@ class ModelledEvaluator:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """A product, or attention, of one layer. of: the panels that ranks divide; 0: they divide heads."""
+    """A product, or attention, of one layer. `of`: the panels that ranks divide; 0: they divide heads."""
 
     of: int
     flops: float
@@ -152,15 +152,14 @@ class _Op:
 
 @dataclass(frozen=True, slots=True)
 class _Unequal:
-    """Factors of a rank's rates for cores that are unlike each other; 1 where they are alike."""
+    """Factors of a rank's rates for unlike cores; 1 where the cores are alike."""
 
     pace: float
-    """Factor of the rank's arithmetic, whose pieces go to cores as they come free."""
+    """Factor of the arithmetic rate, whose pieces cores take as they become free."""
     slowest: float
-    """Factor of the rank's preparation of rows, which are divided equally between its cores."""
+    """Factor of the rate of preparing rows, which are divided equally between the cores."""
     evenness: float
-    """Factor of the bytes that its cores read together: shares are by kind of core, and all wait for the last
-    one."""
+    """Factor of the joint reading rate: shares are by kind of core, and all wait for the last core."""
 
 
 _ALIKE = _Unequal(1.0, 1.0, 1.0)
@@ -168,7 +167,7 @@ _ALIKE = _Unequal(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """The threads and limits of a rank. Rates of all of its cores together."""
+    """The threads and limits of a rank; rates are those of all its cores together."""
 
     threads: int
     weight: int
@@ -178,7 +177,7 @@ class _Rank:
     rows_bytes_per_s: float
     """Bytes a second at which the rank prepares rows (float32)."""
     away_bytes_per_s: float
-    """Bytes a second at which the rank reads what other ranks have written."""
+    """Bytes a second at which the rank reads other ranks' results."""
 
     def compute_ns(self, op: _Op, share: float, read_share: float) -> float:
         pace = self.flops_per_s if op.inputs else self.attention_flops_per_s
@@ -187,10 +186,10 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Meetings:
-    """The times that threads and ranks wait for each other, and what surrounds an op and a step."""
+    """The waits of threads and ranks for each other, and the fixed times of an op and a step."""
 
     team_ns: float
-    """Nanoseconds of a meeting of the threads of one rank: that of the largest team."""
+    """Nanoseconds of a meeting of one rank's threads, for the largest team."""
     all_ns: float
     op_ns: float
     step_ns: float
@@ -209,7 +208,7 @@ class _Steps:
 
     @property
     def _ends_ns(self) -> float:
-        """Nanoseconds of the lookup of embeddings, and of what belongs to no op."""
+        """Nanoseconds of the lookup of embeddings, and of work that belongs to no op."""
         return self.meetings.all_ns + self.meetings.op_ns + self.meetings.step_ns
 
     def _layer(self, step: Step) -> list[_Op]:
@@ -239,7 +238,7 @@ class _Steps:
         return shape.weight_bytes / (layers + shape.hidden * shape.vocab)
 
     def _op_ns(self, op: _Op, rows: int) -> float:
-        """Nanoseconds of one op, until all have met behind it."""
+        """Nanoseconds of one op, including the meeting after it."""
         slowest_ns = max(
             rank.compute_ns(op, share, read_share) + self._prepared_ns(rank, op, rows, share)
             for rank, (share, read_share) in zip(self.ranks, self._shares(op), strict=True)
@@ -247,8 +246,7 @@ class _Steps:
         return slowest_ns + self._meets_before_ns(op, rows) + self.meetings.all_ns + self.meetings.op_ns
 
     def _prepared_ns(self, rank: _Rank, op: _Op, rows: int, share: float) -> float:
-        """Nanoseconds in which a rank's threads prepare a product's rows and read the part that others
-        wrote."""
+        """Nanoseconds in which a rank prepares a product's rows and reads other ranks' parts of them."""
         workers = rank.threads
         if rows > OWN_ROWS:
             workers = sum(each.threads for each in self.ranks)
@@ -265,7 +263,7 @@ class _Steps:
         return self.meetings.all_ns if is_for_all else self.meetings.team_ns
 
     def _shares(self, op: _Op) -> list[tuple[float, float]]:
-        """Each rank's share of what an op computes and of what it reads."""
+        """Each rank's shares of an op's computing and of its reading."""
         shape, weights = self.shape, [rank.weight for rank in self.ranks]
         if op.of or shape.kv_vectors == 1:
             pieces = op.of or shape.n_heads
@@ -287,7 +285,7 @@ class _Steps:
 
 
 def _medians(values: Sequence[float], kinds: Sequence[int]) -> list[float]:
-    """The median of each value's kind."""
+    """For each value the median of the values of its kind."""
     by_kind = {
         kind: median(v for v, k in zip(values, kinds, strict=True) if k == kind) for kind in set(kinds)
     }
@@ -295,8 +293,7 @@ def _medians(values: Sequence[float], kinds: Sequence[int]) -> list[float]:
 
 
 def _line_ns(where: Neighbourhood, rates: MachineRates, pus: Sequence[int]) -> float:
-    """Nanoseconds that a cache line takes between the most distant of these cores, by the slowest node among
-    theirs."""
+    """Nanoseconds of a cache line between the most distant of these cores, by the slowest of their nodes."""
     slowest = min(rates.node_share.get(node, 1.0) for node in where.nodes_of(pus))
     return _even_line_ns(where, rates.latency, pus) / slowest
 
@@ -310,7 +307,7 @@ def _even_line_ns(where: Neighbourhood, latency: LineLatency, pus: Sequence[int]
 
 
 def _exchange_share(where: Neighbourhood, rates: MachineRates, pus: Sequence[int]) -> float:
-    """Share of its read rate that a core reaches on lines that other cores have written."""
+    """The share of its read rate that a core reaches on lines that other cores wrote."""
     if len(where.nodes_of(pus)) == 1:
         return 1.0
     return rates.remote_node_share if where.share_package(pus) else rates.remote_package_share

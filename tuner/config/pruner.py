@@ -1,10 +1,9 @@
-"""The transformation-tree rule within one trial: stop timing what cannot beat the tree it came from.
+"""The transformation-tree rule within one trial: stop timing a configuration that cannot beat its rival.
 
-A configuration is timed one slice of the trace after another. What it has to beat is the configuration at
-the same cross-section of the tree that it came from by one removal; at a root, the best one known. Both were
-timed on the same slices in the same order, so their running means are compared slice for slice: the slices
-differ from each other far more than two configurations do.
-"""
+A configuration is timed one slice of the trace after another. Its rival is the configuration at the same
+cross-section of the tree from which one removal made its tree; at a root, the best one known. Both were timed
+on the same slices in the same order, so their running means are compared slice by slice: slices differ far
+more than configurations do."""
 
 from __future__ import annotations
 
@@ -15,12 +14,10 @@ import optuna
 from phasewise.tuner.config.trials import KEY, RIVAL
 
 MIN_SLICES = 2
-"""Slices that are timed before a configuration may be given up: by fewer, one disturbed timing would
-decide."""
+"""The fewest slices to time before giving up: with fewer, one disturbed timing would decide."""
 
 HOPELESS = 1.1
-"""Ratio to its rival's mean above which a configuration is not timed to the end; less may be the machine's
-noise."""
+"""The ratio to the rival's mean above which timing stops; a smaller one may be noise."""
 
 
 def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
@@ -30,15 +27,14 @@ def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
 
 
 class TransformationTreePruner(optuna.pruners.BasePruner):
-    """`is_hopeless` over the trials of one study. Reading them takes longer than a modelled step, and a
-    finished trial never changes, so each rival is looked for once."""
+    """Optuna's pruner by `is_hopeless`. Each rival is looked up once, since reading trials takes longer than
+    a modelled step."""
 
     def __init__(self) -> None:
         self._rivals: dict[str, optuna.trial.FrozenTrial] = {}
 
     def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
-        """True if the trial is hopeless beside the rival that it names, or, where it names none, beside the
-        best trial."""
+        """True if the trial is hopeless beside its rival or, without one, beside the best trial."""
         if len(trial.intermediate_values) < MIN_SLICES:
             return False
         rival = self._rival(study, trial.user_attrs.get(RIVAL))

@@ -1,8 +1,7 @@
-"""Rates of the cores, caches and memories of a machine: the figures behind a modelled evaluator.
+"""Rates of a machine's cores, caches and memories, for the modelled evaluator.
 
-They come from the machine's measured limits, or they are the stated defaults: round figures of server
-processors of the years 2017 to 2023, good enough to rank configurations and no prediction of a speed.
-"""
+They are the machine's measured limits, or stated defaults: round figures of server processors of the years
+2017 to 2023, good enough to rank configurations, not to predict speeds."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from phasewise.tuner.errors import EvaluationError
 
 @dataclass(frozen=True, slots=True)
 class LineLatency:
-    """Nanoseconds for a cache line that another core has just written, by what the two cores share."""
+    """Nanoseconds for a cache line that another core has just written, by what both cores share."""
 
     l3_ns: float = 40.0
     numa_ns: float = 110.0
@@ -27,7 +26,7 @@ class LineLatency:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """The part of both rates that a slower core reaches."""
+    """The share of the fastest core's rates that a slower core reaches."""
 
     computing: float = 1.0
     reading: float = 1.0
@@ -35,12 +34,11 @@ class CoreShare:
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Rates a second. A capacity that is None limits nothing."""
+    """Rates per second. A capacity that is None limits nothing."""
 
     flops_per_core: float
     core_read_bytes_per_s: float
-    """The rate at which one core reads from the memory of its own node, however many of its PUs are
-    active."""
+    """The rate at which one core reads its own node's memory, however many of its PUs are active."""
     l3_read_bytes_per_s: float | None
     """The rate at which the cores of one L3 read together."""
     numa_read_bytes_per_s: float | None
@@ -48,26 +46,22 @@ class MachineRates:
     link_read_bytes_per_s: float | None = 40e9
     """The rate at which the cores of one NUMA node read from all other nodes together."""
     remote_node_share: float = 0.7
-    """Share of `core_read_bytes_per_s` that a core reaches in another node of its package, where the firmware
-    rates no distances."""
+    """Share of `core_read_bytes_per_s` in another node of the package, where firmware rates no distances."""
     remote_package_share: float = 0.5
-    """Share of `core_read_bytes_per_s` that a core reaches in a node of another package, where the firmware
-    rates no distances."""
+    """Share of `core_read_bytes_per_s` in a node of another package, where firmware rates no distances."""
     node_share: Mapping[int, float] = field(default_factory=dict)
-    """NUMA nodes that are slower than the others, by number: so much of both memory rates, and cache lines
-    that take this many times longer."""
+    """For slower NUMA nodes, by number: the factor of both memory rates and of the speed of cache lines."""
     core_share: Mapping[int, CoreShare] = field(default_factory=dict)
-    """PUs of cores that are slower than the others: those of another kind, those with a busy neighbour."""
+    """Shares of slower PUs, by number: of another kind of core, or with a busy neighbour."""
     latency: LineLatency = LineLatency()
     attention_flops_per_core: float | None = None
-    """Operations a second of one core in scores and values, which no quantised product computes; None: as in
-    products."""
+    """Operations a second of one core in attention's scores and values; None: as in products."""
     row_bytes_per_s: float = 8e9
     """The rate at which one core normalises and rounds the float32 inputs of a product."""
     op_ns: float = 500.0
-    """Time of an op in one thread beyond its work and the meeting behind it."""
+    """Time of an op in one thread besides its work and the meeting after it."""
     step_ns: float = 20_000.0
-    """Time of a step beyond that of its ops."""
+    """Time of a step besides its ops."""
 
     def __post_init__(self) -> None:
         names = ("flops_per_core", "core_read_bytes_per_s", "remote_node_share", "remote_package_share")
@@ -89,8 +83,8 @@ def _check_rate(name: str, value: float) -> None:
 
 
 def default_rates(machine: Machine, core_share: Mapping[int, CoreShare] | None = None) -> MachineRates:
-    """Stated defaults: float32 multiplies at 2.5 GHz by vector width, and memories of 2020. core_share: as
-    measured; None: by what the kinds of cores are called."""
+    """Stated defaults: float32 multiplies at 2.5 GHz by vector width, and memories of 2020. `core_share`:
+    measured shares; None: stated ones by the names of the kinds of cores."""
     return MachineRates(
         core_share=stated_shares(machine) if core_share is None else core_share,
         flops_per_core=_default_flops(machine),
@@ -101,13 +95,13 @@ def default_rates(machine: Machine, core_share: Mapping[int, CoreShare] | None =
 
 
 SHARE_OF_KIND = {"efficiency": CoreShare(0.5, 0.7), "low-power": CoreShare(0.3, 0.4)}
-"""Shares of Intel's slower kinds, where nothing is measured."""
+"""Shares of Intel's slower kinds of core, where nothing is measured."""
 CAPACITY = re.compile(r"capacity-(\d+)")
-"""The name of one of Arm's kinds: its pace beside the fastest's, by the firmware."""
+"""The name of one of Arm's kinds of core: its pace beside the fastest kind's, by firmware."""
 
 
 def stated_shares(machine: Machine) -> dict[int, CoreShare]:
-    """The shares of cores of slower kinds, by the names of these; empty where all are alike."""
+    """The shares of slower kinds of core, by their names; empty where all cores are alike."""
     capacities = [int(match[1]) for kind in machine.kinds if (match := CAPACITY.fullmatch(kind.name))]
     shares: dict[int, CoreShare] = {}
     for kind in machine.kinds[:-1]:

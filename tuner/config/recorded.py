@@ -1,7 +1,6 @@
-"""Step times that were measured, kept in a database and read again, each on the cores of a plan.
+"""Measured step times in a database, each with the cores of its plan.
 
-A row whose plan is not the one that its key names is set aside and said.
-"""
+A row whose plan does not match its key is reported and ignored."""
 
 from __future__ import annotations
 
@@ -68,12 +67,12 @@ def keep(
 
 
 def key_of_places(plan_json: str) -> str:
-    """The key of the configuration of a plan that names places: the same on all machines of a kind."""
+    """The configuration key of a plan that names places: the same on all machines of a kind."""
     return f"places {hashlib.sha256(plan_json.encode()).hexdigest()[:32]}"
 
 
 def configuration_of(row: StepTime, machine: Machine) -> Configuration:
-    """The cores here on which a step like the recorded one would run. PlanError where it is none."""
+    """The cores of this machine for a recorded step. PlanError for an invalid plan."""
     plan = stored_plan(row.plan_json, machine)
     configuration = Configuration(plan.ranks)
     key = key_of_places(row.plan_json) if is_placed(row.plan_json) else configuration.key
@@ -85,8 +84,8 @@ def configuration_of(row: StepTime, machine: Machine) -> Configuration:
 def configurations(
     rows: Iterable[StepTime], machine: Machine, report: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[str, StepTime]]:
-    """The timed rows, each behind the key of its configuration here; a row whose plan is none is told and
-    left out."""
+    """The recorded rows, each with the key of its configuration on this machine; rows with invalid plans are
+    reported and left out."""
     for row in rows:
         try:
             yield configuration_of(row, machine).key, row

@@ -1,8 +1,7 @@
-"""Reference plans: what people run by default, and what a tuned plan is held against.
+"""Reference plans: the usual ways to run a server, against which a tuned plan is compared.
 
-Three habits: every CPU that the system shows; every physical core once; a process on each NUMA node. On a
-small machine several of them are the same plan.
-"""
+There are three: every CPU that the system shows; every physical core once; a process on each NUMA node. On a
+small machine several of them are the same plan."""
 
 from __future__ import annotations
 
@@ -16,21 +15,21 @@ ALL_CORES = "all cores"
 PHYSICAL_CORES = "all physical cores"
 PER_NODE = "one process per NUMA node"
 FEWER = "plan for fewer sequences"
-"""The name of the plan for fewer sequences, which a band for more of them has to beat; it is no habit."""
+"""The name of the plan for fewer sequences, which a band for more sequences has to beat."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One habit of running a server, and its plan on a machine."""
+    """One usual way of running a server, and its plan on a machine."""
 
     name: str
     plan: ServicePlan | None
     reason: str | None = None
-    """The reason that the habit has no plan on this machine."""
+    """The reason why there is no plan on this machine."""
 
 
 def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | None]) -> tuple[Reference, ...]:
-    """The three habits and their plans on a machine. refusal(ranks): why the model cannot be split into
+    """The three reference plans on a machine. `refusal(ranks)`: the reason why the model cannot be split into
     `ranks` ranks, or None."""
     physical = _one_pu_a_core(machine, machine.allowed_pus)
     nodes = _nodes(machine)
@@ -44,7 +43,7 @@ def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | No
 
 
 def same_cores(plan: ServicePlan, other: ServicePlan) -> bool:
-    """True if two plans of one phase are the same to a machine: source and order of PUs aside."""
+    """True if two plans of one phase use the same sets of PUs."""
     return _as_sets(plan) == _as_sets(other)
 
 
@@ -59,7 +58,7 @@ def _one_pu_a_core(machine: Machine, pus: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nodes(machine: Machine) -> list[tuple[int, ...]]:
-    """The first PU of each core, by NUMA node; all in one list where the machine names no nodes."""
+    """The first PU of each core, by NUMA node; in one list where the machine names no nodes."""
     allowed = set(machine.allowed_pus)
     own = [tuple(pu for pu in node.cpus if pu in allowed) for node in machine.nodes(Kind.NUMA)]
     nodes = [_one_pu_a_core(machine, pus) for pus in own if pus]

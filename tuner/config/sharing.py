@@ -1,18 +1,17 @@
-"""Bandwidth sharing: the rate at which the cores of a configuration read, all at once.
+"""Bandwidth sharing: the rates at which the cores of a configuration read while all of them read.
 
 Every active PU wants what its core can read; cores, L3s, memories, links between NUMA nodes and hidden
-resources each serve a bounded rate. The rates of all PUs rise together until something is full; those behind
-it stay, the others go on: max-min fairness, as arbiters that serve in turn bring it about (Bertsekas and
+resources each serve a bounded rate. The rates of all PUs rise together until a resource is full; PUs behind
+it stay, the others rise further: max-min fairness, as arbiters that serve in turn bring about (Bertsekas and
 Gallager, Data Networks, section 6.5.2).
 
-A hidden resource is what cores share and no system tool shows, e.g. the LLC tag array of four
-neighbouring cores of a Kunpeng 920; given to the modelled evaluator in a file:
+A hidden resource is shared by cores but shown by no system tool, e.g. the LLC tag array of four neighbouring
+cores of a Kunpeng 920. The modelled evaluator reads hidden resources from a file:
 
     [{"pus": [0, 1, 2, 3], "read_gbps": 20.0, "lost_per_extra_pu": 0.3}, ...]
 
 All reads of those PUs pass through the resource, which serves `read_gbps` (10^9 bytes a second). Once the
-active PUs saturate it, each further active one costs the fraction `lost_per_extra_pu` of it.
-"""
+active PUs saturate it, each further active PU costs the fraction `lost_per_extra_pu` of it."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ MAX_FILE_BYTES = 4 << 20
 MAX_RESOURCES = 4096
 MAX_READ_GBPS = 1e6
 LEAST_SHARE = 0.05
-"""Share of its rate that a resource serves however many PUs crowd it: reads slow down, they do not stop."""
+"""The least share of its rate that a resource serves, however many PUs crowd it."""
 
 FIELDS = frozenset({"pus", "read_gbps", "lost_per_extra_pu"})
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenResource:
-    """A resource that some PUs share although the tree does not show it."""
+    """A resource that some PUs share although no system tool shows it."""
 
     pus: tuple[int, ...]
     read_gbps: float
@@ -59,7 +58,7 @@ class HiddenResource:
             raise EvaluationError("read_gbps must be more than 0")
 
     def capacity_gbps(self, active: int, asked_gbps: float) -> float:
-        """The rate that it serves to `active` PUs that ask for it together."""
+        """The rate that the resource serves to `active` PUs that together ask for `asked_gbps`."""
         if asked_gbps <= self.read_gbps:
             return self.read_gbps
         saturating = math.ceil(self.read_gbps / (asked_gbps / active))
@@ -68,7 +67,7 @@ class HiddenResource:
 
 
 def read_hidden(path: str | os.PathLike[str], machine: Machine) -> tuple[HiddenResource, ...]:
-    """The resources that a file lists. EvaluationError, naming file and entry, for anything else."""
+    """The hidden resources in a file. EvaluationError, naming file and entry, for any invalid content."""
     name = os.fspath(path)
     try:
         content = read_input(path, MAX_FILE_BYTES)
@@ -117,7 +116,7 @@ Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 
 LOCAL_RATING = 10
-"""Firmware's rating of a NUMA node's distance to itself; 20 is twice as far."""
+"""The firmware's rating of a NUMA node's distance to itself; 20 is twice as far."""
 
 _WHOLE = CoreShare()
 
@@ -126,7 +125,7 @@ _EVEN = 1 + 1e-9
 
 
 def fair_rates(demand: Vector, use: Matrix, capacity: Vector) -> Vector:
-    """Max-min fair rates: rate <= demand, use @ rate <= capacity. use[c, i]: what a unit of i costs c."""
+    """Max-min fair rates: rate <= demand, use @ rate <= capacity. use[c, i]: what a unit of i takes of c."""
     assert use.shape == (capacity.size, demand.size), f"{use.shape} for {capacity.size} x {demand.size}"
     rate = np.zeros_like(demand)
     rising = np.ones(demand.size, dtype=bool)
@@ -144,7 +143,7 @@ def fair_rates(demand: Vector, use: Matrix, capacity: Vector) -> Vector:
 
 
 class Neighbourhood:
-    """The place of each PU: the parts of a machine that limit reading, as sets of PUs."""
+    """The parts of a machine that limit reading, and the place of each PU in them."""
 
     def __init__(self, machine: Machine) -> None:
         self._core_of = _holders(machine, Kind.CORE)
@@ -157,15 +156,15 @@ class Neighbourhood:
         self._package_of_node = {node: self._package_of.get(pu, 0) for pu, node in self._node_of.items()}
 
     def l3s_of(self, pus: Sequence[int]) -> list[int | None]:
-        """The L3 of each PU, by position in the machine; None where it has none."""
+        """The index of each PU's L3; None for a PU without one."""
         return [self._l3_of.get(pu) for pu in pus]
 
     def node_of(self, pu: int) -> int:
-        """The PU's NUMA node by number; 0 where the machine does not say."""
+        """The number of the PU's NUMA node; 0 where the machine does not say."""
         return self._node_of.get(pu, 0)
 
     def nodes_of(self, pus: Sequence[int]) -> set[int]:
-        """The NUMA nodes that these PUs lie in."""
+        """The NUMA nodes of these PUs."""
         return {self.node_of(pu) for pu in pus}
 
     def share_l3(self, pus: Sequence[int]) -> bool:
@@ -182,17 +181,17 @@ class Neighbourhood:
         return self._package_of_node.get(first, 0) == self._package_of_node.get(second, 0)
 
     def rating(self, first: int, second: int) -> int | None:
-        """The firmware's distance between two NUMA nodes, 10 for one node; None where it does not say."""
+        """The firmware's distance between two NUMA nodes, 10 for the same node; None where it states none."""
         return None if self._distances is None else self._distances.between(first, second)
 
     def core_shares(self, pus: Sequence[int]) -> list[float]:
-        """The share of its core that each of these PUs has when all of them are active."""
+        """The share of its core that each of these PUs has while all of them are active."""
         cores = [self._core_of.get(pu, -1 - pu) for pu in pus]
         active = Counter(cores)
         return [1 / active[core] for core in cores]
 
     def memory_of(self, rank: RankCores) -> dict[int, float]:
-        """The NUMA nodes on which the rank's weights lie, and the share of them on each."""
+        """The NUMA nodes of the rank's weights, with the share of the weights on each."""
         if rank.numa_node is not None:
             return {rank.numa_node: 1.0}
         nodes = [self.node_of(pu) for pu in rank.cores]
@@ -204,7 +203,7 @@ def _holders(machine: Machine, kind: Kind) -> dict[int, int]:
 
 
 class ReadSharing:
-    """The limits of a machine, ready to be asked about many configurations."""
+    """The read limits of a machine, to be asked about many configurations."""
 
     def __init__(self, machine: Machine, rates: MachineRates, hidden: Sequence[HiddenResource] = ()) -> None:
         self.where = Neighbourhood(machine)
@@ -216,7 +215,7 @@ class ReadSharing:
             row[[self._column[pu] for pu in resource.pus if pu in self._column]] = 1.0
 
     def rank_bytes_per_s(self, ranks: Sequence[RankCores]) -> list[float]:
-        """The rate at which each rank reads while all of them do."""
+        """The rate at which each rank reads while all ranks read."""
         pus = [pu for rank in ranks for pu in rank.cores]
         memories = [memory for rank in ranks for memory in [self.where.memory_of(rank)] * len(rank.cores)]
         demand = np.array([core_demand for rank in ranks for core_demand in self._demands(rank)])
@@ -229,7 +228,7 @@ class ReadSharing:
         return [float(part.sum()) for part in np.split(rate, ends[:-1])]
 
     def _demands(self, rank: RankCores) -> list[float]:
-        """Bytes a second of each core alone: the nodes that it reads take turns, so their times add up."""
+        """Bytes a second of each core alone; the nodes that it reads take turns, so their times add up."""
         memory = self.where.memory_of(rank)
         times_of_byte = {
             home: sum(part / self._reach(home, node) for node, part in memory.items())
@@ -241,7 +240,7 @@ class ReadSharing:
         ]
 
     def _reach(self, home: int, node: int) -> float:
-        """Share of a core's rate that it reaches in the memory of `node`: by the firmware's rating if any."""
+        """Share of its rate that a core of node `home` reaches in the memory of `node`."""
         share = self._rates.node_share.get(node, 1.0)
         if home == node:
             return share
@@ -266,8 +265,7 @@ class ReadSharing:
     def _memory_limits(
         self, pus: Sequence[int], memories: Sequence[Mapping[int, float]]
     ) -> list[tuple[Vector, float]]:
-        """The limits of each node's memory: what it serves to all cores, and what its cores take in from
-        other nodes."""
+        """The limits of each node's memory: for all cores, and for its own cores from other nodes."""
         limits = []
         homes = np.array([self.where.node_of(pu) for pu in pus])
         for node in sorted({node for memory in memories for node in memory}):

@@ -3,14 +3,11 @@
 Requests are served one after another, as in the Sandwich paper (section 8.1): a prompt in chunks of at most
 CHUNK_TOKENS, then a decode step for each further token; nothing queues. With a `concurrency` of c, every
 decode step takes c sequences that are as long as the request. The two phases never run at once, so a
-request's latency is the sum of its phases', and each phase can be searched by itself.
+request's latency is the sum of its phases' times, and each phase can be searched by itself.
 
-Not every step is timed. A grid over the trace's lengths is (its neighbours a factor of GRID_FACTOR apart), a
-slice of the trace asks only for the points around its own lengths, and between them time is linear, and never
-falls where there is more to do: measured times scatter, a longer step does not end sooner.
-
-Pure: no clock, no cores, no randomness.
-"""
+Only the steps of a grid over the trace's lengths are timed (neighbours a factor of GRID_FACTOR apart); a
+slice of the trace asks for the points around its own lengths only. Between points time is linear, and it
+never falls as lengths grow: measured times scatter, but a longer step does not end sooner."""
 
 from __future__ import annotations
 
@@ -30,17 +27,17 @@ from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import Phase
 
 CHUNK_TOKENS = 512
-"""Most prompt tokens of one step: the engine's ranks compute no more rows at once."""
+"""The most prompt tokens of one step: the engine's ranks compute no more rows at once."""
 
 GRID_FACTOR = {"prefill": 4.0, "decode": 8.0}
-"""Ratio of neighbouring lengths of the grid, by phase: the time of a decode step is linear in its context,
-that of a prefill step bends."""
+"""Ratio of neighbouring lengths of the grid, by phase: time is linear in a decode step's context, but bends
+in a prefill step's length."""
 
 EXACT_LENGTHS = 3
-"""A trace with no more lengths than this is timed at exactly those."""
+"""A trace with at most this many lengths is timed at exactly these lengths."""
 
 NO_GOOD_REQUEST = 0.5
-"""The penalty by which, where no request meets the SLO, the slower of two configurations still costs more."""
+"""The penalty that still ranks configurations by speed where no request meets the SLO."""
 
 ObjectiveKind = Literal["ttft", "tpot", "e2e", "goodput"]
 OBJECTIVES: tuple[ObjectiveKind, ...] = get_args(ObjectiveKind)
@@ -56,13 +53,13 @@ class LatencyBounds:
     tpot_ms: float | None = None
 
     def bound_ms(self, phase: Phase) -> float:
-        """The target of a phase: TTFT in prefill, TPOT in decode."""
+        """The bound of a phase: TTFT in prefill, TPOT in decode; inf for none."""
         bound = self.ttft_ms if phase == "prefill" else self.tpot_ms
         return math.inf if bound is None else bound
 
 
 def parse_slo(text: str) -> LatencyBounds:
-    """TTFT and TPOT of an SLO's text (`slo.parse_bounds`); TraceError for other metrics and percentiles."""
+    """TTFT and TPOT bounds of an SLO (`slo.parse_bounds`); TraceError for other metrics and percentiles."""
     bounds = parse_bounds(text)
     if any(bound.metric == "e2e" or bound.percentile is not None for bound in bounds):
         raise TraceError(f"an SLO is written like ttft=200ms,tpot=50ms here, not {text!r:.60}")
@@ -72,12 +69,9 @@ def parse_slo(text: str) -> LatencyBounds:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The quantity to minimise. A phase has one time of its own: prefill TTFT, decode TPOT.
-
-    ttft, tpot: that time, mean over requests; where the named one belongs to the other phase, a phase is
-    judged by its own. e2e: the phase's part of a request's latency. goodput: milliseconds of the phase for
-    each request that keeps its bound of the SLO.
-    """
+    """The quantity to minimise. A phase has one time of its own: TTFT in prefill, TPOT in decode. ttft, tpot:
+    the mean of the phase's own time over requests, even if the other phase's is named. e2e: the phase's part
+    of a request's latency. goodput: milliseconds of the phase per request that keeps its bound of the SLO."""
 
     kind: ObjectiveKind = "e2e"
     slo: LatencyBounds | None = None
@@ -95,7 +89,7 @@ class Objective:
 
 
 class Remembered:
-    """A timer that asks another one for each step once; for slices of a trace on one open configuration."""
+    """A step timer that asks another timer for each step once, for one open configuration."""
 
     def __init__(self, timer: StepTimer) -> None:
         self._timer = timer
@@ -109,19 +103,18 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class StepGrid:
-    """The steps of one phase that stand for all steps of a trace."""
+    """The steps of one phase whose times stand for all steps of a trace."""
 
     phase: Phase
     lengths: tuple[int, ...]
-    """The grid's lengths, ascending. Prefill: new tokens, nothing before them; decode: the context of a
-    step."""
+    """The grid's lengths, ascending. Prefill: new tokens without context; decode: the context of a step."""
     sequences: int = 1
     far_context: int = 0
-    """The context of the last chunk of the longest prompt, in prefill; 0 where one chunk is enough."""
+    """The context of the longest prompt's last chunk in prefill; 0 where one chunk is enough."""
 
     @classmethod
     def of(cls, trace: Trace, objective: Objective, phase: Phase) -> StepGrid:
-        """The grid of a trace: the same for the trace and for any part of it that is asked about later."""
+        """The grid of a trace, which serves any part of the trace as well."""
         if phase == "decode":
             ends = {end for request in trace for end in (_contexts(request)[0], _contexts(request)[-1])}
             return cls(phase, _points(ends, GRID_FACTOR[phase]), objective.concurrency)
@@ -134,12 +127,12 @@ class StepGrid:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps that the grid may ask to be timed, the cheapest first."""
+        """All steps that may have to be timed, the cheapest first."""
         far = (self._far_step,) if self.far_context else ()
         return (*(self._step(length) for length in self.lengths), *far)
 
     def times_ns(self, lengths: Sequence[int] | npt.NDArray[np.int64], timer: StepTimer) -> Times:
-        """Step times at each of these lengths, in nanoseconds; times the grid points around them."""
+        """Nanoseconds of steps of these lengths, from timings of the grid points around them."""
         first = max(0, bisect_right(self.lengths, min(lengths)) - 1)
         last = min(len(self.lengths) - 1, bisect_left(self.lengths, max(lengths)))
         points = self.lengths[min(first, last) : last + 1]
@@ -147,7 +140,7 @@ class StepGrid:
         return np.interp(np.asarray(lengths, dtype=np.int64), points, timed)
 
     def context_ns(self, timer: StepTimer) -> float:
-        """The cost of each token of context to a full chunk of a prompt, on top of the chunk's own time."""
+        """Nanoseconds that each token of context adds to a full chunk of a prompt."""
         if not self.far_context:
             return 0.0
         nothing_before = timer(self._step(CHUNK_TOKENS))
@@ -166,8 +159,8 @@ class StepGrid:
 def cost_ms(
     objective: Objective, phase: Phase, requests: Sequence[RequestLengths], timer: StepTimer, grid: StepGrid
 ) -> float:
-    """The objective of some requests of the grid's trace, lower is better; any two traces can be compared.
-    The timer is asked for steps of `grid.steps` only, and may be asked for one several times."""
+    """The objective of some requests of the grid's trace; lower is better. The timer is asked for steps of
+    `grid.steps` only, maybe repeatedly."""
     assert grid.phase == phase, f"a grid of {grid.phase} for {phase}"
     ask = Remembered(timer)
     if phase == "prefill":
@@ -194,29 +187,27 @@ def _prefill_ms(requests: Iterable[RequestLengths], timer: StepTimer, grid: Step
 
 
 def _prompt_ns(chunks: Sequence[tuple[int, int]], timer: StepTimer, grid: StepGrid) -> float:
-    """Nanoseconds of a prompt's chunks: attention to earlier tokens is linear in the chunk's tokens and in
-    its context."""
+    """Nanoseconds of a prompt's chunks; attention to earlier tokens is linear in tokens and context."""
     alone = sum(float(grid.times_ns([tokens], timer)[0]) for tokens, _ in chunks)
     before = sum(tokens / CHUNK_TOKENS * context for tokens, context in chunks)
     return alone + (before * grid.context_ns(timer) if before else 0.0)
 
 
 def _chunks(request: RequestLengths) -> list[tuple[int, int]]:
-    """The prompt's steps: new tokens, and tokens before them."""
+    """The steps of a prompt: (new tokens, tokens before them)."""
     starts = range(0, request.prompt_tokens, CHUNK_TOKENS)
     return [(min(CHUNK_TOKENS, request.prompt_tokens - start), start) for start in starts]
 
 
 def _contexts(request: RequestLengths) -> range:
-    """The context behind each decode step. The prompt's step brings the first token of the answer; an answer
-    of one token counts as if it had one more, so that every request has a time per token."""
+    """The context of each decode step. The prompt's step brings the answer's first token; an answer of one
+    token counts as two, so that every request has a time per token."""
     steps = max(1, request.output_tokens - 1)
     return range(request.prompt_tokens, request.prompt_tokens + steps)
 
 
 def _points(lengths: set[int], factor: float) -> tuple[int, ...]:
-    """Points of a grid that cover the lengths: the lengths themselves if they are few, else as few as the
-    factor allows."""
+    """Grid points that cover the lengths: the lengths if few, else as few points as the factor allows."""
     if len(lengths) <= EXACT_LENGTHS:
         return tuple(sorted(lengths))
     low, high = min(lengths), max(lengths)

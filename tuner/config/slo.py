@@ -22,7 +22,7 @@ _BOUND = re.compile(
 
 
 class LatencyBound(NamedTuple):
-    """An upper bound in milliseconds. `percentile` None: the caller's own."""
+    """An upper bound of a latency, in milliseconds. `percentile`: None for the caller's default."""
 
     metric: LatencyMetric
     percentile: int | None
@@ -31,7 +31,7 @@ class LatencyBound(NamedTuple):
 
 def parse_bounds(text: str) -> list[LatencyBound]:
     """Read `ttft=200,tpot=50` (milliseconds) or `ttft=1.5s,e2e.p99=20s`; `tbt` means `tpot`, `:` means `=`.
-    TraceError, in one line, for anything else and where one percentile of one metric is bounded twice."""
+    TraceError, in one line, for any other text, and where one percentile of one metric is bounded twice."""
     bounds: list[LatencyBound] = []
     for part in re.split(r"[,\s]+(?=[a-z])", text.strip()):
         match = _BOUND.fullmatch(part.strip().rstrip(","))

@@ -1,10 +1,9 @@
-"""All service configurations of one machine and one model, counted and listed without timing any.
+"""All service configurations of one machine and one model, counted and listed without timings.
 
-The space is every grouping of the fundamental tree, every removal of each, and every cross-section of those
-that the model's operators allow. Different trees often mean the same configuration; a cross-section has a
-partition (which siblings of each level go together), which is equal exactly when the configurations are, and
-cheap enough to compare tens of thousands.
-"""
+The space is every grouping of the fundamental tree, every removal of each, and every cross-section of these
+trees that the model's operators allow. Different trees often mean the same configuration; a cross-section's
+partition (the siblings of each level that go together) is equal exactly when configurations are, and cheap to
+compare."""
 
 from __future__ import annotations
 
@@ -35,21 +34,21 @@ Section: TypeAlias = tuple[int, Partition]
 
 @dataclass(frozen=True)
 class ConfigSpace:
-    """The configurations that a search may choose among, of one machine and one model."""
+    """The configurations of one machine and one model that a search may choose among."""
 
     tree: TopoTree
-    """The machine's fundamental tree, from which the space is made."""
+    """The machine's fundamental tree, of which groupings and removals make the space."""
     limits: OperatorLimits
     power_of_two: bool = True
-    """Assumption A.3: latent structures hold 2, 4, 8 .. of something."""
+    """Assumption A.3: latent structures hold 2, 4, 8, ... members."""
     uneven: UnevenCores | None = None
     """Cores of the machine that no symmetric tree describes; None: there are none."""
     nodes: tuple[int | None, ...] | None = None
     """The NUMA node of each rank (`plans.nodes_of`) that all configurations must have; None: any."""
 
     def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
-        """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on. In
-        a generation groupings of close neighbours come first; the seed orders equals."""
+        """Every grouping once, fewest latent levels first, then close neighbours first, equals by the
+        seed."""
         rng = Random(seed)
         by_latent: dict[int, list[tuple[int, float, TopoTree]]] = {}
         for root in self._groupings():
@@ -62,7 +61,7 @@ class ConfigSpace:
         return grouped_trees(self.tree, power_of_two=self.power_of_two)
 
     def sections(self, tree: TopoTree) -> list[Section]:
-        """The cross-sections that the operators allow, outermost first; several may be equal."""
+        """The cross-sections that the operators allow, outermost first; some may be equal."""
         depths = range(tree.depth + 1)
         return [(depth, cross_section(tree, depth)) for depth in depths if self._allows(tree, depth)]
 
@@ -71,7 +70,7 @@ class ConfigSpace:
         return cross_section(tree, depth) if self._allows(tree, depth) else None
 
     def configuration(self, partition: Partition) -> Configuration:
-        """The ranks that a cross-section means."""
+        """The configuration that a cross-section stands for."""
         return configuration_of(self.tree.base, partition)
 
     def partitions(self) -> Iterator[Partition]:
@@ -103,5 +102,5 @@ class ConfigSpace:
 
 
 def latent_levels(tree: TopoTree) -> int:
-    """The number of levels of a tree that no system tool shows."""
+    """The number of a tree's levels that no system tool shows."""
     return sum(1 for level in tree.levels if level.kind == GROUP)

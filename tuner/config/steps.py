@@ -1,9 +1,8 @@
-"""The question that every evaluator of service configurations answers: the time of one step.
+"""The interface of evaluators of service configurations, which time single steps.
 
-A step is one turn of the engine with nothing but sequences of one phase in it. An evaluator opens a
-configuration (spawns pinned ranks, or models them) and hands out a timer; the search asks for steps and knows
-neither cores nor clocks.
-"""
+A step is one turn of the engine with sequences of one phase only. An evaluator opens a configuration (spawns
+pinned ranks, or models them) and returns a timer; the search asks for steps and knows neither cores nor
+clocks."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ MAX_SEQUENCES = 1 << 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class Step:
-    """`sequences` sequences, each with `context` tokens behind it, take `tokens` new ones each."""
+    """A step of `sequences` sequences, each with `context` tokens behind it and `tokens` new ones."""
 
     phase: Phase
     tokens: int
     """New tokens of each sequence: the prompt's in prefill, 1 in decode."""
     sequences: int = 1
     context: int = 0
-    """Tokens whose keys and values each sequence has already."""
+    """Tokens of each sequence whose keys and values are cached."""
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
@@ -52,35 +51,32 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rows of activations that the step's products have."""
+        """Rows of activations in the step's products."""
         return self.tokens * self.sequences
 
     def describe(self) -> str:
-        """A few words for people, e.g. `decode of 1 token after 512`."""
+        """The step for people, e.g. `decode of 1 token after 512`."""
         of_each = f" for each of {counted(self.sequences, 'sequence')}" if self.sequences > 1 else ""
         behind = f" after {self.context}" if self.context else ""
         return f"{self.phase} of {counted(self.tokens, 'token')}{of_each}{behind}"
 
 
 class StepTimer(Protocol):
-    """Times steps on one open configuration."""
+    """A timer of steps on one open configuration."""
 
     def __call__(self, step: Step) -> float:
-        """Nanoseconds of one step, a robust estimate. EvaluationError, one line, if this step cannot be had
-        here."""
+        """Nanoseconds of one step, a robust estimate. EvaluationError, one line, if it cannot be timed."""
         ...
 
 
 class StepEvaluator(Protocol):
-    """The contract of evaluators: modelled and measured (tests/tuner/config/test_evaluators.py runs
-    it on each)."""
+    """The interface of the modelled and the measured evaluator."""
 
     @property
     def kind(self) -> EvaluatorKind: ...
 
     def open(self, configuration: Configuration, phase: Phase) -> AbstractContextManager[StepTimer]:
-        """A timer of steps of `phase` on the configuration. EvaluationError, one line, if it cannot run
-        here."""
+        """A timer of steps of `phase` on the configuration. EvaluationError, one line, if it cannot run."""
         ...
 
 
@@ -101,9 +97,9 @@ class ModelShape:
     kv_bytes_per_slot: int
     """Bytes of one token's keys and values over all layers."""
     ffn_matrices: int = 3
-    """Weights of a feed-forward layer: gate, up and down; of one without a gate two."""
+    """Weight matrices of a feed-forward layer: gate, up and down; 2 without a gate."""
     kv_vectors: int = 2
-    """Vectors that a KV head keeps of a token: a key and a value, or one that is both."""
+    """Vectors that a KV head keeps per token: a key and a value, or 1 for a vector that is both."""
 
     def __post_init__(self) -> None:
         for name in [field.name for field in fields(self)][1:]:
@@ -113,15 +109,15 @@ class ModelShape:
 
     @property
     def divided_heads(self) -> int:
-        """Heads that ranks divide whole: those of keys and values, or those over one vector that is both."""
+        """Heads that ranks divide whole: KV heads, or query heads over one latent vector."""
         return self.n_heads if self.kv_vectors == 1 else self.n_kv_heads
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's q, k, v and o."""
+        """Number of weights of one layer's q, k, v and o."""
         return 2 * self.hidden * self.head_dim * (self.n_heads + self.n_kv_heads)
 
     @property
     def ffn_weights(self) -> int:
-        """Weights of one layer's feed-forward part."""
+        """Number of weights of one layer's feed-forward part."""
         return self.ffn_matrices * self.hidden * self.ffn

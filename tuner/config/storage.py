@@ -1,4 +1,4 @@
-"""Optuna's storage of studies in the tuning database, whatever kind that is, without a word on stderr."""
+"""Optuna's storage of studies in the tuning database, without messages on stderr."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 15
 GRACE_S = 120
-"""A trial whose process gave no sign for this long may be taken by another. It gives one with every slice
-of the trace, and opening a large model may take a minute. On the same machine a death is seen at once."""
+"""Seconds without a sign of life after which another process may take a trial. A sign comes with every slice
+of the trace; opening a large model may take a minute. On the same machine a death is seen at once."""
 
 _ATTEMPTS = 8
 _PAUSE_S = 0.05
 
 
 def open_storage(location: Location) -> BaseStorage:
-    """Optuna's storage in our database, which is made if need be. KernelDbError if it cannot be used."""
+    """Optuna's storage in the tuning database, created if missing. KernelDbError if it is not usable."""
     from optuna.storages import InMemoryStorage, get_storage
 
     from phasewise.kerneldb.store import open_store
@@ -32,7 +32,7 @@ def open_storage(location: Location) -> BaseStorage:
     if location.url == MEMORY_URL:
         return InMemoryStorage()
     with open_store(None if location.is_default else location.url or location.file):
-        pass  # It exists now, with a write-ahead log, and is ours: guests come second.
+        pass  # The database exists now, with a write-ahead log and this program's tables.
     for attempt in range(_ATTEMPTS):
         try:
             # A cache of finished trials, which Optuna would put there itself.
@@ -59,7 +59,7 @@ def _open_tables(location: Location) -> BaseStorage:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Optuna's own lines and its notices of experimental parts, which are for programmers."""
+    """Silence Optuna's log and its warnings about experimental parts."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)

@@ -1,11 +1,9 @@
-"""One search of a space, kept as an Optuna study: resumed, shared between processes, seen in a dashboard.
+"""One search of a space, kept as an Optuna study: resumed, shared between processes, shown in a dashboard.
 
-The walk (`walk.py`) says what to ask for; an evaluator answers; the study keeps every answer as a trial. So
-resuming is asking again: what the study holds is answered at once, and several processes with one study
-divide what is asked for. A configuration is timed slice by slice of the trace, and Optuna's pruner
-(`pruner.py`) ends it early when it is hopeless. Here is only who is next and when to stop; the clock is the
-caller's.
-"""
+The walk (`walk.py`) asks for configurations, an evaluator answers, and the study keeps every answer as a
+trial. To resume is to ask again: known answers are replayed at once, and several processes with one study
+divide the work. A configuration is timed slice by slice of the trace, and Optuna's pruner (`pruner.py`) ends
+it early when it is hopeless. This module decides the order and the end; the clock is the caller's."""
 
 from __future__ import annotations
 
@@ -46,10 +44,10 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 SLICES = 5
-"""Slices that a trace is cut into. A hopeless configuration is known after two."""
+"""Slices that a trace is cut into."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.2
-"""Seconds between two looks whether another process has finished: the first pause, and the longest; each is
+"""Seconds between two checks for another process's results: the first pause and the longest; each pause is
 twice the last."""
 
 MAX_NAME_CHARS = 400
@@ -61,7 +59,7 @@ SliceCost: TypeAlias = Callable[[StepTimer], float]
 
 @dataclass(frozen=True)
 class StudyKey:
-    """The identity of a study: nothing that would change an answer may be missing here."""
+    """The identity of a study: everything that can change an answer."""
 
     machine: MachineKey
     model: str
@@ -70,7 +68,7 @@ class StudyKey:
     trace: str
     """A digest of the trace's requests."""
     evaluator: str
-    """The evaluator's kind, and what else its answers depend on, such as the build of the kernels."""
+    """The evaluator's kind, and whatever else its answers depend on, such as the build of the kernels."""
 
     @property
     def name(self) -> str:
@@ -82,34 +80,34 @@ class StudyKey:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """The goal of a search, and the evaluator that answers."""
+    """The goal of a search, and the evaluator that times steps."""
 
     key: StudyKey
     evaluator: StepEvaluator
     costs: tuple[SliceCost, ...]
-    """One function per slice of the trace (`slice_costs`). A configuration costs their mean."""
+    """One cost function per slice of the trace (`slice_costs`); a configuration's cost is their mean."""
 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Settings of a search: its rules, and whether it goes on with an older study."""
+    """The rules of a search, and whether it continues an older study."""
 
     rules: Rules = field(default_factory=Rules)
     top_k: int = 10
     resume: bool = True
-    """Go on with the newest study of the key; else begin a new one beside it."""
+    """Continue the newest study of the key; else begin a new one."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A configuration that has an answer now."""
+    """A configuration with its answer, as reported."""
 
     number: int
     """Serial number of the answer in this run, from 1."""
     candidate: Candidate
     state: State
     is_replayed: bool
-    """True if the answer is an older run's, or another process's."""
+    """True if the answer is an older run's or another process's."""
     cost_ms: float | None
     """Mean milliseconds of the trace on the configuration; None: it cannot run."""
     reason: str | None
@@ -125,33 +123,33 @@ Event: TypeAlias = Tried | PrunedTree | Stopped
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """A search that has ended, one way or another."""
+    """The result of a search, complete or not."""
 
     end: End
     best: Scored | None
     top: tuple[Scored, ...]
-    """The `top_k` configurations of least cost, the best first; only such as were timed to the end."""
+    """The `top_k` configurations of least cost, best first, of those timed to the end."""
     configurations: int
     """Configurations in the whole space."""
     tried: int
-    """Configurations with an answer: evaluations and replayed ones."""
+    """Configurations with an answer, timed or replayed."""
     evaluations: int
-    """Answers that this process has timed, those that were stopped early included."""
+    """Answers that this process has timed, also if stopped early."""
     replayed: int
     pruned: int
-    """Tried configurations that were stopped early."""
+    """Tried configurations whose timing was stopped early."""
     failed: int
     study: str
     """The study's name in the storage."""
     trees_cut: int
-    """Trees that lost their descendants at a cross-section."""
+    """Trees whose descendants at a cross-section were skipped."""
     groups_stopped: int
 
 
 def slice_costs(
     objective: Objective, phase: Phase, trace: Trace, count: int = SLICES
 ) -> tuple[SliceCost, ...]:
-    """The cost of each slice of a trace, given a timer; all of them ask for the steps of one grid."""
+    """A cost function, given a timer, for each slice of a trace; all use the steps of one grid."""
     grid = StepGrid.of(trace, objective, phase)
     return tuple(partial(cost_ms, objective, phase, requests, grid=grid) for requests in slices(trace, count))
 
@@ -164,8 +162,8 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
 ) -> SearchOutcome:
-    """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C. KernelDbError
-    when the database cannot be used. A configuration that cannot run costs infinitely much."""
+    """Search until the walk ends, `stop` returns True (asked before every timing), or Ctrl-C. A configuration
+    that cannot run has infinite cost. KernelDbError if the database cannot be used."""
     settings = settings or SearchSettings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
@@ -174,11 +172,11 @@ def run(
 
 
 class _Ended(Exception):
-    """Raised in the middle of a batch: there is no time for the rest."""
+    """The search is stopped in the middle of a batch."""
 
 
 class _Search:
-    """One run of a search: asks the walk's questions and answers them."""
+    """One run of a search, which answers the walk's questions."""
 
     def __init__(
         self,
@@ -242,7 +240,7 @@ class _Search:
         )
 
     def _answers(self) -> dict[str, Scored]:
-        """All configurations with an answer so far."""
+        """All configurations with an answer so far, by key."""
         return {
             key: (candidate.configuration, self._cost(candidate))
             for key, candidate in self._candidates.items()
@@ -256,8 +254,7 @@ class _Search:
             self._report(decision)
 
     def _answer(self, ask: CandidateBatch, stop: Callable[[], bool]) -> list[float]:
-        """The costs of a batch: from the study, from processes that are timing them now, and the rest timed
-        here."""
+        """The costs of a batch: known to the study, timed now by other processes, or timed here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
         self._candidates.update(waiting)
         pause_s = FIRST_PAUSE_S
@@ -270,7 +267,7 @@ class _Search:
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
             if self._task.evaluator.kind != "measured":
                 self._calculate(free, stop)
-            # From the other end if another process works already, or both would take the same ones.
+            # From the other end if another process works already, or both would take the same configurations.
             elif free and (claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0]))):
                 self._evaluate(claim, self._candidates[claim.key])
             if not free:
@@ -285,7 +282,7 @@ class _Search:
             self._evaluate(self._trials.draft(self._entry(candidate)), candidate)
 
     def _take(self, waiting: dict[str, Candidate]) -> set[str]:
-        """Learn what the study knows by now, and which configurations another process is timing."""
+        """Read answers from the study; return the configurations that other processes are timing."""
         answers, elsewhere = self._trials.look()
         for key in [key for key in waiting if key in answers or key in self._known]:
             candidate = waiting.pop(key)
@@ -342,7 +339,7 @@ class _Search:
         self._trials.complete(claim, math.fsum(costs_ms) / len(costs_ms))
 
     def _entry(self, candidate: Candidate) -> TrialEntry:
-        """The attributes of a configuration that a dashboard shows."""
+        """A configuration as a trial, with the attributes that a dashboard shows."""
         ranks, tree, fundamental = candidate.configuration.ranks, candidate.tree, self._space.tree
         nodes = {rank.numa_node for rank in ranks}
         pus_a_core = tree.levels[-1].kept if tree.levels and tree.levels[-1].kind == "pu" else 1
@@ -367,7 +364,7 @@ class _Search:
 def _open_trials(
     storage: BaseStorage, task: SearchTask, settings: SearchSettings, location_name: str
 ) -> Trials:
-    """The trials of the study, which is made if there is none, or if a new one is wanted."""
+    """The trials of the study, which is created if missing, or if a new one is wanted."""
     import optuna
 
     from phasewise.tuner.config.pruner import TransformationTreePruner
@@ -387,7 +384,7 @@ def _open_trials(
 
 
 def _study_name(storage: BaseStorage, key: StudyKey, resume: bool) -> str:
-    """The name of the newest study of the key, or of the next one."""
+    """The name of the key's newest study, or of the next one."""
     taken = {study.study_name for study in storage.get_all_studies()}
     number = 1
     while _numbered(key.name, number + 1) in taken:

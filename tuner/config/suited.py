@@ -1,11 +1,9 @@
-"""The default plan of a machine with several NUMA nodes or L3s, before anything is tuned: by the cost model.
+"""The default plan of a machine with several NUMA nodes, L3s or kinds of core, chosen by the cost model.
 
-Candidates are one rank over all nodes, whose memory is interleaved, one node alone, and a rank on each of
-some nodes; for decode also with fewer cores of each L3, which saturate it and meet sooner; and all of
-these on the cores of one kind alone, where there are several. The rates behind
-the model are stated ones (`rates.default_rates`), so what does not clearly gain by them is not chosen: see
-FEWER_CORES and OTHER_RANKS. On a machine of one node, one L3 and one kind of core there is nothing to choose.
-"""
+Candidates are one rank over all nodes with interleaved memory, one node alone, and a rank on each of some
+nodes; for decode also with fewer cores of each L3, which saturate it and meet sooner; and all of these on the
+cores of one kind alone. The model's rates are stated ones (`rates.default_rates`), so a plan is chosen only
+for a clear gain: see FEWER_CORES and OTHER_RANKS."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ from phasewise.tuner.plans import (
 from phasewise.tuner.topotree import Configuration
 
 FEWER_CORES = 1.10
-"""The least gain, as a ratio, of a plan that leaves cores idle: memory may be faster than the rates say."""
+"""The least ratio of gain for a plan that leaves cores idle: memory may be faster than stated."""
 OTHER_RANKS = 1.05
-"""The least gain of a plan of several ranks, whose processes take longer to start; in prefill, of one
-with other ranks than decode's."""
+"""The least ratio of gain for a plan of several ranks, which start more slowly; in prefill, for other ranks
+than decode's."""
 CORES_OF_L3 = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 STEPS: dict[Phase, Step] = {"decode": Step("decode", 1, context=512), "prefill": Step("prefill", 512)}
 
@@ -47,14 +45,14 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class SuitedPlan:
-    """A default plan. line: what was chosen among what, and why; empty where there was no choice."""
+    """A default plan. `line`: a line for people about the choice; empty where there was none."""
 
     plan: ServicePlan
     line: str = ""
 
 
 def has_choice(machine: Machine) -> bool:
-    """True if a default plan of the machine depends on the model."""
+    """True if a machine's default plan depends on the model."""
     by_l3 = _by_l3(machine, machine.allowed_pus)
     return len(_nodes(machine)) > 1 or len(by_l3) > 1 or len(_kinds(machine)) > 1
 
@@ -62,7 +60,7 @@ def has_choice(machine: Machine) -> bool:
 def suited_plan(
     machine: Machine, phase: Phase, shape: ModelShape, rates: MachineRates | None = None
 ) -> SuitedPlan:
-    """The default plan of a phase for a model of this shape. rates: None: stated ones."""
+    """The default plan of a phase for a model of this shape. `rates`: None for the stated ones."""
     default = default_plan(machine, phase)
     if not has_choice(machine):
         return SuitedPlan(default)
@@ -84,8 +82,8 @@ def suited_plan(
 def _told(
     evaluator: ModelledEvaluator, best: _Candidate, timed: Sequence[tuple[float, _Candidate]], phase: Phase
 ) -> str:
-    """A line for people: modelled milliseconds of the best plan, and of one rank or of as many as there may
-    be on all cores."""
+    """A line for people: modelled milliseconds of the best plan, and of the plans with one rank and with the
+    most ranks on all cores."""
     most = max(len(candidate.ranks) for _, candidate in timed)
     rivals = "".join(
         f"; {candidate.words} {_ms(_step_ns(evaluator, candidate, phase))}"
@@ -100,7 +98,7 @@ def _ms(ns: float) -> str:
 
 
 def _step_ns(evaluator: ModelledEvaluator, candidate: _Candidate, phase: Phase) -> float:
-    """Modelled nanoseconds of a step on a candidate; infinite for one that cannot be run."""
+    """Modelled nanoseconds of a step on a candidate; infinite where it cannot run."""
     try:
         with evaluator.open(Configuration(candidate.ranks), phase) as timer:
             return timer(STEPS[phase])
@@ -122,7 +120,7 @@ def _candidates(machine: Machine, phase: Phase, most_ranks: int) -> Iterator[_Ca
 
 
 def _kinds(machine: Machine) -> list[tuple[str, tuple[int, ...]]]:
-    """The allowed PUs of each kind of core, the fastest first; those of none under `other`."""
+    """The allowed PUs of each kind of core, fastest first; PUs without a kind under `other`."""
     allowed, kinds = machine.allowed_pus, list[tuple[str, tuple[int, ...]]]()
     for kind in reversed(machine.kinds):
         kinds.append((kind.name, tuple(pu for pu in allowed if pu in set(kind.cpus))))
@@ -140,8 +138,8 @@ def _on_nodes(machine: Machine, phase: Phase, most_ranks: int, of_kind: str) -> 
 def _of_nodes(
     machine: Machine, nodes: Sequence[tuple[int, ...]], n_cores: int | None, most_ranks: int, of_kind: str
 ) -> Iterator[_Candidate]:
-    """A candidate with all cores of each L3, or with `n_cores` of each. of_kind: words for the cores of one
-    kind; "": all there are."""
+    """Candidates with all cores of each L3, or with `n_cores` of each. `of_kind`: the kind of the cores in
+    words; "": all kinds."""
     threads, n_all = default_thread_count(machine), len(nodes)
     fewer = of_kind + ("" if n_cores is None else f", {n_cores} of each L3's cores")
     for count in range(1, n_all + 1):
@@ -167,7 +165,7 @@ def _of_nodes(
 
 
 def _cores_of_l3(machine: Machine, phase: Phase) -> list[int | None]:
-    """The numbers of cores of each L3 to try: all, then, for decode, fewer."""
+    """The numbers of cores of each L3 to try: None for all, then, in decode, fewer."""
     if phase == "prefill":
         return [None]
     most = max(len(part) for part in _by_l3(machine, machine.allowed_pus))
@@ -181,8 +179,7 @@ def _some(machine: Machine, pus: tuple[int, ...], n_cores: int | None) -> tuple[
 
 
 def _by_l3(machine: Machine, pus: Sequence[int]) -> list[tuple[int, ...]]:
-    """The first PU of each core among `pus`, by the core's L3; all in one list where the machine names
-    none."""
+    """The first PU of each core among `pus`, by L3; in one list where the machine names no L3."""
     chosen = set(pus)
     cores = [own for core in machine.allowed_cores() if (own := [pu for pu in core if pu in chosen])]
     first = {core[0] for core in cores} or chosen
@@ -193,7 +190,7 @@ def _by_l3(machine: Machine, pus: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _nodes(machine: Machine) -> list[tuple[int, ...]]:
-    """The first allowed PU of each core of each NUMA node that has one; of all where no nodes are named."""
+    """The first allowed PU of each core by NUMA node; in one list where the machine names no nodes."""
     nodes = [
         tuple(pu for part in _by_l3(machine, own) for pu in part)
         for node in machine.nodes(Kind.NUMA)

@@ -1,6 +1,5 @@
-"""The load that is served: a trace of requests, read from a file (`trace_files`) or drawn from a distribution
-(`lengths`), sampled with a seed, and cut into slices.
-"""
+"""Traces of requests, read from a file (`trace_files`) or drawn from a distribution (`lengths`), sampled with
+a seed, and cut into slices."""
 
 from __future__ import annotations
 
@@ -30,27 +29,27 @@ __all__ = [
 ]
 
 SAMPLE = 90
-"""Requests of a sample without a stated size: as many as the Sandwich paper takes (section 8.1)."""
+"""Requests of a sample without a stated size: as many as in the Sandwich paper (section 8.1)."""
 
 DEFAULT_TRACE = "lognormal:220,1.1/160,0.8"
-"""The load that is assumed by default: chat, with short questions with a long tail and answers of some
-paragraphs. It is a stated choice, not a measurement."""
+"""The default load: chat with short questions with a long tail, and answers of some paragraphs. A stated
+choice, not a measurement."""
 
 
 def load_trace(text: str, count: int = SAMPLE, seed: int = 0) -> Trace:
-    """`text` is a distribution or names a file: `count` requests drawn from it, with this seed."""
+    """`count` requests from `text`, a distribution or a file's name, determined by the seed."""
     if re.match(r"[a-z]+:", text) and not os.path.exists(text):
         return parse_distribution(text, count, seed)
     return sampled(read_trace(text), count, seed)
 
 
 def default_trace(count: int = SAMPLE, seed: int = 0) -> Trace:
-    """The requests that are served by default: DEFAULT_TRACE."""
+    """`count` requests of DEFAULT_TRACE."""
     return parse_distribution(DEFAULT_TRACE, count, seed)
 
 
 def sampled(trace: Trace, count: int, seed: int) -> Trace:
-    """`count` requests, or all, in the order of the trace; the same for the same seed."""
+    """`count` requests, or all if there are fewer, in the trace's order, determined by the seed."""
     if count < 1:
         raise TraceError(f"a sample has at least 1 request, not {count}")
     if count >= len(trace):
@@ -60,8 +59,8 @@ def sampled(trace: Trace, count: int, seed: int) -> Trace:
 
 
 def slices(trace: Trace, count: int) -> tuple[Trace, ...]:
-    """At most `count` parts of nearly equal size, from short requests to long ones. A search that looks at
-    the first ones first pays for short steps only until it knows what is hopeless."""
+    """At most `count` parts of nearly equal size, short requests first, so that a search rejects hopeless
+    configurations by short steps."""
     count = max(1, min(count, len(trace)))
     ordered = sorted(trace, key=lambda request: (request.tokens, request.prompt_tokens))
     ends = [len(ordered) * part // count for part in range(count + 1)]
@@ -69,7 +68,7 @@ def slices(trace: Trace, count: int) -> tuple[Trace, ...]:
 
 
 def fitted(trace: Trace, context_tokens: int) -> Trace:
-    """Requests cut to what a model can hold: the prompt first, and at least one token of the answer stays."""
+    """Requests cut to a model's context: the prompt first, with at least one token of the answer left."""
     if context_tokens < 2:
         raise TraceError(f"a context of {counted(context_tokens, 'token')} holds no request")
     prompts = [
@@ -82,7 +81,7 @@ def fitted(trace: Trace, context_tokens: int) -> Trace:
 
 
 def describe(trace: Trace) -> str:
-    """A line for people, e.g. `90 requests, prompt p50 220 max 2100, output p50 160 max 900 tokens`."""
+    """The trace for people, e.g. `90 requests, prompt p50 220 max 2100, output p50 160 max 900 tokens`."""
     parts = (
         f"{name} p50 {statistics.median_low(lengths)} max {max(lengths)}"
         for name, lengths in (

@@ -1,17 +1,16 @@
-"""Traces in files, in four public formats and one of ours, which are told apart by their content:
+"""Traces in files, in four public formats and phasewise's own, told apart by their content:
 
 - Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
 - splitwise-sim: CSV with arrival_timestamp (s), prompt_size, token_size.
 - Mooncake: JSON lines with timestamp (ms), input_length, output_length, and hash_ids of the prompt's blocks.
-- ShareGPT: JSON, or JSON lines, of conversations: the first question that was answered, and its answer. Their
-  tokens are estimated from characters. Entries may state lengths instead: {"prompt_tokens": 512,
-  "output_tokens": 64}, or [512, 64].
-- A server's `--length-log` (`tuner.predictor.log`): prompts by their tokens, and when they came. Lines of an
-  earlier version say only when their answers ended; that is taken for it.
+- ShareGPT: JSON, or JSON lines, of conversations: the first question with an answer. Tokens are estimated
+  from characters. Entries may state lengths instead: {"prompt_tokens": 512, "output_tokens": 64} or [512,
+  64].
+- A server's `--length-log` (`tuner.predictor.log`): prompts with their tokens and arrival times; lines of an
+  earlier version give the time of the answer's end, which is used instead.
 
-A file may come from a stranger: sizes, types and counts are bounded, and an error names the file and the row.
-Requests without a prompt or without an answer are left out, because there is nothing to serve.
-"""
+Files are not trusted: sizes, types and counts are bounded, and an error names the file and the row. Requests
+without a prompt or without an answer are left out."""
 
 from __future__ import annotations
 
@@ -39,14 +38,14 @@ MAX_ROW_CHARS = 4 << 20
 MAX_REASON_CHARS = 200
 MAX_TURNS = 64
 READ_CHARS = 1 << 16
-"""The bytes read of a list of conversations before its next entry is looked for."""
+"""Bytes to read of a list of conversations before its next entry is parsed."""
 
 CHARS_A_TOKEN = 4.0
-"""Characters per token of English text, for conversations that state no token counts."""
+"""Characters per token of English text, for conversations without token counts."""
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Every request of a file, in its order. TraceError, naming file and row, for anything unusual."""
+    """Every request of a file, in order. TraceError, naming file and row, for invalid content."""
     name = os.fspath(path)
     try:
         with _opened(name) as file:
@@ -63,7 +62,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def _opened(name: str) -> TextIO:
-    """The text of a file; a name that ends in .xz is unpacked on the way, into memory."""
+    """A file opened as text; a name that ends in .xz is decompressed into memory."""
     file = open_input(name)
     if not name.endswith(".xz"):
         if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
@@ -78,12 +77,11 @@ def _opened(name: str) -> TextIO:
 
 
 Row: TypeAlias = tuple[int, "RequestLengths | None"]
-"""A row of a file: its number, from 1, and its request; None: nothing that can be served, so it is left
-out."""
+"""A row of a file: its number, from 1, and its request; None: nothing to serve."""
 
 
 def _rows(first: str, rest: TextIO, name: str) -> Iterator[Row]:
-    """The rows of a file, by the format that its first line shows."""
+    """The rows of a file, in the format that its first line shows."""
     if first.lstrip().startswith("["):
         return _conversations(first.lstrip(), rest, name)
     if first.lstrip().startswith("{"):
@@ -113,7 +111,7 @@ def _checked(rows: Iterator[Row], name: str) -> Trace:
 
 
 def _from_first(requests: Sequence[RequestLengths]) -> Trace:
-    """The same requests, with arrivals counted from the earliest one."""
+    """The requests with arrivals counted from the earliest."""
     arrivals = [request.arrival_s for request in requests if request.arrival_s is not None]
     if not arrivals:
         return tuple(requests)
@@ -125,7 +123,7 @@ def _from_first(requests: Sequence[RequestLengths]) -> Trace:
 
 
 def _lines(first: str | None, rest: TextIO, name: str) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers, blank ones left out."""
+    """The lines of a file with their numbers, without blank lines."""
     if first is not None and first.strip():
         yield 1, first
     for number, line in enumerate(iter(lambda: rest.readline(MAX_ROW_CHARS + 1), ""), 2):
@@ -143,8 +141,8 @@ def _csv(
     arrival: str,
     seconds: Callable[[str], float],
 ) -> Iterator[Row]:
-    """The rows of a CSV file. lengths: the columns of a prompt's tokens and of its answer's. arrival: that of
-    an instant, which `seconds` reads."""
+    """The rows of a CSV file. `lengths`: the columns of prompt tokens and answer tokens. `arrival`: the
+    column of the arrival time, which `seconds` reads."""
     for number, line in _lines(None, rest, name):
         where = f"{name}, row {number}"
         fields = _fields(line, where)
@@ -183,7 +181,7 @@ def _count(text: str) -> int:
 
 
 def _instant_s(text: str) -> float:
-    """Unix seconds of `2023-11-16 18:15:46.6805900`; Python reads six of its seven digits."""
+    """Unix seconds of a time like `2023-11-16 18:15:46.6805900`, of whose digits Python reads six."""
     try:
         moment = datetime.fromisoformat(re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text.strip()))
         return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
@@ -197,7 +195,7 @@ def _json_lines(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
 
 
 def _conversations(text: str, rest: TextIO, name: str) -> Iterator[Row]:
-    """The entries of one JSON list, of which no more than an entry is in memory. `text` begins with `[`."""
+    """The entries of one JSON list, read entry by entry. `text` begins with `[`."""
     text, n_entries = text[1:].lstrip(), 0
     while True:
         entry, text = _next_entry(text, rest, f"{name}, entry {n_entries + 1}", may_end=n_entries == 0)
@@ -216,7 +214,7 @@ class _Parsed(NamedTuple):
 
 
 def _next_entry(text: str, rest: TextIO, where: str, *, may_end: bool) -> tuple[_Parsed | None, str]:
-    """The entry that stands next, and the text from the mark that follows it; no entry in an empty list."""
+    """The next entry, and the text from the mark after it on; None for an empty list."""
     n_read = READ_CHARS
     while True:
         try:
@@ -245,11 +243,11 @@ def _parsed(text: str, where: str) -> Any:
 
 
 PAIRS = (("input_length", "output_length"), ("prompt_tokens", "output_tokens"))
-"""Fields that state both lengths: Mooncake's, and ours."""
+"""Pairs of fields that state both lengths: Mooncake's, and phasewise's."""
 
 
 def _entry(entry: Any, where: str) -> RequestLengths | None:
-    """The request that an entry states; None where it has no prompt or no answer to serve."""
+    """The request that an entry states; None without a prompt or an answer."""
     if isinstance(entry, list) and len(entry) == 2:
         entry = dict(zip(PAIRS[-1], entry, strict=True))
     if not isinstance(entry, dict):

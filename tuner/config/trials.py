@@ -1,15 +1,15 @@
-"""The trials of one study: what is known of each configuration, and who is timing which.
+"""The trials of one study: the known answers, and the claims of processes that are timing configurations.
 
-A trial is one configuration, its parameters named for people. Several processes may search together: to claim
-a configuration is to store a running trial of it. Trials are numbered in the order in which they were stored,
-so when two processes claim the same one, both see the lower number, and the other gives way.
+A trial is one configuration. A process claims a configuration by storing a running trial of it. Trials are
+numbered in order of storing, so when two processes claim the same configuration, both see the lower number
+and the other gives way.
 
-What takes no time to answer is not claimed here: its trial is a draft, stored in one piece when it is
-finished, since telling of it bit by bit takes longer than the answer.
+A configuration that takes no time to answer is not claimed: its trial is a draft, stored in one piece at its
+end.
 
-A process that dies leaves a running trial behind. On the same machine that is seen at once, elsewhere by its
-heartbeat; the process that sees it marks the trial as failed, and the configuration may be claimed again.
-"""
+A process that dies leaves a running trial behind, which is seen at once on the same machine and elsewhere by
+its heartbeat. The process that sees it marks the trial as failed, and the configuration may be claimed
+again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ABANDONED = "abandoned"
 _ESTIMATE = "estimated ms"
 
 MOST_PUS = 65_536
-"""Upper end of the ranges that Optuna is told; all trials of a study have to share them."""
+"""Upper end of parameter ranges told to Optuna, equal for all trials of a study."""
 
 State = Literal["complete", "pruned", "failed"]
 
@@ -51,14 +51,14 @@ class Known:
 
     state: State
     cost_ms: float | None
-    """Milliseconds; an estimate where the trial was pruned. None: failed."""
+    """Milliseconds; an estimate for a pruned trial; None for a failed one."""
     reason: str | None = None
-    """The reason, in one line, why the configuration failed."""
+    """The reason, in one line, of a failure."""
 
 
 @dataclass(frozen=True)
 class TrialEntry:
-    """A configuration as a trial: all numbers, and what is written beside them."""
+    """A configuration as a trial: numeric parameters, and remarks for people."""
 
     key: str
     rival: str | None
@@ -68,14 +68,13 @@ class TrialEntry:
 
 @dataclass(frozen=True)
 class Claim:
-    """A configuration that this process is timing."""
+    """This process's claim to time a configuration."""
 
     key: str
     trial_id: int | None
-    """The trial's number in the storage; None: a draft, which is stored when it is finished."""
+    """The trial's number in the storage; None: a draft, stored when finished."""
     trial: FrozenTrial
-    """The trial as the storage has it, but for its number: reading it there takes longer than a modelled
-    step."""
+    """The trial as stored, except for its number: reading the storage takes longer than a modelled step."""
 
 
 class Trials:
@@ -96,13 +95,12 @@ class Trials:
 
     @property
     def name(self) -> str:
-        """Name of the study and of the place where it is kept."""
+        """The name of the study, with the place where it is kept."""
         return f"{self._location_name} {self.study_name}"
 
     def look(self) -> tuple[dict[str, Known], set[str]]:
-        """The state of each configuration, and the ones that a live process is timing. Failures of before
-        this process began are not known: times change. Trials of processes that died are marked as failed
-        first."""
+        """The state of each configuration, and the configurations that live processes are timing. Failures
+        from before this process began are left out. Trials of dead processes are first marked as failed."""
         trials = self._all()
         if any(map(_is_running, trials)):
             self._bury(trials)
@@ -117,7 +115,7 @@ class Trials:
         }
 
     def claim(self, entry: TrialEntry) -> Claim | None:
-        """The right to time a configuration; None where another process was quicker, now or long ago."""
+        """The right to time a configuration; None where another process has it or had it."""
         template = _running(entry)
         with clear_storage_errors(self._location_name):
             trial_id = self._storage.create_new_trial(self._study_id, template)
@@ -129,11 +127,11 @@ class Trials:
         return claim
 
     def draft(self, entry: TrialEntry) -> Claim:
-        """Begin a trial that no other process sees before it is finished."""
+        """A trial that is stored only when it is finished."""
         return Claim(entry.key, None, _running(entry))
 
     def _is_late(self, key: str) -> bool:
-        """True if another trial of the configuration has a lower number than the one that is running here."""
+        """True if another trial of the configuration has a lower number than this process's."""
         first = next((trial for trial in self._all() if self._stands(trial, key)), None)
         return first is None or not _is_running(first) or first.user_attrs[_CLAIM] != _this_process()
 
@@ -151,33 +149,32 @@ class Trials:
                 return self._study.pruner.prune(self._study, claim.trial)
 
     def complete(self, claim: Claim, cost_ms: float) -> None:
-        """Store the claimed configuration's cost: it was timed to the end."""
+        """Store the cost of a configuration that was timed to the end."""
         self._end(claim, "COMPLETE", cost_ms)
 
     def prune(self, claim: Claim) -> None:
-        """Store that the claimed configuration was stopped early, with an estimate of its whole cost."""
+        """Store that a configuration was stopped early, with an estimate of its whole cost."""
         own = claim.trial.intermediate_values
         complete = [trial for trial in self._all() if trial.state.name == "COMPLETE"]
         self._end(claim, "PRUNED", own[max(own)], {_ESTIMATE: _extrapolated_ms(own, complete)})
 
     def fail(self, claim: Claim, reason: str) -> None:
-        """Store that the claimed configuration cannot run."""
         self._end(claim, "FAIL", None, {ERROR: reason})
 
     def give_back(self, claim: Claim) -> None:
-        """Give a claim back: the configuration was not timed, and may be claimed again."""
+        """Release a claim on a configuration that was not timed."""
         if claim.trial_id is not None:
             self._end(claim, "FAIL", None, {_ABANDONED: "interrupted"})
 
     def _end(
         self, claim: Claim, state: str, value: float | None, remarks: Mapping[str, Any] | None = None
     ) -> None:
-        """Store the end of a trial. state: the name of Optuna's."""
+        """Store the end of a trial. `state`: a name of Optuna's TrialState."""
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         remarks = remarks or {}
-        # Finished already: another process took this one for dead, or has buried the same trial.
+        # Finished already: another process held this one to be dead, or has marked the same trial.
         with clear_storage_errors(self._location_name), suppress(UpdateFinishedTrialError):
             if claim.trial_id is None:
                 finished = _finished(claim.trial, TrialState[state], value, remarks)
@@ -202,7 +199,7 @@ class Trials:
                 return None
 
     def _stands(self, trial: FrozenTrial, key: str) -> bool:
-        """True if a trial speaks, or will speak, for a configuration."""
+        """True if a trial has, or will have, an answer for a configuration."""
         if trial.user_attrs.get(KEY) != key:
             return False
         return _is_running(trial) or self._known(trial) is not None
@@ -222,8 +219,7 @@ class Trials:
             optuna.storages.fail_stale_trials(self._study)
 
     def _beat(self, trial_id: int) -> None:
-        """Tell other machines that the trial is alive, not oftener than they look for it. A storage of this
-        process alone need not know."""
+        """Record a heartbeat of the trial, no oftener than others check it; in-memory storage needs none."""
         (last_id, beat_s), now_s = self._last_beat, time.monotonic()
         if trial_id == last_id and now_s - beat_s < HEARTBEAT_S:
             return
@@ -268,7 +264,7 @@ def _finished(
 
 
 def _extrapolated_ms(own: Mapping[int, float], complete: Sequence[FrozenTrial]) -> float:
-    """A mean over the first slices as one over all: scaled as these were in the best complete trial."""
+    """A mean over the first slices scaled to all slices, in proportion to the best complete trial."""
     newest = max(own)
     best = min(complete, key=lambda trial: trial.value or 0.0, default=None)
     if best is None or best.value is None or newest not in best.intermediate_values:
@@ -282,7 +278,7 @@ def _is_running(trial: FrozenTrial) -> bool:
 
 @lru_cache(maxsize=1)
 def _place() -> str:
-    """Marks of this boot and of this process's namespace of process ids, neither of them readable."""
+    """A digest of this boot and of the process's namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     return hashlib.blake2b(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode(), digest_size=8).hexdigest()
 
@@ -292,7 +288,7 @@ def _this_process() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """The start of a process, in the kernel's ticks since boot; None if there is none or its remains."""
+    """The start time of a process, in ticks since boot; None if there is none, or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
     except OSError:
@@ -302,7 +298,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_gone(claim: str) -> bool:
-    """True if a process of this machine made the claim and has ended."""
+    """True if the claim's process ran on this machine and has ended."""
     place, _, process = str(claim).partition(" ")
     pid, _, started = process.partition(" ")
     return place == _place() and pid.isdigit() and _started(int(pid)) != started

@@ -1,42 +1,39 @@
-"""Configuration search, as a generator that asks what configurations cost and is sent answers.
+"""Configuration search, as a generator that asks for configurations' costs and is sent answers.
 
 It knows no clock, budget, database or evaluator. Given the same answers it asks the same questions, so
-replaying what was stored resumes it, and several processes that share their answers walk in step.
+replaying stored answers resumes it, and several processes that share their answers walk in step.
 
-What is walked are strands: one cross-section of a tree, followed through the removals of that tree. A strand
-begins at every cross-section of every grouping, where all PUs are active. Three rules keep most of the space
-from being asked for:
+The walk follows strands: one cross-section of a tree through the removals of that tree. A strand begins at
+every cross-section of every grouping, where all PUs are active. Three rules keep most of the space from being
+asked for:
 
-- *Pruning*, the transformation tree (section 5.2 of the paper): a removal that does not beat what it was
-  removed from loses its descendants. A tree has as many costs as cross-sections, so it is judged on each, and
-  is lost when it beats its parent on none.
+- *Pruning*, the transformation tree (section 5.2 of the paper): a removal that does not beat the tree that it
+  was removed from loses its descendants. A tree is judged on each cross-section, and is lost when it beats
+  its parent on none.
 - *Hashing*: a cross-section that means a configuration asked before is judged by that answer; the same
   cross-section of an equal tree is followed once.
 - *Patience*: configurations with the same number of ranks on the same NUMA nodes are a group. A group whose
   results stop improving is given up, sooner if they are far from the best.
 
-The order decides what that leaves to be asked. First a survey: the cross-sections of the fundamental tree,
-and of the best of them the first removal at each depth; then, for each grouping by one latent level, the
-first removal below that level. A latent resource that is crowded shows at once, since its own grouping
-relieves it fully and others in part. After the survey, the configuration with the cheapest parent is
-asked for next; of equals, the removal of one child or of half of them. Groupings by two latent levels
-and more follow, generation by generation, and patience begins anew with each.
+First comes a survey: the cross-sections of the fundamental tree, and of the best of them the first removal at
+each depth; then, for each grouping by one latent level, the first removal below that level. A crowded latent
+resource shows at once, since its own grouping relieves it fully and others in part. After the survey, the
+configuration with the cheapest parent is asked for next; of equals, the removal of one child or of half of
+them. Groupings by two and more latent levels follow, generation by generation, and patience begins anew with
+each.
 
-With pruning or patience switched off, all is asked for that would be asked for with it, and more.
+Without pruning or patience, the walk asks for a superset of what it asks for with them.
 
-`refine` goes beyond symmetric trees, to unequal numbers of cores by rank, where the machine is unequal. A
-tree keeps equal parts of a machine. What it left out (cores whose likes are offline, another kind of core)
-may still be of use, and a slow core (one with a busy neighbour) may be removed from its rank alone. So the
-best of a walk for each number of ranks is followed by steps to its neighbours, as long as one is better: a
-rank without its slowest cores, without those of a kind, without one or half of its others; with one, half or
-all of the cores that its nodes have besides; with one rank more; and one rank on cores of a kind alone.
+`refine` goes beyond symmetric trees, to unequal numbers of cores by rank, where the machine is unequal. Cores
+that a tree left out (asymmetric parts, another kind of core) may be of use, and a slow core may be removed
+from its rank alone. So the best configuration of each number of ranks is followed by steps to its neighbours
+while one is better: a rank without its slowest cores, without those of a kind, without one or half of its
+others; with one, half or all of the further cores of its nodes; with one rank more; one rank on cores of a
+kind alone. On a machine of equal parts without slow cores it asks nothing.
 
-On a machine of equal parts where no core is slow it asks nothing.
-
-`machine_beside` is for decode plans for more sequences beside one for fewer: the same ranks on the same NUMA
-nodes, other cores. The engine changes teams between two steps for next to nothing; ranks, and the nodes of
-their memory, it cannot change without starting them anew.
-"""
+`machine_beside` is for decode plans for more sequences beside a plan for fewer: the same ranks on the same
+NUMA nodes, other cores. The engine changes teams between two steps at almost no cost; ranks, and the nodes of
+their memory, would have to start anew."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ SURVEYED_GENERATIONS = 2
 
 @dataclass(frozen=True)
 class CandidateBatch:
-    """Configurations to evaluate, in any order. The answer is a cost for each, in this order; inf: it cannot
+    """Configurations to evaluate, in any order. The answer is a cost for each, in this order; inf: cannot
     run."""
 
     candidates: tuple[Candidate, ...]
@@ -76,7 +73,7 @@ class CandidateBatch:
 
 
 Walk: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision, ...]]
-"""Generator of batches; it is sent their costs, and returns the last decisions."""
+"""A generator of batches that is sent their costs, and returns the last decisions."""
 
 
 def walk(space: ConfigSpace, rules: Rules) -> Walk:
@@ -84,7 +81,7 @@ def walk(space: ConfigSpace, rules: Rules) -> Walk:
     frontier = Frontier(space, rules)
     for generation, roots in enumerate(space.generations(rules.seed), start=1):
         frontier.open(roots, is_surveyed=generation <= SURVEYED_GENERATIONS)
-        # What is known of the plain tree says which cross-sections of groupings are worth a survey.
+        # The costs of the plain tree say which cross-sections of groupings are worth a survey.
         is_survey = generation < SURVEYED_GENERATIONS
         yield from _ask_all(frontier, Interest.SURVEY if is_survey else Interest.HOPEFUL)
     yield from _ask_all(frontier, Interest.HOPELESS)
@@ -97,16 +94,15 @@ def _ask_all(frontier: Frontier, least: Interest) -> Generator[CandidateBatch, S
 
 
 MOST_STEPS = 64
-"""Most steps from one configuration to a better one; each asks for a handful of configurations for each
-rank."""
+"""The most steps from one configuration to a better one; each step asks for a few configurations per rank."""
 
 Scored: TypeAlias = tuple[Configuration, float]
 Refining: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision, ...]]
 
 
 def refine(space: ConfigSpace, answers: Mapping[str, Scored]) -> Refining:
-    """Ask for neighbours of the best configuration of each number of ranks until none is better. answers:
-    what has been answered so far, by the configurations' keys."""
+    """Ask for neighbours of the best configuration of each number of ranks until none is better. `answers`:
+    the scored configurations so far, by key."""
     scored, uneven = dict(answers), space.uneven
     for n_ranks in sorted({len(configuration.ranks) for configuration, _ in answers.values()}):
         best = min((each for each in scored.values() if len(each[0].ranks) == n_ranks), key=_cost)
@@ -145,11 +141,11 @@ def _cost(scored: Scored) -> float:
 
 
 BAND_RULES = Rules(patience=None, share=0.3)
-"""Rules of a search for a band, which never gives up a group: its few configurations are all of one group."""
+"""Rules of a search for a band, which never gives up a group: all its configurations are in one."""
 
 
 def machine_beside(machine: Machine, plan: ServicePlan) -> Machine:
-    """The machine with no PUs to use but those of the nodes on which the plan's ranks are."""
+    """The machine restricted to the PUs of the nodes that hold the plan's ranks."""
     used = set(plan.cores)
     holders = [set(node.cpus) for node in machine.nodes(Kind.NUMA) if used & set(node.cpus)]
     near = set().union(*holders) if used <= set().union(*holders) else set(machine.allowed_pus)

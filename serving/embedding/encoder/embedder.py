@@ -1,14 +1,13 @@
 """An embedding model on one team of threads: tokens in, vectors or scores out.
 
-Where nothing was tuned: an encoder multiplies many rows at a time, so that arithmetic bounds it, not the
-bytes of weights. Weights of eight and four bits are therefore widened where that is faster than integer dot
-products with quantised rows: to bfloat16 for a tile unit, and to float32 on x86 without instructions for
-integer dot products (VNNI). Either is nearer to float32 as well, since rows are not quantised
-(benchmarks/notes/embeddings.md).
+The default arithmetic: an encoder multiplies many rows at a time, so that arithmetic bounds its speed, not
+the bytes of weights. Weights of eight and four bits are therefore widened where that is faster than integer
+dot products with quantised rows: to bfloat16 for a tile unit, and to float32 on x86 without VNNI. Both are
+nearer to float32 as well, since rows are not quantised (benchmarks/notes/embeddings.md).
 
-Of a few tokens the errors of quantised rows do not average out: inputs of at most SHORT_TOKENS have their
-weights widened everywhere (`NEAREST`). `CANONICAL` is for the same bits on every CPU: the paths of one with
-integer dots and without dots of 16 bits, inputs of at most SHORT_TOKENS widened to float32."""
+In inputs of at most SHORT_TOKENS the errors of quantised rows do not average out: their weights are widened
+everywhere (`NEAREST`). `CANONICAL` gives the same bits on every CPU: integer dot products without 16-bit
+ones, and weights widened to float32 for inputs of at most SHORT_TOKENS."""
 
 from __future__ import annotations
 
@@ -41,18 +40,17 @@ from phasewise.serving.processes.headroom import check_memory
 from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity, open_teams, tell_if_moved
 
 EMBED = "embed"
-"""The name by which adapters call the op of the table."""
+"""The name of the op that reads the adapters' embedding table."""
 
 Stack = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class TaskAdapters:
-    """Low-rank products of inputs for a task, on top of all others; of embeddings they are rows of A times B.
-
-    `adapters`: of the tasks, in their order. `table` [vocab, numbers]: A of every token, of one task behind
-    the other, and 1 for what is added to the embedding of segments. `nothing` [hidden, numbers]: zeros, the
-    weight of the op that reads the table: all that it gives comes from the adapters."""
+    """Low-rank adapters of a model's tasks, added to every product; for embeddings they are rows of A times
+    B. `adapters`: one for each task, in order. `table` [vocab, numbers]: A of every token for task after
+    task, and a 1 for the addition to segment embeddings. `nothing` [hidden, numbers]: zeros, the base weight
+    of the op that reads the table, so that only the adapters contribute."""
 
     adapters: tuple[Adapter, ...]
     table: PackedWeight
@@ -60,7 +58,7 @@ class TaskAdapters:
 
 
 def task_adapters(model: PackedModel) -> TaskAdapters | None:
-    """None for a model without tasks."""
+    """The low-rank adapters of a model's tasks; None for a model without tasks."""
     config = model.config
     tasks = None if config.encoder is None else config.encoder.tasks
     if tasks is None:
@@ -78,7 +76,7 @@ def task_adapters(model: PackedModel) -> TaskAdapters | None:
 
 
 def _products(stacks: dict[str, Stack], number: int, config: ModelConfig, scale: float) -> dict[str, LowRank]:
-    """A task's part of every product, by our names of the weights."""
+    """A task's low-rank factors of every product, by phasewise's names of the weights."""
     parts = {}
     for index, layer in enumerate(config.layers):
         for product in layer.products:
@@ -91,7 +89,8 @@ def _products(stacks: dict[str, Stack], number: int, config: ModelConfig, scale:
 
 
 def _of_embeddings(stacks: dict[str, Stack], number: int, tasks: EncoderTasks) -> Update:
-    """Its numbers of a row of the table, times B; and what it adds to the embedding of segments, times 1."""
+    """A task's update of embeddings: its columns of the table times B, and its addition to the segment
+    embeddings."""
     first, width = number * tasks.rank, tasks.numbers
     places = np.eye(width, dtype=np.float32)
     own = LowRank(places[first : first + tasks.rank], stacks["task_embed_b"][number].T, tasks.scale)
@@ -109,9 +108,8 @@ def build_row_program(
     schedules: tuple[ScheduleLookup, ...] = (),
     added: TaskAdapters | None = None,
 ) -> Program:
-    """A sealed program whose outputs are hidden rows [logit_rows, hidden]. ModelError where it cannot be.
-
-    added: `task_adapters` of the model."""
+    """A sealed program whose outputs are hidden rows [logit_rows, hidden]. ModelError where it cannot be
+    built. `added`: `task_adapters` of the model."""
     if added is not None:
         model = replace(model, adapters=added.adapters)
     embed = partial(_add_embedding, model, added) if model.config.encoder is not None else None
@@ -135,23 +133,21 @@ SHORT_TOKENS = 8
 TILES = "bf16_tile"
 WIDENED = "fma"
 _WIDE = (TILES, "bf16_dot", WIDENED)
-"""Paths that leave rows as they are, the fastest first."""
+"""Arithmetic that does not quantise rows, the fastest first."""
 _WITHOUT_INTEGER_DOTS = ("avx2", "avx512")
 
 
 @dataclass(frozen=True)
 class EncoderDefaults(ScheduleLookup):
-    """Nothing is tuned, and one phase.
-
-    widens: quantised weights are, at any cost. is_canonical: by paths that give the same bits on every CPU.
-    """
+    """The schedules of an encoder that was not tuned. `widens`: quantised weights are always widened.
+    `is_canonical`: only arithmetic that gives the same bits on every CPU."""
 
     widens: bool = False
     is_canonical: bool = False
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        """The arithmetic of quantised weights, where they are widened; else the default of the instruction
-        set."""
+        """The arithmetic of a weight: widened where quantised weights are widened, else None for the
+        instruction set's default."""
         if self.is_canonical:
             widens = self.widens and weight.kind not in DENSE_KINDS
             return (WIDENED if widens else canonical_path(weight)), 1
@@ -171,7 +167,8 @@ CANONICAL = EncoderDefaults(is_canonical=True)
 
 
 def for_short_inputs(defaults: EncoderDefaults, weights: Iterable[PackedWeight]) -> EncoderDefaults | None:
-    """The defaults of inputs of at most SHORT_TOKENS; None where they want the arithmetic of others."""
+    """The defaults for inputs of at most SHORT_TOKENS; None where they choose the same arithmetic as
+    `defaults`."""
     short = replace(defaults, widens=True)
     differ = any(defaults.arithmetic(weight) != short.arithmetic(weight) for weight in weights)
     return short if differ else None
@@ -180,9 +177,9 @@ def for_short_inputs(defaults: EncoderDefaults, weights: Iterable[PackedWeight])
 Floats = npt.NDArray[np.float32]
 
 STEP_TOKENS = 512
-"""Rows that pass through the model at once; an input that has more goes through it alone."""
+"""Rows that pass through the model at once; an input with more rows is computed alone."""
 MOST_SEQUENCES = 128
-_PANEL = 16  # slots of keys that lie together
+_PANEL = 16  # slots of a panel of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +201,7 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A program, what it leaves, and how many tokens of several inputs go through it at once."""
+    """A program, its output rows, and the most tokens of several inputs that it computes at once."""
 
     program: Program
     rows: Floats
@@ -212,7 +209,8 @@ class _Way:
 
 
 class Embedder:
-    """Calls are for one thread at a time; that thread is pinned only while one lasts."""
+    """An embedding model with its team of threads. One thread at a time may call it, and is pinned only
+    during a call."""
 
     def __init__(
         self,
@@ -225,12 +223,10 @@ class Embedder:
         is_canonical: bool = False,
         most_threads: int = 0,
     ) -> None:
-        """cores: of its threads; not pinned, as many threads that the system may move. schedules: None for
-        those of `arithmetic`. is_canonical: those that give the same bits on every CPU. most_threads: there
-        is room for so many, if these are more than the cores.
-
-        ModelError for a model that makes no vectors or does not fit, RanksError where a core cannot be had.
-        """
+        """`cores`: the cores of the team's threads; where not `pinned`, only their number counts.
+        `schedules`: None for the defaults of this module. `is_canonical`: defaults that give the same bits on
+        every CPU. `most_threads`: the most threads that `move` has room for, if more than `cores`. ModelError
+        for a model that makes no vectors or does not fit, RanksError where a core cannot be had."""
         if model.embedding is None:
             raise ModelError(
                 f"{model.name} is no embedding model: its directory says nothing about pooling (modules.json)"
@@ -264,7 +260,7 @@ class Embedder:
         return _Way(program, np.asarray(program), step_tokens)
 
     def _capacity(self, tokens: int) -> Capacity:
-        """Every input begins at a panel of keys of its own."""
+        """The capacity of a program for this many tokens; every input begins at a KV panel of its own."""
         return Capacity(
             kv_slots=tokens + _PANEL * MOST_SEQUENCES,
             step_tokens=tokens,
@@ -275,7 +271,7 @@ class Embedder:
 
     @property
     def width(self) -> int:
-        """Numbers of a vector; 1 of a cross-encoder."""
+        """The length of a vector; 1 for a cross-encoder."""
         return 1 if self.scores else self.model.config.hidden
 
     @property
@@ -284,8 +280,8 @@ class Embedder:
         return self.model.config.scores
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """float32 [inputs, width], in their order. ValueError for a token that is not in the vocabulary, a
-        task that the model has not, or an input that is empty or too long."""
+        """Vectors of the inputs in order, float32 [inputs, width]. ValueError for a token outside the
+        vocabulary, an unknown task, or an input that is empty or too long."""
         for index, tokens in enumerate(inputs):
             if not 1 <= len(tokens.ids) <= self.embedding.max_tokens:
                 raise ValueError(
@@ -300,7 +296,8 @@ class Embedder:
         return out
 
     def _ways(self, inputs: Sequence[Tokens]) -> list[tuple[_Way, Sequence[int]]]:
-        """The program of each input: by its own length alone, so that company changes no bits."""
+        """Programs with the indices of their inputs, chosen by each input's own length so that other inputs
+        change no bits."""
         if self._short is None:
             return [(self._way, range(len(inputs)))]
         short = [index for index, tokens in enumerate(inputs) if len(tokens.ids) <= SHORT_TOKENS]
@@ -330,8 +327,8 @@ class Embedder:
             row += n_rows
 
     def move(self, cores: Sequence[int]) -> None:
-        """Compute on other cores from now on. No bit of a vector changes. RanksError where there is no room
-        for as many threads, or a core cannot be had: it stays where it is then."""
+        """Compute on other cores from now on, with the same bits. RanksError, and no move, where there is no
+        room for as many threads or a core cannot be had."""
         if len(cores) > self._threads:
             raise RanksError(f"{counted(len(cores), 'thread')} do not fit: there is room for {self._threads}")
         team = self._open_team(cores)
@@ -339,7 +336,7 @@ class Embedder:
         self._team, self._told = team, not self._pinned
 
     def close(self) -> None:
-        """Ends the threads. Closing twice is harmless."""
+        """End the threads. Closing twice is harmless."""
         self._team.close()
 
     def __enter__(self) -> Self:
@@ -350,7 +347,7 @@ class Embedder:
 
 
 def _steps(inputs: Sequence[Tokens], places: Sequence[int], step_tokens: int) -> Iterator[list[int]]:
-    """Places of inputs that go through the model together: as many as fit, in their order."""
+    """Indices of inputs that go through the model together: as many as fit, in order."""
     step: list[int] = []
     used = 0
     for place in places:

@@ -1,4 +1,4 @@
-"""Texts, or pairs of texts, to an embedding model's tokens."""
+"""Tokenization of texts, or pairs of texts, for an embedding model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NAMES_OF = {
     "query": ("query", "retrieval.query"),
     "document": ("document", "passage", "corpus", "retrieval.passage"),
 }
-"""Kinds of inputs, and the names that models give to their prompts and tasks."""
+"""Names of prompts and tasks that models use for each input type."""
 
 
 class Tokens(NamedTuple):
-    """One input. `second`: tokens before those of a pair's second text; None: one text. `task`: the number of
-    the task that it is for, from 1 on; 0: none."""
+    """The tokens of one input. `second`: number of tokens before a pair's second text; None for one text.
+    `task`: the number of the input's task, from 1; 0: none."""
 
     ids: list[int]
     second: int | None = None
@@ -30,14 +30,14 @@ class Tokens(NamedTuple):
 
 
 class InputKind(NamedTuple):
-    """The prompt before texts, and the number of the task that they are for."""
+    """The prompt to put before texts of one kind, and the number of their task (0: none)."""
 
     prompt: str
     task: int
 
 
 class EncoderText:
-    """Cuts texts for one model. Immutable, and safe to share between threads."""
+    """A tokenizer of inputs for one embedding model. Immutable, and safe to share between threads."""
 
     def __init__(self, model: PackedModel) -> None:
         assert model.embedding is not None
@@ -57,11 +57,10 @@ class EncoderText:
         return template is not None and PAIR_PLACES[0] in template
 
     def kind_of(self, input_type: str | None, task: str | None = None) -> InputKind:
-        """The kind of queries, of documents, or of a prompt by its name; of None the model's default. A
-        prompt that is named as a task comes with it. ValueError, saying why, for another name or task.
-
-        As sentence-transformers' encode_query and encode_document have it: a model without such a prompt
-        takes texts of these kinds as they are."""
+        """The prompt and task of queries, of documents, or of a prompt by its name; the model's default for
+        None. As in sentence-transformers' encode_query and encode_document, a model without such a prompt
+        takes texts of these types as they are. A prompt that has the name of a task implies that task.
+        ValueError, saying why, for another name or task."""
         if task is not None:
             if task not in self._tasks:
                 names = ", ".join(self._tasks) or "it has none"
@@ -90,11 +89,10 @@ class EncoderText:
         task: str | None = None,
         instruction: str | None = None,
     ) -> list[Tokens]:
-        """Tokens of every input, with those that the model wants around it.
-
-        ContextLengthExceeded for the first that is too long, unless it is to be truncated: then the longer of
-        a pair loses tokens at its end until both fit, and of one written by a template the document.
-        input_type, task: `kind_of`; pairs have no prompt. instruction: of pairs by a template."""
+        """Tokens of every input, with the special tokens that the model wants around each. `truncate`:
+        shorten inputs that are too long: the longer text of a pair at its end, or the document of a pair that
+        a template writes; otherwise ContextLengthExceeded. `input_type`, `task`: see `kind_of`; pairs have no
+        prompt. `instruction`: the instruction for pairs that a template writes."""
         prompt, number = self.kind_of(input_type, task)
         shaped = [self._shaped(text, index, prompt, truncate=truncate) for index, text in enumerate(texts)]
         template = self._embedding.pair_template
@@ -127,7 +125,8 @@ class EncoderText:
         return texts
 
     def _shaped(self, text: Text, index: int, prompt: str, *, truncate: bool) -> Text:
-        """Cutting megabytes of text takes seconds, only to learn that they are too many tokens."""
+        """The input with its prompt, in lower case where the model wants it. Texts with more characters than
+        `max_tokens` can stand for are cut, or refused, before a tokenizer spends seconds on them."""
         parts: tuple[str, ...] = (prompt + text,) if isinstance(text, str) else text
         if self._embedding.lower_case:
             parts = tuple(part.lower() for part in parts)
@@ -140,7 +139,8 @@ class EncoderText:
 
 
 def names_of_tasks(model: PackedModel) -> tuple[str, ...]:
-    """The tasks of a model, as `Tokens.task` numbers them; none of most."""
+    """The names of a model's tasks, in the order in which `Tokens.task` counts them; empty for most
+    models."""
     tasks = None if model.config.encoder is None else model.config.encoder.tasks
     return () if tasks is None else tasks.names
 
@@ -149,7 +149,7 @@ _PLACE = re.compile("|".join(map(re.escape, PAIR_PLACES)))
 
 
 def placed(template: str, texts: Mapping[str, str]) -> str:
-    """The template with its places filled; what looks like one within the texts stays as it is."""
+    """The template with its placeholders filled; placeholders within the filled-in texts are kept as text."""
     return _PLACE.sub(lambda match: texts[match[0]], template)
 
 

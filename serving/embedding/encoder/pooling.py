@@ -1,4 +1,5 @@
-"""Rows to vectors, in float64 row by row, so that a text's vector does not depend on what it came with."""
+"""Rows to vectors, in float64 row by row, so that a text's vector does not depend on the other texts of its
+batch."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Floats = npt.NDArray[np.float32]
 
 
 def pooled(rows: Floats, embedding: Embedding) -> Floats:
-    """The vector float32 [hidden] of a text whose rows are [tokens, hidden], or [1, hidden] where one is
-    wanted."""
+    """The pooled vector, float32 [hidden], of a text with rows [tokens, hidden], or [1, hidden] where pooling
+    needs only one row."""
     vector = _one_row(rows, embedding)
     return unit(vector) if embedding.normalised else vector.astype(np.float32)
 
@@ -32,33 +33,34 @@ def _one_row(rows: Floats, embedding: Embedding) -> npt.NDArray[np.float64]:
 
 
 def unit(vector: npt.NDArray[np.floating]) -> Floats:
-    """The vector with length 1; one of length 0 stays as it is."""
+    """The vector scaled to length 1; a zero vector is returned unchanged."""
     wide = vector.astype(np.float64)
     length = float(np.sqrt((wide * wide).sum()))
     return (wide / length if length > 0 else wide).astype(np.float32)
 
 
 def truncated(vector: Floats, dimensions: int) -> Floats:
-    """Its first numbers, with length 1 again (Matryoshka embeddings: Kusupati et al. 2022)."""
+    """The first `dimensions` numbers of a vector, scaled to length 1 (Matryoshka embeddings: Kusupati et al.
+    2022)."""
     return unit(vector[:dimensions])
 
 
 def as_int8(vector: Floats) -> npt.NDArray[np.int8]:
-    """The vector times 127 over its largest magnitude, rounded to even: of itself alone, so that company
-    changes nothing. Directions are kept, lengths are not."""
+    """The vector times 127 over its largest magnitude, rounded to even. Directions are kept, lengths are
+    not."""
     wide = vector.astype(np.float64)
     largest = float(np.abs(wide).max())
     return np.rint(wide * (127 / largest) if largest > 0 else wide).astype(np.int8)
 
 
 def as_bits(vector: Floats) -> npt.NDArray[np.uint8]:
-    """A bit for each number, 1 where it is above 0, the first one the highest of its byte; the last byte is
-    filled up with 0 (sentence-transformers' "ubinary")."""
+    """The signs of a vector as bits, 1 for a number above 0, the first in the highest bit of its byte, padded
+    with 0 (sentence-transformers' "ubinary")."""
     return np.packbits(vector > 0)
 
 
 def as_signed_bits(vector: Floats) -> npt.NDArray[np.int8]:
-    """The same bytes less 128 (sentence-transformers' and Cohere's "binary")."""
+    """The bytes of `as_bits` less 128 (sentence-transformers' and Cohere's "binary")."""
     return (as_bits(vector).astype(np.int16) - 128).astype(np.int8)
 
 
@@ -73,15 +75,14 @@ PRECISIONS: dict[Precision, Callable[[Floats], npt.NDArray[Any]]] = {
 
 
 def check_numbers(vector: Floats) -> None:
-    """StepFailed where a vector, or one of several, is not finite: no client may take it for one."""
+    """Raise StepFailed where a vector, or one of several, holds a number that is not finite."""
     if not np.isfinite(vector).all():
         raise StepFailed("the model gave values that are not numbers: its weights are damaged, or overflow")
 
 
 def score(rows: Floats, model: PackedModel, embedding: Embedding) -> float:
-    """The logit that a cross-encoder's head makes of its pooled rows, or a decoder's of the last one.
-
-    Neither by BLAS nor by numpy's tanh, whose last bits depend on the CPU."""
+    """The logit of a cross-encoder's head for its pooled rows, or of a decoder's last row. Computed neither
+    by BLAS nor by numpy's tanh, whose last bits depend on the CPU."""
     vectors, wide = model.vectors, _one_row(rows, embedding)
     if model.config.last_row_scores:
         return float((vectors["score_out"] * wide).sum())
@@ -102,6 +103,6 @@ def _normalised(x: npt.NDArray[np.float64], eps: float) -> npt.NDArray[np.float6
 
 
 def _tanh(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Within some 1e-7, by the kernels' exponential."""
+    """tanh by the kernels' exponential, accurate to about 1e-7."""
     power = exponential((-2.0 * np.abs(x)).astype(np.float32)).astype(np.float64)
     return np.copysign((1.0 - power) / (1.0 + power), x)
