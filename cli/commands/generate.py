@@ -95,8 +95,8 @@ def _summary(generated: Generated) -> str:
     ]
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
-    if answer.drafts is not None:
-        accepted, rejected = answer.drafts
+    accepted, rejected = answer.drafts or (0, 0)
+    if accepted + rejected:
         parts.append(f"{accepted} of {accepted + rejected} drafted tokens accepted")
     if generated.is_cut:
         parts.append(f"cut at {counted(generated.n_tokens, 'token')} (-n allows more)")
