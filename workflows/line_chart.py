@@ -79,7 +79,6 @@ SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def draw_chart(chart: Chart) -> str:
-    """The chart as SVG text."""
     names = list(dict.fromkeys(name for panel in chart.panels for name in panel.lines))
     columns = min(MAX_COLUMNS, len(chart.panels))
     width = 2 * MARGIN + columns * (LEFT + PLOT_WIDTH + RIGHT)

@@ -57,7 +57,7 @@ def rule_of(drafts: DraftSource | None) -> DraftRule | None:
 
 
 def check_draft(name: str | None, report: Report = silent) -> None:
-    """Raise ModelError, before any model is opened, for an absent draft model. `name`: as for `find_drafts`."""
+    """Raise ModelError early for an absent draft model. `name`: as for `find_drafts`."""
     if name in (*NOT_NAMED, LOOKUP, HEAD, OFF):
         return
     assert name is not None

@@ -1,4 +1,4 @@
-"""Placement of a model's weights: NUMA nodes, the share of reads that stay on their node, and ranks' shares."""
+"""Placement of a model's weights on NUMA nodes, the share of node-local reads, and ranks' shares."""
 
 from __future__ import annotations
 

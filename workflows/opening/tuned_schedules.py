@@ -1,4 +1,7 @@
-"""The tuned schedules of an opened model: tables in which serving looks schedules up, and a list of all uses."""
+"""The tuned schedules of an opened model: tables for serving's look-ups, and a list of all uses.
+
+`schedules_for` reads the database once. `explain` lists every lookup that a model's steps make.
+"""
 
 from __future__ import annotations
 

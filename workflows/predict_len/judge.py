@@ -255,7 +255,7 @@ def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = sil
 
 
 def judge_by_folds(logs: Mapping[str, Sequence[Example]], model_name: str, wish: EvalWish) -> list[LogReport]:
-    """Each answer is judged once, by methods that learnt from the prompts of all other folds.
+    """Judge each answer once, by methods that learnt from the prompts of all other folds.
 
     logs: answers by the name of their log.
     """

@@ -41,7 +41,7 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Summary of `prune --recover`. Errors: root mean squares over those of the outputs, mean over weights."""
+    """Summary of `prune --recover`. Errors: root mean squares over the outputs' own, mean over weights."""
 
     n_weights: int
     most_steps: int
@@ -142,7 +142,7 @@ Wanted = Literal["squares", "hessian"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Sums over all input rows, by layer and reader. squares float64 [k]; hessian float32 [k, k] or None."""
+    """Sums over all input rows, by layer and reader: squares float64 [k]; hessians float32 [k, k], if wanted."""
 
     squares: Mapping[tuple[int, str], Array]
     hessians: Mapping[tuple[int, str], Array]

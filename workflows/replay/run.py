@@ -128,7 +128,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _in_document(document: Any) -> Iterator[Any]:
-    """Receipts in a JSON value; an answer's come with their choice, and True if its usage counts its tokens."""
+    """Receipts in a JSON value; an answer's come with their choice, and True if its usage counts tokens."""
     if isinstance(document, list):
         yield from document
     elif isinstance(document, dict) and isinstance(document.get("data"), list):

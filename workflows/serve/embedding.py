@@ -186,7 +186,7 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
 
 
 def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
-    """Cores of embeddings beside a language model."""
+    """Number of `n_cores` that embeddings have beside a language model."""
     return settings.embed_cores or _default_share(n_cores)
 
 

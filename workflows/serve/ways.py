@@ -75,7 +75,7 @@ class SizedModel:
 
 
 class Hosted(NamedTuple):
-    """A model that a host computes. `lines`: text on its plans. `cores`: CPUs of this host that compute it."""
+    """A model that a host computes. `lines`: text on its plans. `cores`: its CPUs of this host."""
 
     served: Served
     host: OpenHost
@@ -231,7 +231,7 @@ class OnCores:
 
 @dataclass(frozen=True)
 class OnNodes:
-    """Instances on nodes of a Ray cluster, on cores that the nodes choose, compute prompts, answers or both."""
+    """Instances on nodes of a Ray cluster, on cores that nodes choose, compute prompts, answers or both."""
 
     where: ClassVar = "with --cluster"
     instead: ClassVar = "hosts of a cluster choose cores and schedules; leave that out"

@@ -76,8 +76,6 @@ class Versus:
 
 @dataclass(frozen=True)
 class PhaseVerdict:
-    """The verdict of a phase."""
-
     phase: Phase
     plan: ServicePlan
     """The plan to use from now on."""
@@ -133,7 +131,7 @@ class MeasuredJury:
 
 
 class CalculatedJury:
-    """Compares calculated costs, by an evaluator that always gives the same answer."""
+    """The jury of an evaluator that always gives the same cost, so that there is nothing to compare."""
 
     is_timed = False
 

@@ -97,7 +97,7 @@ MAX_TEXT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Checked:
-    """One target's verdict; `missing` says why it was not run."""
+    """The verdict on one target; `missing`: the reason why the target was not run."""
 
     target: str
     verdict: Verdict | None
