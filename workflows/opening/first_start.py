@@ -108,7 +108,7 @@ def fight_first(
     seconds: float,
     report: Report,
 ) -> OpenModel:
-    """Fight hints for the model's products; return the model with the schedules that are in use afterwards.
+    """Time hints against the schedules in use, and return the model with the winners.
 
     plans: each set of plans that the model runs by, one for each instance.
     """

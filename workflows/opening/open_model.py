@@ -75,7 +75,7 @@ class OpenModel:
     plans: Mapping[Phase, ServicePlan]
     schedules: Mapping[Phase, ScheduleTable]
     storage: StorageChoice
-    """The requested storage of its weights."""
+    """The requested storage of the model's weights."""
 
     def memory(self) -> MemoryPlacement | None:
         """Placement of the weights on NUMA nodes, and ranks' unequal shares; None where there is neither."""

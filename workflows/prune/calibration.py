@@ -142,7 +142,7 @@ Wanted = Literal["squares", "hessian"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Sums over all input rows, by layer and reader: squares float64 [k]; hessians float32 [k, k], if wanted."""
+    """Sums over all input rows, by layer and reader: squares float64 [k], hessians float32 [k, k] if any."""
 
     squares: Mapping[tuple[int, str], Array]
     hessians: Mapping[tuple[int, str], Array]

@@ -143,7 +143,7 @@ class Opener:
         )
 
     def open(self, sized: SizedModel, names: tuple[str, ...], stack: ExitStack) -> OpenedModel:
-        """Open the model's host, which `stack` closes. names: as requests may call it, its id first."""
+        """Open the model's host, which `stack` closes. names: names that requests may use, the id first."""
         from phasewise.serving.engine.open_engine import ModelText
         from phasewise.serving.model_table import TextRow
 

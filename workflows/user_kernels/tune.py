@@ -212,7 +212,7 @@ class _Run:
     def _beside_baseline(
         self, problem: UserProblem, baseline: Choice, promotion: UserPromotion
     ) -> tuple[UserPromotion, Comparison | None]:
-        """The choice after a duel with the baseline, unless there was one, and that duel."""
+        """The choice after a duel with the baseline (an earlier duel counts), and that duel."""
         if promotion.choice == baseline:
             return promotion, None
         for earlier in reversed(self._promotions(problem)):
