@@ -51,7 +51,6 @@ class StreamReader:
 
     @property
     def is_finished(self) -> bool:
-        """True if the answer came to its end."""
         return self._is_done or self._has_finish
 
     def close(self) -> None:

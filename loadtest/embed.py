@@ -66,7 +66,7 @@ def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
 
 
 def lengths_of(text: str, count: int, seed: int) -> list[int]:
-    """Draw text lengths in words: `75`, `20:120` (even), `lognormal:75:0.6` (median, sigma); LoadTestError."""
+    """Draw lengths in words from `75`, `20:120` (even), `lognormal:75:0.6` (median, sigma); LoadTestError."""
     rng = random.Random(seed)
     parts = text.split(":")
     try:

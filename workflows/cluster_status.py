@@ -77,7 +77,7 @@ def named_instances(instances: Sequence[dict[str, Any]], name: str) -> list[dict
 
 
 def names_of(instance: dict[str, Any]) -> set[str]:
-    """The names that a person may give an instance, with its server or without, with its life or without."""
+    """Names of an instance that a person may give: with or without the last `-` part, and `@server`."""
     own = str(instance["name"])
     names = {own, own.rpartition("-")[0]}
     return names | {f"{one_name}@{instance['server']}" for one_name in names}

@@ -59,14 +59,16 @@ class StandingOptions:
         return cls(table if isinstance(table, dict) else {})
 
     def text(self, key: str, choices: Sequence[str] = ()) -> str | None:
-        """None without a value. UsageError for a value that is not among `choices`."""
+        """An option's text; None without one. UsageError for a text that is not among `choices`."""
         value = self._value(key)
         if value is not None and choices and value not in choices:
             raise UsageError(f"{self._place(key)} is {value!r:.40}, not one of {', '.join(choices)}")
         return None if value is None else str(value)
 
     def count(self, key: str) -> int | None:
-        """An option's value as a whole number from 1 on. Raises UsageError for any other value."""
+        """An option's value as a number; None without one. UsageError for anything but whole numbers from 1
+        on.
+        """
         value = self._value(key)
         if value is None:
             return None

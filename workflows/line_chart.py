@@ -25,14 +25,14 @@ MARKS = ("circle", "square", "diamond", "triangle", "cross", "plus", "ring")
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: points (x, y), in ascending x, a line a name; positive, but a share may be 0."""
+    """One plot: lines of points (x, y) by name, in ascending x; positive, but a share may be 0."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     limit: Sequence[tuple[float, float]]
-    """A limit that no line can pass, or that is to be reached, drawn dashed; may be empty."""
+    """Points of a dashed limit line; may be empty."""
     x_name: str | None = None
-    """The label where it differs from the chart's."""
+    """Label of the x axis where the chart's does not apply."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Chart:
     limit_name: str
     """Name of the dashed line."""
     emphasised: str | None
-    """The line that is drawn boldly."""
+    """Name of the line that is drawn boldly."""
     panels: Sequence[Panel]
 
 
@@ -79,7 +79,6 @@ SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def draw_chart(chart: Chart) -> str:
-    """The chart as SVG text."""
     names = list(dict.fromkeys(name for panel in chart.panels for name in panel.lines))
     columns = min(MAX_COLUMNS, len(chart.panels))
     width = 2 * MARGIN + columns * (LEFT + PLOT_WIDTH + RIGHT)
@@ -136,7 +135,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(scale: _Scale) -> list[float]:
-    """Powers of two, and not more than can be read."""
+    """Powers of two on a scale, few enough to be read."""
     steps = round(math.log2(scale.high / scale.low))
     powers = [scale.low * 2**step for step in range(steps + 1)]
     return powers[:: -(-len(powers) // 12)]

@@ -23,7 +23,7 @@ PATHS: Mapping[ArithmeticChoice, str] = {"groups": "int8_dot", "blocks": "int8_b
 
 
 def check_arithmetic(choice: ArithmeticChoice) -> None:
-    """UsageError for a choice that this CPU cannot follow."""
+    """Raise UsageError for a choice that this CPU cannot follow."""
     if choice != "tiles":
         return
     from phasewise.cython_kernels import isa
@@ -46,7 +46,7 @@ MOST_DRAFT_TOKENS = 15
 
 
 def parse_draft_tokens(text: str | None) -> int | None:
-    """`auto` is None; else 1 to 15 tokens."""
+    """Parse `auto` as None, else a number of tokens from 1 to 15."""
     if text is None or text == "auto":
         return None
     if not re.fullmatch(r"[1-9][0-9]?", str(text)) or int(text) > MOST_DRAFT_TOKENS:

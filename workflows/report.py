@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Report = Callable[[str], None]
-"""Called with one line of text, without a newline at its end."""
+"""Callback that is given one line of text, without a newline at its end."""
 
 
 def silent(line: str) -> None:

@@ -72,7 +72,7 @@ class KernelRow(Row):
 
 
 def schedule_text(schedule: Mapping[str, Any]) -> str:
-    """In words: `4x48 block 64x96x576 grid 1x2x1 nm int8_dot`, with k parts and prefetch where there are any."""
+    """In words: `4x48 block 64x96x576 grid 1x2x1 nm int8_dot`; k parts and prefetch where there are any."""
     s = schedule
     parts = [
         f"{s['mr']}x{16 * s['panels']}",

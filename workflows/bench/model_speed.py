@@ -40,7 +40,7 @@ MAX_BATCH_TOKENS = 2048
 
 
 def check_context(workloads: Sequence[Workload], context_length: int) -> None:
-    """UsageError where a test needs more positions than the model's context has."""
+    """Raise UsageError where a test needs more positions than the model's context has."""
     for workload in workloads:
         if workload.positions > context_length:
             raise UsageError(
@@ -64,7 +64,7 @@ class OpenRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """One test of a model: llama-bench's fields first, in its order, then ours.
+    """The result of one test of a model: llama-bench's fields first, in its order, then ours.
 
     Sample arrays appear in JSON only.
     """

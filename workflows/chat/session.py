@@ -53,7 +53,7 @@ class ChatSession:
         db: str | None = None,
         report: Report = silent,
     ) -> None:
-        """Raises ModelError, PlanError, KernelDbError; WorkflowError for a model without a chat template."""
+        """Open the model. ModelError, PlanError, KernelDbError; WorkflowError without a chat template."""
         weights = Weights(weight_format, lora=None if lora is None else [lora])
         check_settings(model, weights, kv_format, report)
         loaded = open_model(model, weights, threads, db, report)

@@ -67,7 +67,7 @@ class Trust:
 
 
 def _verify(index: bytes, signature: bytes, allowed_signers: Path, name: str) -> None:
-    """Verify a signature by any signer of the file, whose names are looked up by the signature's key."""
+    """Verify a signature by the file's signers, whose names ssh-keygen finds by the signature's key."""
     with TemporaryDirectory(prefix="phasewise-") as folder:
         file = Path(folder) / "index.sig"
         file.write_bytes(signature)

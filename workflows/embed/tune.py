@@ -54,7 +54,7 @@ class MeasuredCut:
 
 @dataclass(frozen=True)
 class MeasuredAccelerator:
-    """One accelerator, with its worker on `cores`. `line`, `depth`, `predicted`, `tried`: as in MeasuredCut."""
+    """An accelerator with its worker on `cores`. `line`, `depth`, `predicted`, `tried`: as in MeasuredCut."""
 
     device: str
     cores: tuple[int, ...]

@@ -31,19 +31,19 @@ class MeanError:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """For each predicted token, in the order of the text."""
+    """Scores of each predicted token, in the order of the text."""
 
     losses: Floats
     base_losses: Floats
-    """The reference's."""
+    """The reference's losses."""
     divergences: Floats
     """The Kullback-Leibler divergence of the model from the reference, over the whole vocabulary."""
     same_top: npt.NDArray[np.bool_]
-    """True where both find the same next token likeliest."""
+    """True where the model and the reference find the same next token likeliest."""
 
     @property
     def differences(self) -> Floats:
-        """The model's probability of the token that came, less the reference's."""
+        """The model's probability of the actual next token, less the reference's."""
         differences: Floats = np.exp(-self.losses) - np.exp(-self.base_losses)
         return differences
 
@@ -54,11 +54,11 @@ class Divergence:
 
     base_perplexity: MeanError
     log_correlation: float
-    """Between losses of the two."""
+    """Correlation between the losses of the model and the reference."""
     log_ratio: MeanError
     """The logarithm of `ratio`."""
     ratio: MeanError
-    """The perplexity over the reference's."""
+    """The model's perplexity over the reference's."""
     difference: MeanError
     kl: MeanError
     kl_max: float
@@ -90,7 +90,7 @@ def token_losses(logits: Logits, next_ids: Sequence[int]) -> Floats:
 
 
 def compare(logits: Logits, base: Logits, next_ids: Sequence[int]) -> TokenScores:
-    """Rows of a model beside those of its reference."""
+    """Score rows of a model's logits beside those of its reference."""
     ids, count = np.asarray(next_ids), len(logits)
     losses, base_losses, divergences = np.empty(count), np.empty(count), np.empty(count)
     for (part, logs), (_, base_logs) in zip(_rows(logits), _rows(base), strict=True):
@@ -107,7 +107,6 @@ def joined(parts: Sequence[TokenScores]) -> TokenScores:
 
 
 def mean(values: npt.NDArray[np.floating | np.bool_]) -> MeanError:
-    """The mean with its standard error."""
     count = len(values)
     error = float(np.std(values)) / math.sqrt(count - 1) if count > 1 else math.nan
     return MeanError(float(np.mean(values)), error)
@@ -124,7 +123,7 @@ def exponential(logarithm: MeanError) -> MeanError:
 
 
 def divergence(scores: TokenScores) -> Divergence:
-    """Errors of what both share count once: of their ratio and difference, by the covariance of losses."""
+    """Summarise scores. Errors of ratio and difference heed the covariance of the two models' losses."""
     ours, base = mean(scores.losses), mean(scores.base_losses)
     shared = float(np.mean(scores.losses * scores.base_losses)) - ours.value * base.value
     covariance = shared / (len(scores.losses) - 1) if len(scores.losses) > 1 else math.nan

@@ -48,7 +48,7 @@ MAX_TEXT_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens that are computed from an empty cache. Predictions count from that after `first` on."""
+    """Tokens that are computed from an empty cache. Predictions count from the token after `first` on."""
 
     ids: Sequence[int]
     first: int = 0
@@ -68,9 +68,9 @@ def read_text(path: Path) -> str:
 
 
 def halves(ids: Sequence[int], context: int, bos: int | None) -> list[Chunk]:
-    """The chunks of llama-perplexity: whole ones alone, of which the second half counts.
+    """llama-perplexity's chunks: whole ones alone, of each of which the second half counts.
 
-    bos: takes the place of each chunk's first token. WorkflowError for fewer tokens than one chunk has.
+    bos: replaces each chunk's first token. WorkflowError for fewer tokens than one chunk has.
     """
     if len(ids) < context:
         raise WorkflowError(
@@ -89,7 +89,7 @@ def windows(ids: Sequence[int], length: int) -> list[Chunk]:
 
 
 class Scorer:
-    """Ranks with one sequence of at most `context` tokens. Close it, or use it in `with`.
+    """Scores chunks on ranks with one sequence of at most `context` tokens. Close it, or use it in `with`.
 
     WorkflowError for a model without next tokens. Errors of `open_ranks`.
     """
@@ -110,7 +110,7 @@ class Scorer:
         return self._ranks.kv_format
 
     def logits(self, chunk: Chunk) -> Logits:
-        """A row for each of `chunk.next_ids`; valid until the next call."""
+        """A row of logits for each of `chunk.next_ids`; valid until the next call."""
         self._read(chunk.ids[: chunk.first])
         counted = SequenceSlice(chunk.ids[chunk.first : -1], chunk.first, 0, True)
         return self._ranks.all_logits(Batch("prefill", (counted,)))
@@ -140,7 +140,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TextFigures:
-    """A model on a text. tokens: those that were predicted and counted."""
+    """Figures of a model on a text. tokens: number of tokens that were predicted and counted."""
 
     name: str
     context: int
@@ -153,7 +153,7 @@ class TextFigures:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a run. is_whole: it was not interrupted; else they are of what was done."""
+    """Figures of a run. is_whole: False where Ctrl-C ended the run, whose figures are of the part before."""
 
     model: str
     format: str
@@ -203,7 +203,7 @@ def evaluate(
 
 
 def until_interrupted(results: Iterable[T]) -> tuple[list[T], bool]:
-    """All results, or those before Ctrl-C; and True where they are all."""
+    """All results and True, or the results before Ctrl-C and False."""
     done: list[T] = []
     try:
         done.extend(results)  # one after another: those before an interrupt stay
@@ -224,7 +224,7 @@ def _chunks(scorer: Scorer, text: str, settings: EvalSettings) -> list[Chunk]:
 
 
 def _reference(model: str, settings: EvalSettings, db: str | None, report: Report) -> OpenModel:
-    """The same model in another format, or another model as its file has it; its KV format is `auto`."""
+    """Open the same model in another format, or another model in its file's; the KV format is `auto`."""
     assert settings.against is not None
     is_format = settings.against in FORMATS
     ref, weight_format = (model, settings.against) if is_format else (settings.against, "native")

@@ -52,7 +52,7 @@ class SamplingChoice:
     seed: int | None = option(None, "the same seed gives the same text")
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """These values over `defaults`. RequestError where one is out of its range."""
+        """Sampling parameters: these values over `defaults`. RequestError for a value out of its range."""
         from phasewise.serving.sampling.sampling import SamplingParams
 
         base = defaults.with_overrides(self.temperature, self.top_p, self.min_p)

@@ -34,7 +34,7 @@ MOST_MESSAGE_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Generated:
-    """An answer and the model that it is of; `n_tokens`: the most that it could have."""
+    """A model's answer. `n_tokens`: the answer's limit."""
 
     answer: OneAnswer
     model_name: str

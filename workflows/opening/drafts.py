@@ -1,4 +1,4 @@
-"""Find what drafts tokens of answers, as `--draft` names it."""
+"""Finds the source of draft tokens that `--draft` names: a head, a draft model, or lookup."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class DraftRule:
     """The source of drafts, and how many of them a step may check."""
 
     source: str
-    """"mtp", "model" or "lookup"."""
+    """The kind of source: "mtp", "model" or "lookup"."""
     name: str | None
-    """The head's or the model's; None for lookup."""
+    """Name of the head or the draft model; None for lookup."""
     weight_bytes: int
     n_tokens: int | None
-    """Drafts of each sequence in every step; None: from none to `most`, as many as pay."""
+    """Drafts of each sequence in every step; None: as many as pay, up to `most`."""
     most: int
     least_gain: float
-    """Drafts pay where they promise at least this multiple of the tokens in a second."""
+    """Least gain in tokens a second from which on drafts pay."""
 
 
 def rule_of(drafts: DraftSource | None) -> DraftRule | None:
-    """None where nothing is drafted."""
+    """The rule of a source of drafts; None where nothing is drafted."""
     from phasewise.serving.drafts.contract import MOST_DRAFTED
     from phasewise.serving.drafts.gain import LEAST_GAIN
 
@@ -57,10 +57,7 @@ def rule_of(drafts: DraftSource | None) -> DraftRule | None:
 
 
 def check_draft(name: str | None, report: Report = silent) -> None:
-    """ModelError, before any model is opened, where the model that `name` names is not there.
-
-    name: as `find_drafts` reads it.
-    """
+    """Raise ModelError early for an absent draft model. `name`: as for `find_drafts`."""
     if name in (*NOT_NAMED, LOOKUP, HEAD, OFF):
         return
     assert name is not None
@@ -78,10 +75,10 @@ def find_drafts(
     *,
     with_head: bool = True,
 ) -> DraftSource | None:
-    """The source of drafts for a model that is open; None where there is none, or none is to be.
+    """Find the source of drafts for an open model; None where there is no source, or `name` is `off`.
 
     name: `lookup`, `mtp` (a head that the model's files have), `off`, or a model as `open_model` reads it;
-    None or `auto`: the head of a model that has one, else `lookup`, as far as that pays. with_head: False
+    None or `auto`: the head of a model that has one, else `lookup`, as far as drafts pay. with_head: False
     where a head cannot be used. db: URL or file of the tuning database, whose step times say what rows cost.
     n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model or the head cannot be read, is not
     there, or has another vocabulary.
@@ -113,7 +110,7 @@ def find_drafts(
 
 
 def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedModel | None:
-    """The head of its model's files, in the model's format. ModelError where it is named and cannot be."""
+    """The head in a model's files, in the model's format. ModelError where it is named but unusable."""
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import load_head
 
@@ -137,7 +134,7 @@ def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedMode
 
 
 def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
-    """Nanoseconds of decode steps by rows, of the plan in use, at the shortest context that was timed."""
+    """Recorded nanoseconds of the plan's decode steps by number of rows, at the shortest context."""
     from phasewise.kerneldb.location import locate
     from phasewise.tuner.plans import machine_key, model_key
 

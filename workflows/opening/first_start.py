@@ -1,8 +1,7 @@
-"""A first start that is tuned: what a remote has for cores like these is pulled, fought over, then used.
+"""Tunes a first start: pulls a remote's schedules for cores like these, and uses those that win a duel here.
 
-All of it takes FIRST_S at most, and what has begun then is ended. A remote that cannot be reached or
-believed costs one line: the start goes on with what is here. No schedule that was pulled is used before it
-won a duel here.
+It takes FIRST_S at most, apart from finishing a timing that has begun. A remote that cannot be reached or
+believed costs one line: the start goes on without it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_kernels.rounds import Round
 
 MOST_BYTES = 64 * 2**20
-"""The most of one bundle at a start; a larger one is left to `db pull`."""
+"""Most bytes of one bundle that a start pulls; a larger bundle is left to `db pull`."""
 MOST_ROWS = 512
 """Most rows of a product: the engine computes no more at once."""
 
@@ -68,7 +67,7 @@ class Remote:
             refuse_unused("without --remote", changed(self, "remote_digest", "remote_signers"), believing)
 
     def trust(self) -> Trust:
-        """UsageError where there is no reason to believe the remote."""
+        """The trust in the remote. UsageError where neither a digest nor signers are given."""
         from phasewise.workflows.database.remote_files import Trust
 
         trust = Trust(self.remote_digest, self.remote_signers)
@@ -81,8 +80,8 @@ class Remote:
 
 
 def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Report) -> None:
-    """Import what the remote has for cores like these, unless its index was pulled before. Never raises for
-    what the remote is or holds: it is told in one line.
+    """Import a remote's rows for cores like these, unless its index was pulled before. The remote's faults
+    are reported in one line, never raised.
     """
     from phasewise.kerneldb.location import redacted
     from phasewise.workflows.database.remote import PullLimits, pull
@@ -109,9 +108,9 @@ def fight_first(
     seconds: float,
     report: Report,
 ) -> OpenModel:
-    """The model with the schedules that are in use after hints for its products were fought over.
+    """Time hints against the schedules in use, and return the model with the winners.
 
-    plans: each set of plans that it runs by, one for each instance.
+    plans: each set of plans that the model runs by, one for each instance.
     """
     from phasewise.kerneldb.start_reads import open_start_reads
     from phasewise.tuner.measurement_lock import user_lock

@@ -1,7 +1,7 @@
-"""A line for commands that keep the plans of their start while a cpuset or a quota changes.
+"""Reports changes of a cpuset or a CPU quota to commands that keep the plans of their start.
 
-`serve` goes on by other plans then (`serving.engine.core_watch`). A thread whose own core is gone runs
-elsewhere, which its ranks tell.
+(`serve` makes other plans then: `serving.engine.core_watch`.) A thread whose own core is gone runs elsewhere,
+which its ranks tell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phasewise.workflows.report import Report
 T = TypeVar("T")
 
 Limits = tuple[int | None, float | None]
-"""A mask of CPUs and CPUs' worth of time; None: without a limit."""
+"""Number of CPUs in the affinity mask, and CPUs' worth of time by the quota; None: no limit."""
 
 
 def cgroup_limits() -> Limits:
@@ -29,20 +29,20 @@ def cgroup_limits() -> Limits:
 
 
 class KeptCores:
-    """The limits at a command's start. `tell_changes` is for its pauses."""
+    """The limits at a command's start, to compare with later ones in the command's pauses."""
 
     def __init__(self, report: Report, look: Callable[[], Limits] = cgroup_limits) -> None:
         self._report, self._look = report, look
         self._seen = look()
 
     def between(self, steps: Iterable[T]) -> Iterator[T]:
-        """The same steps, with a look at the limits after each."""
+        """Yield the steps, and look at the limits after each."""
         for step in steps:
             yield step
             self.tell_changes()
 
     def tell_changes(self) -> None:
-        """A line where the limits are others than when it was last called."""
+        """Report the limits where they differ from those of the last call."""
         with suppress(OSError, ValueError):  # not now
             limits = self._look()
             if limits != self._seen:

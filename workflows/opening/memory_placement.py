@@ -1,6 +1,4 @@
-"""The NUMA nodes of a model's weights under its plans, the share of reads that stay on their node, and ranks'
-shares where their cores are of several kinds.
-"""
+"""Placement of a model's weights on NUMA nodes, the share of node-local reads, and ranks' shares."""
 
 from __future__ import annotations
 
@@ -19,13 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryPlacement:
-    """The weights of a model on a machine of several NUMA nodes, or of several kinds of core.
+    """Weights on a machine of several NUMA nodes, or of several kinds of core. One node: rank_shares alone.
 
-    On one node nothing but rank_shares is told. rank_nodes: those of each rank's memory, by turns where there
-    are several. local_reads: of each phase the share of the weights' bytes that a step reads from the node of
-    the core that reads them. kv_factor: the bytes of keys and values over those of one rank; above 1 where
-    ranks keep copies of heads that they share. rank_shares: by phase each rank's part of the columns and
-    heads, where it goes by what its cores were measured to do and not by their number.
+    rank_nodes: nodes of each rank's memory, interleaved where there are several. local_reads: by phase, the
+    share of the weights' bytes that a step reads from the reading core's own node. kv_factor: bytes of keys
+    and values over those of one rank; above 1 where ranks keep copies of shared heads. rank_shares: by phase,
+    each rank's part of columns and heads, where it follows measured core speeds instead of core counts.
     """
 
     bytes_by_node: Mapping[int, int]
@@ -36,7 +33,7 @@ class MemoryPlacement:
 
 
 def place(model: PackedModel, layout: RankLayout) -> MemoryPlacement | None:
-    """As `open_ranks` places them where every node has room; None where there is nothing to tell."""
+    """The placement by `open_ranks` where every node has room; None: one node, even shares."""
     from phasewise.serving.models.forward import kv_bytes_per_slot
 
     plans, memory, shares = layout.plans, layout.memory, _rank_shares(layout)
@@ -67,7 +64,7 @@ def place(model: PackedModel, layout: RankLayout) -> MemoryPlacement | None:
 
 
 def _rank_shares(layout: RankLayout) -> dict[Phase, tuple[float, ...]]:
-    """Those that are not in proportion to threads."""
+    """Shares of ranks by phase, where they are not in proportion to threads."""
     from phasewise.serving.ranks.rank_teams import TABLES
 
     told: dict[Phase, tuple[float, ...]] = {}
@@ -80,14 +77,14 @@ def _rank_shares(layout: RankLayout) -> dict[Phase, tuple[float, ...]]:
 
 
 def _owned(layout: RankLayout, panels: int) -> Iterator[tuple[int, int, int]]:
-    """Each rank that has panels in its memory, and which."""
+    """Yield (rank, begin, end) of the panels in each rank's memory."""
     from phasewise.tuner.plans import PHASES
 
     return _read(layout, next(phase for phase in reversed(PHASES) if phase in layout.plans), panels)
 
 
 def _read(layout: RankLayout, phase: Phase, panels: int) -> Iterator[tuple[int, int, int]]:
-    """Each rank that reads panels in a phase, and which."""
+    """Yield (rank, begin, end) of the panels that each rank reads in a phase."""
     from phasewise.cython_kernels.division import share
     from phasewise.serving.ranks.rank_teams import TABLES
 
@@ -99,7 +96,7 @@ def _read(layout: RankLayout, phase: Phase, panels: int) -> Iterator[tuple[int, 
 def _meeting(
     layout: RankLayout, memory: MemoryNodes, phase: Phase, reader: int, nodes: tuple[int, ...]
 ) -> Fraction:
-    """The share of a rank's reads from memory on `nodes`, by turns, that cores on the same node make."""
+    """Share of a rank's reads that its cores make on their own node, of memory interleaved over `nodes`."""
     cores = layout.plans[phase].ranks[reader].cores
     at_home = sum(len(memory.cpus.get(node, frozenset()).intersection(cores)) for node in nodes)
     return Fraction(at_home, len(cores) * len(nodes))

@@ -23,7 +23,6 @@ _NATIVE_OF_A_CONFIG = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def shape_of_model(model: PackedModel) -> ModelShape:
-    """The shape of a model in memory."""
     from phasewise.serving.models.forward import resolve_kv_format
 
     read = {name: weight.nbytes for name, weight in model.weights.items()}
@@ -51,7 +50,7 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
 
 
 def lone_config(reference: str) -> tuple[str, dict[str, Any]] | None:
-    """The model's name and the fields of a `config.json`: given itself, or in a directory without weights."""
+    """Name and fields of a `config.json`, given itself or in a directory without weights; else None."""
     from phasewise.serving.loaders.formats.model_directory import ModelDirectory
     from phasewise.serving.loaders.source import SourceFile, parse_json_object, read_all
 
@@ -82,7 +81,7 @@ def _shape_of_config(name: str, fields: dict[str, Any], weight_format: str) -> M
 
 
 def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_bytes: int) -> ModelShape:
-    """read: bytes of every weight. An untied embedding does not count: its rows are only looked up."""
+    """read: bytes of every weight. An untied embedding counts nothing: its rows are only looked up."""
     looked_up = (0 if config.tied_embeddings else read["embed"]) + read.get("layer_table", 0)
     dense = [layer.mixture.expert if layer.mixture else layer.feed_forward for layer in config.layers]
     matrices = max(sum(len(product.outputs) for product in part.into) for part in dense if part) + 1

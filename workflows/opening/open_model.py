@@ -59,7 +59,7 @@ NATIVE = Weights()
 
 @dataclass(frozen=True)
 class ReadWeights(Weights):
-    """Those of a command that computes and ends; it reads no packed model to check it."""
+    """Weights of a command that computes and ends, and verifies no packed model's checksum."""
 
     PANEL = "Options"
 
@@ -75,10 +75,10 @@ class OpenModel:
     plans: Mapping[Phase, ServicePlan]
     schedules: Mapping[Phase, ScheduleTable]
     storage: StorageChoice
-    """The requested storage of its weights."""
+    """The requested storage of the model's weights."""
 
     def memory(self) -> MemoryPlacement | None:
-        """The NUMA nodes of its weights, and unequal shares of ranks; None where there is nothing to tell."""
+        """Placement of the weights on NUMA nodes, and ranks' unequal shares; None where there is neither."""
         from phasewise.serving.ranks.rank_layout import RankLayout
         from phasewise.workflows.opening.memory_placement import place
 
@@ -127,7 +127,7 @@ def open_under(
     machine: Machine,
     report: Report = silent,
 ) -> OpenModel:
-    """A model that runs by these plans, with the schedules in use on their cores. As `open_model`."""
+    """Open a model under these plans, with the schedules in use on their cores. Otherwise as `open_model`."""
     from phasewise.serving.loaders import load_model
 
     check_arithmetic(weights.arithmetic)
@@ -143,7 +143,7 @@ def open_under(
 def schedules_under(
     plans: Mapping[Phase, ServicePlan], weights: Weights, db: str | None, machine: Machine, report: Report
 ) -> Mapping[Phase, ScheduleTable]:
-    """The schedules in use on the plans' cores, as `weights` are multiplied."""
+    """The schedules in use on the plans' cores, in the arithmetic of `weights`."""
     from phasewise.workflows.opening.tuned_schedules import schedules_for
 
     return schedules_for(db, machine, plans, report, arithmetic=weights.arithmetic)
@@ -157,8 +157,8 @@ def storage_choice(
     report: Report = silent,
     sequences: int = 1,
 ) -> StorageChoice:
-    """For `--sparse MODE`, where up to `sequences` decode together. Duels are those of the cores of `plans`;
-    ranks of several share weights, so for them nothing was compared.
+    """Storage of weights for `--sparse MODE`, where up to `sequences` decode together, by duels on the plans'
+    cores. Ranks of several share weights, so that for them nothing was compared.
     """
     unmeasured = StorageChoice(mode, sequences=sequences)
     if mode != "auto" or locate(db).is_absent or any(len(plan.ranks) > 1 for plan in plans.values()):
@@ -186,7 +186,7 @@ def _measured_choice(table: StorageTable, sequences: int) -> StorageChoice:
 
 
 def suited_default(ref: str, weight_format: str, report: Report) -> DefaultPlan:
-    """A default for `plans_for` of the model `ref`; `report` is told what it chose, and why."""
+    """A default plan for `plans_for`, suited to the model `ref`; its choice and reason go to `report`."""
 
     def default(machine: Machine, phase: Phase) -> ServicePlan:
         from phasewise.tuner.plans import default_plan
@@ -213,7 +213,7 @@ def suited_default(ref: str, weight_format: str, report: Report) -> DefaultPlan:
 
 
 def _rates(machine: Machine) -> MachineRates | None:
-    """With what its kinds of cores were measured to do, on the machine that runs; None: as stated."""
+    """Measured rates of a running machine's kinds of cores; None: the stated rates apply."""
     if not (machine.kinds and machine.is_live):
         return None
     from phasewise.tuner.config.rates import default_rates
@@ -223,9 +223,9 @@ def _rates(machine: Machine) -> MachineRates | None:
 
 
 def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: Report = silent) -> None:
-    """ModelError for a format of keys and values, or for adapters, that the model `ref` cannot have.
+    """Raise ModelError for a KV format, or for adapters, that the model `ref` cannot have.
 
-    The head of its files says that, which is read where there is a model that could not have them.
+    The model's config is read only where some models could not have these.
     """
     from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS, check_kv_format
 

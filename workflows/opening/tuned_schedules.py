@@ -1,4 +1,4 @@
-"""The tuned schedules of an opened model: the lookup that serving is given, and all of its answers.
+"""The tuned schedules of an opened model: tables for serving's look-ups, and a list of all uses.
 
 `schedules_for` reads the database once. `explain` lists every lookup that a model's steps make.
 """
@@ -41,7 +41,7 @@ def schedules_for(
 ) -> Mapping[Phase, ScheduleTable]:
     """The schedules in use on each plan's cores with this build of the kernels; none without a database.
 
-    arithmetic: for both phases.
+    arithmetic: the choice for both phases.
     """
     cores = {own.ranks[0].cores: None for plan in plans.values() for own in plan.each}
     absent = locate(db).is_absent
@@ -58,7 +58,7 @@ def schedules_for(
 def _tables(
     db: str | os.PathLike[str] | None, machine: Machine, cores: Iterable[tuple[int, ...]], report: Report
 ) -> dict[tuple[int, ...], ScheduleTable]:
-    """The schedules of each rank's cores."""
+    """Schedule tables by rank's cores."""
     from phasewise.kerneldb.start_reads import open_start_reads
 
     with open_start_reads(db, report) as reads:
@@ -85,7 +85,7 @@ class ScheduleUse:
 
     phase: Phase
     used_for: str
-    """Names of weights, e.g. `layers.*.qkv`, or `attention`."""
+    """Names of the weights, e.g. `layers.*.qkv`, or `attention`."""
     format: str
     n: int
     k: int
@@ -95,12 +95,12 @@ class ScheduleUse:
     last_m: int
     why: str
     schedule: Mapping[str, Any] | None
-    """None: attention's default, which looks at the whole step."""
+    """The schedule; None: attention's default, which looks at the whole step."""
     storage: str = "dense"
-    """`dense` or `sparse`, and the share that is kept, where it could be either."""
+    """`dense` or `sparse`, with the share of values that is kept where both were possible."""
     storage_why: str = ""
     from_sequences: int = 1
-    """Decode: of the steps of at least so many sequences, whose cores the plan's band names."""
+    """Decode: least number of sequences in the steps, which select a band of the plan."""
 
 
 def explain(
@@ -113,8 +113,8 @@ def explain(
 ) -> list[ScheduleUse]:
     """One entry for every distinct shape of `model`, and for attention, up to `most_rows` of each phase.
 
-    Where a plan has several ranks, the entries are for the columns and heads that rank 0 computes. Density
-    is that of the first weight of a shape. storage: how the model's weights were to be stored.
+    Where a plan has several ranks, the entries are for the columns and heads that rank 0 computes. Density is
+    that of the first weight of a shape. storage: the choice by which the model's weights were stored.
     """
     uses: list[ScheduleUse] = []
     shapes = [(names, whole, _storage_of(whole, storage)) for names, whole in _shapes(model)]
@@ -146,7 +146,7 @@ def explain(
 def _by_load(
     plans: Plans, lookups: Mapping[Phase, ScheduleTable]
 ) -> Iterator[tuple[Phase, ServicePlan, ScheduleLookup, int]]:
-    """Each phase, and each band of decode's with the sequences from which it runs."""
+    """Each phase's plan and decode's bands: (phase, plan, lookup, least number of sequences)."""
     for phase, plan in plans.items():
         table = lookups[phase]
         own = (table, *table.bands, *[ScheduleLookup()] * len(plan.bands))
@@ -170,7 +170,7 @@ def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
 
 
 def _storage_of(weight: PackedWeight, storage: StorageChoice) -> tuple[str, str]:
-    """Storage and density of a weight, and why it is stored so; reads all of it."""
+    """Storage and density of a weight, and the reason for the storage; reads the whole weight."""
     from phasewise.cython_kernels import sparse
     from phasewise.serving.loaders.source import WeightForm
 

@@ -35,9 +35,8 @@ TELL_EVERY = 50
 def collect_lengths(
     model: str, prompts: Sequence[Path], output: Path, wish: CollectWish, report: Report = silent
 ) -> dict[str, Any]:
-    """Answer every prompt that the log `output` has no answer to; counts of what was done.
-
-    Raises ModelError, PlanError, PredictorError; KeyboardInterrupt with all ended answers in the log.
+    """Answer every prompt that the log `output` has no answer to; return counts of the work done. Raises
+    ModelError, PlanError, PredictorError; KeyboardInterrupt with all ended answers in the log.
     """
     texts = read_prompts(prompts)[: wish.limit]
     with _engine(model, wish, report) as opened:
@@ -75,7 +74,7 @@ def _engine(ref: str, wish: CollectWish, report: Report) -> OpenEngine:
 def _answer_all(
     opened: OpenEngine, log: AnswerLog, every: list[tuple[int, ...]], wish: CollectWish, report: Report
 ) -> tuple[list[int], int]:
-    """Lengths of the answers computed now, and how many prompts leave no room for one."""
+    """Returns the answers' lengths, and the number of prompts that leave no room for an answer."""
     room = opened.size.limits.context_length - wish.max_tokens
     fitting = [ids for ids in every if 0 < len(ids) <= room and ids not in log.done]
     n_left = sum(not 0 < len(ids) <= room for ids in every)
@@ -100,7 +99,7 @@ SCHEMA_VERSION = 1
 
 
 class Ended(NamedTuple):
-    """One answer. `error`: why there is none."""
+    """A prompt's answer. `error`: the reason why there is none."""
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
@@ -109,8 +108,7 @@ class Ended(NamedTuple):
 
 
 def answers(engine: Engine, prompts: Iterable[tuple[int, ...]], wish: CollectWish) -> Iterator[Ended]:
-    """Each prompt's answer when it ends, in no order. The same prompt is always drawn from with the same
-    seed."""
+    """Yield each prompt's answer when it ends, in no order. Equal prompts are sampled with equal seeds."""
     waiting = deque(enumerate(prompts))
     asked: dict[str, tuple[int, ...]] = {}
     while waiting or engine.has_work:
@@ -131,7 +129,7 @@ def _seed(ids: tuple[int, ...]) -> int:
 
 
 class AnswerLog:
-    """A log that is appended to; what it holds already need not be computed again."""
+    """Log of answers that is appended to; prompts in the log are not answered again."""
 
     def __init__(self, path: Path, model_name: str, wish: CollectWish) -> None:
         self._path = path
@@ -142,7 +140,7 @@ class AnswerLog:
         self._file = _opened(path)
 
     def write(self, ended: Ended) -> None:
-        """One whole line, on disk as far as the kernel is concerned when this returns."""
+        """Append one whole line, which the kernel has when this returns."""
         fields = {
             "schema_version": SCHEMA_VERSION,
             "model": self._model_name,
@@ -166,7 +164,7 @@ class AnswerLog:
         os.close(self._file)
 
     def _done(self) -> set[tuple[int, ...]]:
-        """Prompts asked with these wish."""
+        """Prompts that the log has answers to, under the same settings."""
         if not self._path.is_file() or not self._path.stat().st_size:
             return set()
         log = read_log(self._path)
@@ -184,7 +182,7 @@ class AnswerLog:
 
 
 def _drop_broken_line(path: Path) -> bool:
-    """Cut off what a process that was killed has left of its last line; whether there was any."""
+    """Cut off a last line that a killed process left unfinished; True if there was one."""
     try:
         return cut_broken_line(path)
     except OSError as error:

@@ -85,7 +85,7 @@ class Answers(NamedTuple):
 
 
 def read_logs(paths: Sequence[Path], model: str | None, report: Report = silent) -> Answers:
-    """The logs, whose prompts become tokens of `model`, else of the model that their lines name."""
+    """Read logs; their prompts become tokens of `model`, else of the model that the logs' lines name."""
     given = None if model is None else ModelTokens(model, report)
     tokens_by_name: dict[str | None, ModelTokens | None] = {}
 
@@ -112,7 +112,7 @@ def read_logs(paths: Sequence[Path], model: str | None, report: Report = silent)
 
 
 def tokens_here(name: str, report: Report = silent) -> ModelTokens | None:
-    """The tokens of a model that is in the cache. A log's name opens no file and fetches nothing."""
+    """The tokens of a cached model, else None. A name from a log opens no file and fetches nothing."""
     from phasewise.serving.loaders.fetching.registry import KNOWN, is_here
     from phasewise.serving.loaders.fetching.resolve import cache_root
     from phasewise.serving.loaders.inspection import stored_models

@@ -62,16 +62,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Rivals:
-    """All methods, learnt from the same answers."""
+    """The methods that are compared, trained on the same answers."""
 
     ours: LearntBuckets
     s3: FixedBuckets
     usual_bucket: int
-    """The fixed bucket that most answers of training fall into: the constant."""
+    """The fixed bucket that most answers of training fall into; the constant method predicts it."""
     hold: float
 
     def own_points(self, examples: Sequence[Example]) -> dict[str, Given]:
-        """Each as it would be used."""
+        """Predictions of each method in its usual setting."""
         longest = max(example.facts.limit for example in examples)
         return {
             OURS: self.ours.give(examples, self.hold),
@@ -81,14 +81,14 @@ class Rivals:
         }
 
     def at_s3(self, examples: Sequence[Example], s3: Given) -> dict[str, Given]:
-        """Ours and the constant with as much memory as S3 takes."""
+        """Predictions of our method and of the constant with as much memory as S3 takes."""
         ours = self.ours.give_within(examples, s3.mean)
         return {OURS: ours, S3: s3, CONSTANT: constant(examples, s3.mean)}
 
 
 @dataclass(frozen=True)
 class Grounds:
-    """The answers that ours learnt from (in the mean, of several folds), and a hash over those that judged
+    """Number of answers that our predictor learnt from (the mean over folds), and a hash of those that judged
     it.
     """
 
@@ -104,7 +104,7 @@ class Grounds:
 
 
 def answers_key(examples: Sequence[Example]) -> str:
-    """The same for the same answers in any order; nothing of a prompt can be read from it."""
+    """Hash of answers in any order; nothing of a prompt can be read from it."""
     answers = [
         example.prompt_key + repr((example.output_tokens, example.was_cut, example.facts.limit)).encode()
         for example in examples
@@ -114,7 +114,7 @@ def answers_key(examples: Sequence[Example]) -> str:
 
 @dataclass(frozen=True)
 class LogReport:
-    """One log's held-out answers. `scores`: by point of comparison, then by method."""
+    """Results on one log's held-out answers. `scores`: by point of comparison, then by method."""
 
     name: str
     n_answers: int
@@ -123,7 +123,7 @@ class LogReport:
     calibration: Calibration
 
     def figures_of_ours(self) -> dict[str, float]:
-        """Ours as it would be used, and beside S3 with the memory that S3 takes."""
+        """Figures of our predictor: in its usual setting, and beside S3 with S3's memory."""
         own = next(scored for scored in next(iter(self.scores.values())) if scored.method == OURS)
         figures = {
             name: value
@@ -138,12 +138,11 @@ class LogReport:
         return figures
 
     def points_gained(self, point: str) -> float:
-        """Ours above S3, in percentage points of accuracy."""
+        """Accuracy of our predictor over S3's, in percentage points."""
         accuracy = {scored.method: scored.accuracy for scored in self.scores[point]}
         return 100 * (accuracy[OURS] - accuracy[S3])
 
     def fields(self) -> dict[str, Any]:
-        """As JSON values."""
         return {
             "log": self.name,
             "answers": self.n_answers,
@@ -161,7 +160,7 @@ class LogReport:
 def rivals_of(
     kept: Sequence[Example], model_name: str, hold: float, seed: int, predictor: LengthPredictor | None
 ) -> Rivals:
-    """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
+    """Train all methods on `kept`; a given `predictor` is ours, as its file has it."""
     longest = max(example.facts.max_tokens or example.output_tokens for example in kept)
     options = TrainOptions(seed=seed)
     inner = FixedBuckets.inner_bounds(longest)
@@ -176,7 +175,7 @@ def rivals_of(
 
 
 def _learn(lengths: Sequence[int]) -> Sequence[int]:
-    """As the pool does, with its default settings."""
+    """Bucket sizes learnt from answer lengths as the KV pool learns them by default."""
     settings = PoolSettings(longest_request=max(lengths))
     return learnt(tuple(sorted(lengths)), settings.n_buckets, settings.top_level).buckets
 
@@ -189,7 +188,7 @@ class Fold(NamedTuple):
 
 
 def report_log(name: str, folds: Sequence[Fold]) -> LogReport:
-    """All comparisons on one log's answers, those of all folds together."""
+    """Compare the methods at every point, on one log's answers of all folds together."""
     points = [_points(*fold) for fold in folds]
     examples = [example for fold in folds for example in fold.examples]
     scores = {
@@ -211,13 +210,13 @@ def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, 
 
 
 def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:
-    """Examples whose prompts are not among the ones that were learnt from."""
+    """The examples of `others` whose prompts are not in `kept`."""
     learnt_keys = {example.prompt_key for example in kept}
     return [example for example in others if example.prompt_key not in learnt_keys]
 
 
 def with_split(predictor: LengthPredictor, split: Split) -> LengthPredictor:
-    """A predictor that says which prompts it did not learn from."""
+    """A copy of the predictor that records the split, so that held-out prompts are known."""
     facts = {**predictor.trained_on, "held_out_share": split.share, "held_out_seed": split.seed}
     return replace(predictor, trained_on=facts)
 
@@ -237,7 +236,7 @@ class Judged:
 
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
-    """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
+    """Train every method on the same answers, and judge it by others. Raises PredictorError, UsageError."""
     if wish.folds is not None and wish.predictor is not None:
         raise UsageError("--folds trains anew for each fold: leave --predictor out")
     answer_logs, name = read_logs(logs, wish.model, report)
@@ -256,7 +255,7 @@ def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = sil
 
 
 def judge_by_folds(logs: Mapping[str, Sequence[Example]], model_name: str, wish: EvalWish) -> list[LogReport]:
-    """Each answer is judged once, by methods that learnt from the prompts of all other folds.
+    """Judge each answer once, by methods that learnt from the prompts of all other folds.
 
     logs: answers by the name of their log.
     """
@@ -310,8 +309,8 @@ def predict_length(
 
 
 def keep_scores(judged: Judged, wish: EvalWish, report: Report = silent) -> int:
-    """Append a score for each log that was judged, and return their number. Where the database takes none,
-    that is reported.
+    """Append a score for each log that was judged, and return their number. A database that takes none is
+    reported.
     """
     origin = Origin(machine_key(read_machine()), __version__, time.time_ns() // 1_000_000)
     judged_by = "held_out" if wish.folds is None else "folds"

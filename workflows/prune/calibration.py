@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 300
 LEAST_GAIN = 1e-5
-"""Steps end with one that takes less than this share off a weight's error."""
+"""Share of a weight's error: a step that gains less is the last one."""
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class OutputError:
-    """Squares of a weight's outputs over a text: of what pruning changed in them, and of all of them."""
+    """Sums of squares of a weight's outputs over a text: of their changes by pruning, and of the outputs."""
 
     pruned: float
     recovered: float
@@ -41,22 +41,21 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The work of `prune --recover`. Errors are root mean squares, as shares of the outputs' own, mean over
-    weights."""
+    """Summary of `prune --recover`. Errors: root mean squares over the outputs' own, mean over weights."""
 
     n_weights: int
     most_steps: int
     output_error_pruned: float
     output_error_recovered: float
     perplexity_pruned: float | None = None
-    """The figure of the model with the same zeros and the values that pruning left."""
+    """Perplexity of the model with the same zeros and the values that pruning left."""
 
 
 def recover(w: Array, pruned: Array, hessian: Array) -> tuple[Array, int, OutputError]:
-    """(float32 [n, k] of bf16 values, steps taken, its errors). Zeros of `pruned` stay, and only they.
+    """(float32 [n, k] of bf16 values, steps taken, their errors). Zeros of `pruned` stay, and only they.
 
-    w, pruned: float32 [n, k] of bf16 values, before and after pruning. hessian: float32 [k, k].
-    A row whose error does not become smaller keeps the values of `pruned`.
+    w, pruned: float32 [n, k] of bf16 values, before and after pruning. hessian: float32 [k, k]. A row whose
+    error does not become smaller keeps the values of `pruned`.
     """
     fitted, n_steps = _descend(w, pruned, damped(hessian).astype(np.float32))
     fitted = packing.from_bf16(bf16_bits(fitted))
@@ -73,7 +72,7 @@ def recover(w: Array, pruned: Array, hessian: Array) -> tuple[Array, int, Output
 
 
 def _descend(w: Array, pruned: Array, hessian: Array) -> tuple[Array, int]:
-    """Conjugate gradients from `pruned` on; the values, and the number of steps."""
+    """Conjugate gradients from `pruned` on; returns the values, and the number of steps."""
     kept = pruned != 0
     diagonal = np.diag(hessian)
     values = pruned.astype(np.float32, copy=True)
@@ -109,7 +108,7 @@ def _row_dots(a: Array, b: Array) -> Array:
 
 
 def _quotients(numerators: Array, denominators: Array) -> Array:
-    """0 for rows that have nothing left to gain."""
+    """Quotients by element; 0 where a denominator is not positive."""
     return np.divide(numerators, denominators, out=np.zeros_like(numerators), where=denominators > 0)
 
 
@@ -143,7 +142,7 @@ Wanted = Literal["squares", "hessian"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Sums over all rows, by layer and reader. squares float64 [k]; hessian float32 [k, k] if wanted."""
+    """Sums over all input rows, by layer and reader: squares float64 [k], hessians float32 [k, k] if any."""
 
     squares: Mapping[tuple[int, str], Array]
     hessians: Mapping[tuple[int, str], Array]
@@ -163,7 +162,7 @@ def windows(model: PackedModel, text: str, n_tokens: int) -> list[list[int]]:
 
 
 def gather(model: PackedModel, pieces: list[list[int]], wanted: Wanted, report: Report) -> Activations:
-    """Run the model over all windows. It keeps one row of every product for each token of a window."""
+    """Run the model over all windows. Memory holds one row of every product for each token of a window."""
     squares: dict[tuple[int, str], Array] = {}
     hessians: dict[tuple[int, str], Array] = {}
     for number, (rows, n) in enumerate(tapped(model, pieces)):
@@ -182,7 +181,7 @@ def gather(model: PackedModel, pieces: list[list[int]], wanted: Wanted, report: 
 
 
 def tapped(model: PackedModel, pieces: list[list[int]]) -> Iterator[tuple[dict[tuple[int, str], Array], int]]:
-    """After every window: the rows that each reader has multiplied, and how many they are."""
+    """After every window, yield the rows that each reader has multiplied, and the number of rows."""
     from phasewise.cython_kernels._native import Team
     from phasewise.serving.batch import SequenceSlice
     from phasewise.serving.models.forward import Capacity, build_program
@@ -209,7 +208,7 @@ def tapped(model: PackedModel, pieces: list[list[int]]) -> Iterator[tuple[dict[t
 
 
 def _a_weight(model: PackedModel, layer: int, reader: str) -> Any:
-    """Some weight that reads these rows: the fused one, or the first of its parts."""
+    """A weight that multiplies a reader's rows: the fused one, or the first of its parts."""
     stem = f"layers.{layer}."
     for name in (reader, *(part for part, group in READERS.items() if group == reader)):
         if stem + name in model.weights:

@@ -38,7 +38,7 @@ WRITABLE = tuple(CLASSES)
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file to be; dtype is the file's name for what `array` holds."""
+    """A tensor to write. dtype: the safetensors name of the type that `array` holds."""
 
     name: str
     dtype: str
@@ -46,7 +46,7 @@ class Tensor:
 
 
 def check_family(source: ModelSource) -> None:
-    """WorkflowError for a model whose tensors would not be read again from a plain directory."""
+    """Raise WorkflowError for a model whose tensors could not be read back from a plain directory."""
     architecture = source.config.architecture
     if architecture not in WRITABLE or source.config.experts is not None:
         raise WorkflowError(
@@ -55,7 +55,7 @@ def check_family(source: ModelSource) -> None:
 
 
 def write_texts(source: ModelSource, directory: Path, sparsity: Mapping[str, Any] | None) -> None:
-    """Config and tokenizer. sparsity: what config.json says of compressed tensors; None: they are dense."""
+    """Write config and tokenizer. sparsity: config.json's entry for compressed tensors; None: dense."""
     if source.path.is_dir():
         theirs = ModelDirectory(source.path)
         config = theirs.json("config.json") or {}
@@ -114,9 +114,9 @@ def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def write_tensors(path: Path, tensors: Iterable[Tensor], most: int) -> None:
-    """A safetensors file of at most `most` tensors, one in memory at a time.
+    """Write a safetensors file of at most `most` tensors, one in memory at a time.
 
-    The header comes first and says how large tensors are: room is left for it until they are.
+    Room is left for the header, which precedes the tensors and states their sizes, until they are written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     room, offset = HEADER_BYTES_A_TENSOR * (most + 1), 0
@@ -137,7 +137,7 @@ def write_tensors(path: Path, tensors: Iterable[Tensor], most: int) -> None:
 
 
 def bitmask_tensors(name: str, bits: Array) -> list[Tensor]:
-    """bf16 bits (uint16 [n, k]) as compressed-tensors' `sparse-bitmask` has them."""
+    """Encode bf16 bits (uint16 [n, k]) in compressed-tensors' `sparse-bitmask` layout."""
     kept = bits != 0
     stem = name.removesuffix(".weight")
     counts = kept.sum(axis=1, dtype=np.int64)
@@ -150,7 +150,7 @@ def bitmask_tensors(name: str, bits: Array) -> list[Tensor]:
 
 
 def bf16_bits(w: Array) -> Array:
-    """float32 to bf16 bits, -0 as +0."""
+    """Round float32 to bf16 bits (uint16), -0 as +0."""
     bits = packing.to_bf16(w)
     bits[bits == np.uint16(0x8000)] = 0
     return bits

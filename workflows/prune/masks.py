@@ -64,7 +64,7 @@ def _keep_rows(scores: Array, pattern: Pattern) -> Array:
 
 
 def sparsegpt(w: Array, hessian: Array, pattern: Pattern) -> Array:
-    """float32 [n, k] with zeros; what they did is spread over the weights that follow. hessian: X^T X."""
+    """Prune to float32 [n, k] with zeros; the weights that follow make up for errors. hessian: X^T X."""
     w, inverse = w.astype(np.float32, copy=True), _inverse_factor(hessian)
     dead = np.diag(hessian) == 0
     w[:, dead] = 0
@@ -76,7 +76,7 @@ def sparsegpt(w: Array, hessian: Array, pattern: Pattern) -> Array:
 
 
 def damped(hessian: Array) -> Array:
-    """The Hessian in float64, invertible: inputs that are always zero count, and all a little more."""
+    """The Hessian in float64, made invertible: zeros of the diagonal become 1, then DAMPING is added."""
     h: Array = hessian.astype(np.float64)
     diagonal = np.arange(h.shape[0])
     h[diagonal[np.diag(h) == 0], diagonal[np.diag(h) == 0]] = 1

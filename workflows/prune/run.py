@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Change = Callable[[str, Array], Array]
-"""The values of a weight that is pruned, float32 [n, k], from its name and those that it had."""
+"""Maps a weight's name and values, float32 [n, k], to the pruned values."""
 
 EVALUATION_TOKENS = 20480
 TENSORS_FILE = "model.safetensors"
@@ -63,7 +63,7 @@ class Pruned:
     """Zeros among the weights that were pruned, which are all but those of `kept`."""
     pruned_weights: int
     kept: tuple[str, ...]
-    """Names of the weights that were left as they are, and that the model has."""
+    """Names of the model's weights that were left as they are."""
     dense_bytes: int
     sparse_bytes: int
     int8_bytes: int
@@ -71,20 +71,20 @@ class Pruned:
     """Bytes of the weights that a token of decoding reads, stored dense."""
     read_sparse_bytes: int
     read_chosen_bytes: int
-    """The same, stored as `--sparse auto` chooses on this CPU."""
+    """Bytes of the weights that a token of decoding reads, stored by `--sparse auto` on this CPU."""
     perplexity_before: float | None
     perplexity_after: float | None
     recovery: Recovery | None = None
-    """None: the values are those that pruning left."""
+    """Fitting of the values that pruning left; None: they were not fitted."""
 
     @property
     def decode_bound(self) -> float:
-        """The largest gain of decoding, where memory alone limits it."""
+        """Largest speed-up of decoding, reached where memory bandwidth alone limits it."""
         return self.read_dense_bytes / self.read_sparse_bytes
 
     @property
     def decode_gain_here(self) -> float:
-        """The same with the storage that `--sparse auto` chooses on this CPU."""
+        """Largest speed-up of decoding with the storage that `--sparse auto` chooses on this CPU."""
         return self.read_dense_bytes / self.read_chosen_bytes
 
 
@@ -131,7 +131,7 @@ def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Act
 def _recover(
     settings: PruneSettings, source: ModelSource, directory: Path, activations: Activations, progress: Report
 ) -> tuple[Pruned, Recovery]:
-    """Fit the weights that the directory's file kept, and put them in its place."""
+    """Fit the weights that pruning left in the directory's file, and replace the file."""
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.fetching.resolve import Located
 
@@ -152,7 +152,7 @@ def _recover(
 
 
 def _bf16(tensor: SourceTensor) -> Array:
-    """All rows, rounded to bf16, as float32 [n, k]."""
+    """All rows of a tensor, rounded to bf16, as float32 [n, k]."""
     rows = tensor.rows(0, tensor.shape[0])
     if not isinstance(rows, np.ndarray):
         rows = packing.dequantise(packing.widened(rows) if isinstance(rows, BlockRows) else rows)
@@ -171,7 +171,7 @@ def _sparsity_config(settings: PruneSettings) -> Mapping[str, Any]:
 
 
 def _pruning(settings: PruneSettings, activations: Activations | None) -> Change:
-    """The method that sets weights to zero."""
+    """The function that prunes a weight by the settings' method."""
 
     def change(name: str, w: Array) -> Array:
         if name.rpartition(".")[2] in EMBEDDINGS:
@@ -194,7 +194,7 @@ def _pruned(
 
 
 def _layer_of(name: str) -> tuple[int, str]:
-    """("layers.3.q") is (3, "q")."""
+    """Split a name: ("layers.3.q") is (3, "q")."""
     _, layer, weight = name.split(".")
     return int(layer), weight
 
@@ -242,7 +242,7 @@ class _Tally:
 def _write(
     settings: PruneSettings, source: ModelSource, change: Change, path: Path, progress: Report, doing: str
 ) -> Pruned:
-    """The file of tensors. A weight is in memory once as float32 while its turn lasts."""
+    """Write the file of tensors. One weight at a time is in memory as float32."""
     tally = _Tally()
     tied = source.config.tied_embeddings
 
@@ -273,7 +273,7 @@ def _write(
 
 
 def _in_order(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
-    """Sorted by layer, so that the same model gives the same file whatever it was read from."""
+    """Tensors sorted by layer, so that the same model gives the same file whatever it was read from."""
 
     def place(name: str) -> tuple[int, str]:
         return (_layer_of(name)[0], name) if name.startswith("layers.") else (-1, name)
@@ -282,7 +282,7 @@ def _in_order(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
 
 
 def theirs_of(ours: str) -> str:
-    """A tensor's name in a Hugging Face directory of a plain family."""
+    """Map our name of a tensor to the name in a Hugging Face directory of a plain family."""
     if not ours.startswith("layers."):
         return _GLOBAL[ours]
     layer, name = _layer_of(ours)
@@ -296,7 +296,7 @@ _LAYER = {ours: theirs for theirs, ours in HF_LLAMA.items()}
 def _perplexity_of_values_left(
     settings: PruneSettings, directory: Path, report: Report, progress: Report
 ) -> float | None:
-    """Perplexity of the directory that is not whole yet; nothing of it stays in the cache."""
+    """Perplexity of the directory before its weights are fitted; nothing of it stays in the cache."""
     from phasewise.serving.loaders import inspection
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
@@ -312,7 +312,7 @@ def _perplexity(
 ) -> float:
     """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap.
 
-    told_as: what progress calls it; None: by its name.
+    told_as: the model's name in progress lines; None: its own name.
     """
     from phasewise.workflows.evaluate.figures import perplexity
     from phasewise.workflows.evaluate.run import Chunk, Scorer, losses_of

@@ -93,5 +93,5 @@ class PruneSettings:
 
     @property
     def reads_inputs(self) -> bool:
-        """True where the inputs of products decide anything."""
+        """True where the settings need sums over the inputs of products."""
         return self.method != "magnitude" or self.recover

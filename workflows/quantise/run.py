@@ -36,24 +36,24 @@ WRITTEN_ANEW = (
     "split.",
     "GGUF.",
 )
-"""Beginnings of keys that are not copied."""
+"""Beginnings of metadata keys that are not copied."""
 FILE_TYPES: Mapping[QuantFormat, int] = {
     "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32, "mxfp4": 38,
 }  # fmt: skip
-"""`general.file_type`, as llama.cpp numbers them."""
+"""Values of `general.file_type`, as llama.cpp numbers them."""
 KEPT = (
     "_norm", "ffn_gate_inp", "altup", "laurel", "per_layer_model_proj", "ssm_conv1d", "shortconv.conv",
 )  # fmt: skip
 """Parts of names of matrices that llama.cpp rounds in no format: norms, routers, taps."""
 LARGEST_HALF = 65504.0
 LARGEST = {name: LARGEST_HALF * n for name, n in (("F16", 1), ("Q4_0", 8), ("Q5_0", 16), ("Q8_0", 127))}
-"""The largest magnitude for which every float16 scale is finite; of types with minima one less level."""
+"""Largest magnitude by type for which every float16 scale is finite; types with minima: one level less."""
 LARGEST |= {"Q4_1": LARGEST_HALF, "Q5_1": LARGEST_HALF}
 
 
 @dataclass
 class TypeFigures:
-    """All tensors of one type. relative_error: the root mean square of errors over that of the numbers."""
+    """Figures of all tensors of one type. relative_error: the RMS of errors over the RMS of the numbers."""
 
     type_name: str
     tensors: int = 0
@@ -64,7 +64,7 @@ class TypeFigures:
 
 @dataclass(frozen=True)
 class Quantised:
-    """The written file. Bytes are those of all tensors."""
+    """Figures of the written file. Bytes are those of all tensors."""
 
     out: Path
     architecture: str
@@ -110,7 +110,7 @@ def _refuse_quantised(name: str, header: GgufHeader, settings: QuantiseSettings)
 
 
 def type_of(name: str, shape: tuple[int, ...], quant_format: QuantFormat, *, tied: bool) -> str:
-    """The type of a tensor. What multiplies last carries much of the quality, and has 8 bits at least.
+    """Choose a tensor's type. The tensor that multiplies last carries much of the quality: at least 8 bits.
 
     tied: there is no `output.weight`.
     """
@@ -179,7 +179,7 @@ def _row_bytes(info: TensorInfo, type_name: str) -> int:
 
 
 def _encoded(file: GgufFiles, info: TensorInfo, type_name: str) -> tuple[Array, float, float]:
-    """The bytes of one tensor, some rows at a time; the sums of its numbers' and its errors' squares."""
+    """Encode a tensor by parts: its bytes, and sums of squares of its numbers and of the errors."""
     import gguf
 
     n_rows, of_numbers, of_errors = _n_rows(info), 0.0, 0.0
@@ -200,7 +200,7 @@ def _encoded(file: GgufFiles, info: TensorInfo, type_name: str) -> tuple[Array, 
 
 
 def _as_float32(rows: Rows, what: str) -> Array:
-    """Rows of any type. ModelError, which names `what`, for NaN and infinity."""
+    """Convert rows of any type to float32. ModelError, which names `what`, for NaN and infinity."""
     check_finite(rows, what)
     if not isinstance(rows, np.ndarray):
         rows = packing.dequantise(packing.widened(rows) if isinstance(rows, BlockRows) else rows)

@@ -13,7 +13,7 @@ QuantFormat = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "bf16"]
 
 @dataclass(frozen=True)
 class QuantiseSettings:
-    """A GGUF file and the file to be."""
+    """The GGUF file to read, and the one to write."""
 
     model: str = ""
     out: Path = Path()

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 BUDGET_S = 60.0
-"""Cores that have had no turn by then are not checked, which is said."""
+"""Seconds after which cores that have had no turn are left unchecked, which is reported."""
 KINDS = ("q4_k", "q6_k", "q8", "q4", "f32")
-"""The kind of each layer's weights, of those that give the same bits everywhere."""
+"""The kind of weights in each layer; all of these kinds give the same bits everywhere."""
 BLOCK_KINDS, BLOCK_PATH = ("q4_k", "q6_k"), "int8_block"
-"""Weights that have a second arithmetic, the same everywhere (`--arithmetic blocks`), and its path."""
+"""Kinds of weights with a second arithmetic, the same everywhere (`--arithmetic blocks`), and its path."""
 _WIDTH, _HEAD, _VOCAB = 256, 64, 320
 _TOKENS, _DECODED = 48, 8
 _DIGITS = 16
@@ -38,10 +38,10 @@ _CANONICAL_PATH = "fma"
 
 @dataclass(frozen=True)
 class BitsOutcome:
-    """One check: what was computed where.
+    """The outcome of one check of a model's logits.
 
-    arithmetic: `every` for that of all CPUs, else the path of one instruction set. problem: None where
-    all bits are right. is_known: False where results were compared with each other alone.
+    arithmetic: `every` for the arithmetic of all CPUs, else the path of one instruction set. problem: None
+    where all bits are right. is_known: False where results were compared only with each other.
     """
 
     isa: str
@@ -53,12 +53,11 @@ class BitsOutcome:
     problem: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return asdict(self)
 
 
 def check_bits(report: Report = silent) -> list[BitsOutcome]:
-    """All outcomes. Takes seconds, and on machines of many cores at most about a minute."""
+    """Check instruction sets and cores. Takes seconds, on machines of many cores at most about a minute."""
     from phasewise.cython_kernels import isa
     from phasewise.topology import read_machine
 
@@ -89,7 +88,7 @@ def paths_of_bf16() -> tuple[str, ...]:
 
 
 def _outcomes_of_bf16(model: PackedModel, core: int) -> Iterator[BitsOutcome]:
-    """By both arithmetics, where there are two."""
+    """Check bf16 weights on a core: by the default path, and by the canonical one where that is another."""
     from phasewise.cython_kernels import isa
 
     for path in paths_of_bf16():
@@ -100,7 +99,7 @@ def _outcomes_of_bf16(model: PackedModel, core: int) -> Iterator[BitsOutcome]:
 def _outcome(
     model: PackedModel, kv_format: str, expected: str | None, core: int, path: str = _CANONICAL_PATH
 ) -> BitsOutcome:
-    """path: of the weights that have it."""
+    """path: compute path of bf16 weights."""
     from phasewise.cython_kernels import isa
 
     (digest, is_one), problem = computed(model, kv_format, core, path), None
@@ -121,9 +120,9 @@ def _told_kinds(model: PackedModel) -> str:
 
 
 def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONICAL_PATH) -> tuple[str, bool]:
-    """A digest of the logits after each token of a prompt; and whether tokens one by one give the same.
+    """A digest of the logits after each token of a prompt; True if tokens one by one give the same.
 
-    path: of the weights that have it; all others, and all by `fma`, have the arithmetic of every CPU.
+    path: of weights that can use it; all others, and all weights by `fma`, have the arithmetic of every CPU.
     """
     from phasewise.cython_kernels.schedules import CanonicalBut
     from phasewise.serving.batch import Batch, SequenceSlice
@@ -151,7 +150,7 @@ def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONIC
 
 
 def known_model(kinds: Sequence[str]) -> PackedModel:
-    """A model with a layer of each kind: the same numbers on every machine, since none of them is rounded."""
+    """Build a model with a layer of each kind: the same numbers on all machines, since none is rounded."""
     import numpy as np
 
     from phasewise.serving.models.packed_model import ModelConfig, PackedModel
@@ -186,7 +185,7 @@ def known_model(kinds: Sequence[str]) -> PackedModel:
 
 
 def _weight(kind: str, n: int, rng: np.random.Generator) -> PackedWeight:
-    """Drawn, of a size that keeps the stream of a model in its range."""
+    """Draw a weight, of a size that keeps the model's stream of activations in range."""
     import numpy as np
 
     from phasewise.cython_kernels import packing
@@ -224,7 +223,7 @@ def _weight(kind: str, n: int, rng: np.random.Generator) -> PackedWeight:
 
 
 def known_now() -> dict[str, str]:
-    """For `bits_known.py`: KNOWN, by the instruction set in use."""
+    """Compute KNOWN by the instruction set in use, for `bits_known.py`."""
     from phasewise.topology import read_machine
 
     core, model = read_machine().allowed_pus[0], known_model(KINDS)
@@ -232,14 +231,14 @@ def known_now() -> dict[str, str]:
 
 
 def of_blocks() -> str:
-    """For `bits_known.py`: KNOWN_OF_BLOCKS, by the instruction set in use."""
+    """Compute KNOWN_OF_BLOCKS by the instruction set in use, for `bits_known.py`."""
     from phasewise.topology import read_machine
 
     return computed(known_model(BLOCK_KINDS), "f32", read_machine().allowed_pus[0], BLOCK_PATH)[0]
 
 
 def of_bf16() -> dict[str, str]:
-    """For `bits_known.py`: results of bf16 weights by each arithmetic of the instruction set in use."""
+    """Compute bf16 results for `bits_known.py`, by each arithmetic of the instruction set in use."""
     from phasewise.topology import read_machine
 
     core, model = read_machine().allowed_pus[0], known_model(("bf16",))
@@ -254,24 +253,24 @@ KNOWN: Mapping[str, str] = {
     "int4": "3d0c079d5abeca0a",
     "int16": "ed5422b15f6a4490",
 }
-"""By the format of keys and values, of weights of `bits_check.KINDS`."""
+"""Known digests of the logits with weights of KINDS, by the format of keys and values."""
 
 KNOWN_OF_BLOCKS = "ad3acb72f79cefbb"
-"""The result of K-quants by `--arithmetic blocks`, on every CPU, and by default where a tile unit multiplies
-them. `bits_check.of_blocks` gives it.
+"""Known digest of K-quants by `--arithmetic blocks`, on every CPU, and by default where a tile unit
+multiplies them; `of_blocks` computes it.
 """
 
 KNOWN_OF_BF16 = "19113e673134f290"
-"""The result of bf16 weights by `--arithmetic canonical`, on every CPU."""
+"""Known digest of bf16 weights by `--arithmetic canonical`, on every CPU."""
 
 KNOWN_OF_DOTS: Mapping[str, Mapping[str, str]] = {
     "avx512_bf16": {"bf16_dot": "8c1fc1f43ae93e9a"},
     "avx512_fp16": {"f16_fma": "2cd0203608012e26"},
     "amx": {"bf16_tile": "b2d32cfe5d078e39"},
 }
-"""Results of bf16 weights by an instruction set's dots, by its name and their path.
-`python -m tests.support.kernels.emulated_native` gives them, by emulated dots.
+"""Known digests of bf16 weights by an instruction set's dots, by its name and their path. `python -m
+tests.support.kernels.emulated_native` computes these digests by emulated dots.
 """
 
 SPECIFIED = frozenset({"bf16_dot", "bf16_tile"})
-"""Paths whose rounding is Intel's word, where that of others is IEEE's: other results may be right too."""
+"""Paths whose rounding Intel specifies, not IEEE 754: other results may be right too."""

@@ -62,13 +62,12 @@ class ReceiptVerdict:
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return {**asdict(self), "problems": list(self.problems), "is_confirmed": self.is_confirmed}
 
 
 @dataclass(frozen=True)
 class GivenReceipt:
-    """A receipt of a file, or why it cannot be read, and the choice of an answer that it stands in.
+    """A receipt of a file, or the error that makes it unreadable, and the answer's choice that holds it.
 
     has_true_usage: False where the answer states other counts of tokens than its receipts have.
     """
@@ -80,8 +79,8 @@ class GivenReceipt:
 
 
 def read_receipts(path: Path) -> Iterator[GivenReceipt]:
-    """The receipts of a file: one, a list of them, those of an answer, or of
-    a batch's lines of answers. A file or a line that cannot be read is given as its error.
+    """Read the receipts of a file: one, a list of them, those of an answer, or of a batch's lines of answers.
+    A file or a line that cannot be read is given as its error.
     """
     n_given = 0
     for source, document in _documents(path):
@@ -129,9 +128,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _in_document(document: Any) -> Iterator[Any]:
-    """The receipts in a value, those of an answer each with its choice and whether the answer's usage
-    counts its tokens.
-    """
+    """Receipts in a JSON value; an answer's come with their choice, and True if its usage counts tokens."""
     if isinstance(document, list):
         yield from document
     elif isinstance(document, dict) and isinstance(document.get("data"), list):
@@ -166,9 +163,9 @@ def replay_files(
     *,
     report: Report = silent,
 ) -> list[ReceiptVerdict]:
-    """Check all receipts of some files against `model`, in their order.
+    """Check all receipts of some files against `model`, each by itself, in their order.
 
-    Each is judged by itself. Raises what `open_model` raises.
+    Raises the errors of `open_model`.
     """
     check_settings(model, weights, report=report)
     opened = open_model(model, weights, placement.threads, placement.db, report, placement.ranks)
@@ -186,7 +183,7 @@ def replay_receipts(
 
 
 class _Replayer:
-    """A model, and ranks that stay open from one receipt to the next where they fit both."""
+    """A model, and ranks that stay open from one receipt to the next where the ranks fit both."""
 
     def __init__(self, opened: OpenModel, *, pinned: bool = True) -> None:
         self._found = opened
@@ -208,7 +205,7 @@ class _Replayer:
 
     @cached_property
     def _text(self) -> ModelText:
-        """Read where a receipt has stop texts or a grammar: it takes as long as some hundred tokens."""
+        """Loaded only for stop texts or a grammar: it takes as long as some hundred tokens."""
         from phasewise.serving.engine.open_engine import ModelText
 
         return ModelText(self._found.model)
@@ -220,7 +217,7 @@ class _Replayer:
         return self._known_guides
 
     def verdict(self, given: GivenReceipt) -> ReceiptVerdict:
-        """Everything that is wrong with it. What is another model's is not computed."""
+        """Find everything that is wrong with a receipt; one of another model is not computed."""
         receipt = given.receipt
         if isinstance(receipt, ReceiptError):
             return ReceiptVerdict(given.source, "", 0, (str(receipt),))
@@ -255,7 +252,7 @@ class _Replayer:
         return problems, None if replaying.first_token is None else replaying.first_token + 1
 
     def _cannot_check(self, receipt: Receipt) -> str | None:
-        """The reason that the model here cannot tell; None: it can."""
+        """The reason why the model here cannot check a receipt; None where it can."""
         config, theirs = self._found.model.config, receipt.fingerprint
         try:
             ours = self._fingerprint(theirs)
@@ -278,7 +275,7 @@ class _Replayer:
         return None
 
     def _fingerprint(self, theirs: Fingerprint) -> Fingerprint:
-        """The identity of the model here, with the receipt's KV format. ValueError: there is no such."""
+        """The identity of the model here, with the receipt's KV format. ValueError for an unknown format."""
         from phasewise.serving.engine.fingerprint import fingerprint_of
 
         opened = self._found
@@ -287,7 +284,7 @@ class _Replayer:
         return ours.with_adapter(theirs.adapter) if self._adapter(theirs) else ours
 
     def _adapter(self, theirs: Fingerprint) -> int:
-        """The number of the adapter that a receipt is of; 0: none of those here."""
+        """The number of the adapter that a receipt names; 0 where the model has no such adapter."""
         hashes = [adapter.content_hash for adapter in self._found.model.adapters]
         return hashes.index(theirs.adapter) + 1 if theirs.adapter in hashes else 0
 
@@ -352,7 +349,7 @@ class _Replayer:
 
 
 def _differences(receipt: Receipt, replaying: Replaying) -> list[str]:
-    """In a line each, where the model says something else."""
+    """A line of text for each difference between a receipt and its replay."""
     from phasewise.serving.engine.logit_chain import CHECKPOINT_TOKENS
 
     said = []

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 Shown = tuple[str, str, list[tuple[str, str]]]
-"""Text, thoughts, and the names and arguments of calls."""
+"""The parts of a shown answer: text, thoughts, and the names and arguments of calls."""
 
 
 def says_its_tokens(choice: Json, receipt: Receipt, text: ModelText, ends: frozenset[int]) -> bool:
-    """False where a choice of an answer shows something else than its tokens."""
+    """True unless a choice of an answer shows something else than its receipt's tokens."""
     given = _given_text(receipt, text, ends)
     if "text" in choice:
         said = choice["text"]
@@ -43,7 +43,7 @@ def says_its_tokens(choice: Json, receipt: Receipt, text: ModelText, ends: froze
 
 
 def _given_text(receipt: Receipt, text: ModelText, ends: frozenset[int]) -> str:
-    """As the server gave it out: up to a stop text, without the end token."""
+    """The answer's text as the server gave it out: up to a stop text, without the end token."""
     settings, ids = receipt.settings, receipt.token_ids
     answer = AnswerText(text.open_stream(frozenset(settings.shown)), settings.stop)
     has_end = ids[-1] in ends.union(settings.ends) and not settings.ignore_eos
@@ -55,7 +55,7 @@ def _given_text(receipt: Receipt, text: ModelText, ends: frozenset[int]) -> str:
 
 
 def _is_echo(said: str, given: str, receipt: Receipt, text: ModelText) -> bool:
-    """True for the prompt with the answer behind it."""
+    """True if `said` is the prompt with the answer behind it."""
     if not said.endswith(given):
         return False
     echoed, prompt = said[: len(said) - len(given)], list(receipt.prompt_token_ids)
@@ -66,7 +66,7 @@ def _is_echo(said: str, given: str, receipt: Receipt, text: ModelText) -> bool:
 
 
 def _shown_by(message: Any) -> Shown | None:
-    """None where it is no message."""
+    """The parts of a message; None for any other JSON value."""
     try:
         content, thoughts = message.get("content") or "", message.get("reasoning_content") or ""
         calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -44,7 +44,7 @@ def http_limits(listening: Listening, accepting: Accepting, report: Report) -> H
 
 
 def reader_of_keys(accepting: Accepting, report: Report) -> ReadKeys | None:
-    """Reads all keys again, and tells what came of it; None where they are in no file."""
+    """A function that reads all keys again and reports the outcome; None where no file holds keys."""
     path = accepting.api_key_file
     if path is None:
         return None
@@ -70,8 +70,9 @@ def _keys(accepting: Accepting, report: Report) -> tuple[str, ...]:
 
 
 def _keys_in(path: Path, report: Report) -> list[str]:
-    """The keys of a file: one on a line; empty lines and those that begin with # are left out, but
-    `# name: LABEL` names the next key."""
+    """Read a file of keys, one on a line, without empty lines and lines that begin with #; but `# name:
+    LABEL` names the next key.
+    """
     from phasewise.serving.http.http_settings import ApiKey
 
     try:

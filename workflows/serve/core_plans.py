@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 def watch_of_instance(
     own: Plans, opened: OpenModel, weights: Weights, db: str | None, *, n_others: int, in_one_rank: bool
 ) -> CoreWatch:
-    """The watch over the cores of an instance of a pool. own: its plans, of which some cores may have been
-    gone when it was opened. n_others: cores of the server's other instances. One of several ranks stays as it
-    is, which the watch tells: other instances have mapped its keys and values.
+    """The watch over the cores of a pool's instance. Unless `in_one_rank`, it keeps its plans, since other
+    instances have mapped its keys and values. own: its plans, some of whose cores may have been gone at the
+    start. n_others: cores of the server's other instances.
     """
     from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.errors import RanksError
@@ -50,8 +50,8 @@ def watch_of_instance(
 
 
 def plans_left(own: Plans, machine: Machine, n_others: int) -> Plans:
-    """The plans of an instance, without the cores that went (`cores_left`), on as many cores as its share of
-    a quota pays for. n_others: cores of the server's other instances.
+    """The plans on the cores that are left (`cores_left`), as many as the instance's share of a CPU quota
+    pays for. n_others: cores of the server's other instances.
     """
     n_own = len(frozenset().union(*(plan.all_cores for plan in own.values())))
     most = machine.cores_paid(n_own, n_others)
@@ -59,11 +59,10 @@ def plans_left(own: Plans, machine: Machine, n_others: int) -> Plans:
 
 
 def cores_left(plan: ServicePlan, machine: Machine, most: int | None = None) -> ServicePlan:
-    """The plan without cores that are gone, and without ranks that had no others. Where nothing is left of
-    it, one rank takes as many of the other cores as it had. Bands whose ranks are then others than the
-    plan's are left out.
+    """The plan without cores that are gone, and without ranks that had no others. Where no core is left, one
+    rank takes as many others. Bands that need other ranks than the plan are left out.
 
-    most: cores of all ranks together, which lose their last ones in turns; None: any number.
+    most: cores of all ranks together (ranks lose their last cores in turns); None: any number.
     """
     from phasewise.tuner.plans import ServicePlan, nodes_of, pus_by_preference, rank_on
 
@@ -83,7 +82,7 @@ def cores_left(plan: ServicePlan, machine: Machine, most: int | None = None) -> 
 
 
 def _at_most(ranks: Sequence[tuple[int, ...]], most: int | None) -> list[tuple[int, ...]]:
-    """The first core of each rank, the second of each, and so on, until there are so many."""
+    """Keep the first core of each rank, then the second of each, and so on, up to `most` cores in all."""
     turns = sorted((place, rank) for rank, cores in enumerate(ranks) for place in range(len(cores)))
     n_of = Counter(rank for _, rank in turns[:most])
     return [cores[: n_of[rank]] for rank, cores in enumerate(ranks) if n_of[rank]]
@@ -92,8 +91,8 @@ def _at_most(ranks: Sequence[tuple[int, ...]], most: int | None) -> list[tuple[i
 def replanned(
     opened: OpenModel, plans_on: Callable[[Machine], Plans], weights: Weights, db: str | None
 ) -> CorePlans:
-    """Plans for the machine of now, with the schedules in use on their cores; with those of the start where
-    these have another arithmetic. RanksError.
+    """Plans for the machine of now, with the schedules in use on their cores, or with those of the start
+    where the new schedules have another arithmetic. Raises RanksError.
     """
     from phasewise.kerneldb.errors import KernelDbError
     from phasewise.serving.engine.core_watch import CorePlans
@@ -114,7 +113,7 @@ def replanned(
 
 
 def most_threads(threads: int | None) -> int:
-    """Threads for which a rank of a server has room: its flag's, else one on every core of the machine."""
+    """Threads for which a rank of a server has room: `threads`, else one on every core of the machine."""
     from phasewise.topology import Kind, read_machine
 
     machine = read_machine()
@@ -149,7 +148,7 @@ def watch_of_server(
 
 
 def plans_now(key: str, settings: ServeSettings, machine: Machine, default: DefaultPlan) -> Plans:
-    """The plans of a server on the cores of `machine`, its flags kept as far as these go."""
+    """The plans of a server on the cores of `machine`; flags are followed as far as these cores go."""
     from phasewise.tuner.plans import default_thread_count, plans_for
     from phasewise.workflows.serve.embedding import cores_of_embeddings
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EmbeddingRoom:
-    """The cores that embeddings may have. `taken`: PUs of a language model beside them. `threads`: cores of
-    all instances together, the highest ones; None: all that are left.
+    """The cores that embeddings may have. `taken`: PUs of a language model on the same machine. `threads`:
+    cores of all instances together, the highest-numbered; None: all that are left.
     """
 
     machine: Machine
@@ -32,7 +32,7 @@ class EmbeddingRoom:
 
     @property
     def cores(self) -> list[int]:
-        """UsageError where there are too few."""
+        """The cores for all instances. UsageError where too few are left."""
         from phasewise.serving.embedding.devices import highest_cores
 
         return highest_cores(self.machine, self.taken, self.threads)
@@ -58,9 +58,9 @@ def plan_for(
     """The flags' plan, else the stored one, else a default: every accelerator, and one instance for each NUMA
     node, which learn their depths.
 
-    Of a stored plan the accelerators that are here keep their depths, and one that it does not know learns
-    its own. Beside a language model its CPU instances are cut to the cores that are left, and hold less by as
-    much. db: where plans are kept. UsageError where there are too few cores, or no device is left.
+    Accelerators of a stored plan keep their depths; one that the plan does not know learns its own. Beside a
+    language model a stored plan's CPU instances are cut to the cores that are left, and their depths with
+    them. db: where plans are kept. UsageError where there are too few cores, or no device is left.
     """
     from phasewise.serving.embedding.plan import DEFAULT_SLO_S, EmbeddingPlan, Instance
     from phasewise.workflows.embed.kept_plan import kept_plan
@@ -95,7 +95,7 @@ def plan_for(
 def _instances(
     room: EmbeddingRoom, settings: Embeddings, planned: tuple[Instance, ...]
 ) -> tuple[Instance, ...]:
-    """Instances on the cores that are there: accelerators of a plan, and its CPU instances cut to them."""
+    """The accelerators that `planned` names, and its CPU instances cut to the cores that are there."""
     from phasewise.serving.embedding.devices import cores_by_node
     from phasewise.serving.embedding.plan import Instance
     from phasewise.serving.embedding.queues import Depth
@@ -131,9 +131,9 @@ def makes_vectors(ref: str, weight_format: str, report: Report) -> bool:
 def open_embeddings(
     ref: str, settings: ServeSettings, taken: Collection[int] | None, report: Report
 ) -> OpenEmbedding:
-    """A model that embeds, its workers ready. An accelerator that cannot start is left out, as `report` says.
+    """Open a model that embeds, with its workers. Accelerators that cannot start are left out and reported.
 
-    taken: PUs of language models beside it; None: the machine is its own. RanksError, UsageError, ModelError.
+    taken: PUs of language models on this machine; None: there are none. RanksError, UsageError, ModelError.
     """
     from phasewise.serving.embedding.open_embedding import open_embedding
     from phasewise.serving.loaders import load_model
@@ -167,7 +167,7 @@ def open_embeddings(
 
 
 def threads_beside(settings: Embeddings, threads: int | None) -> int:
-    """Cores of a language model that shares this machine with embeddings: `threads`, or what these leave.
+    """Cores of a language model beside embeddings: `threads`, or the cores that embeddings leave.
 
     UsageError where there are too few for both.
     """
@@ -186,12 +186,12 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
 
 
 def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
-    """Cores of embeddings beside a language model."""
+    """Number of `n_cores` that embeddings have beside a language model."""
     return settings.embed_cores or _default_share(n_cores)
 
 
 def cores_beside(settings: Embeddings) -> int:
-    """Cores that embeddings have beside a language model here; 0: none are asked for."""
+    """Cores of embeddings beside a language model here; 0 where no embedding model is asked for."""
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_thread_count
 
@@ -207,7 +207,7 @@ def _default_share(n_cores: int) -> int:
 def _room_beside(
     settings: Embeddings, machine: Machine, taken: Collection[int], report: Report
 ) -> EmbeddingRoom:
-    """`embed_cores` of the cores that are not taken, the highest ones, else a quarter of all, at least one.
+    """Choose `embed_cores` of the cores that are not taken, the highest ones, else a quarter of all cores.
 
     Where none is left and no number is given embeddings share the highest one, behind the language models.
     UsageError where there are too few.

@@ -1,7 +1,7 @@
 """The process of one instance of a pool: `python -m phasewise.workflows.serve.instance_process PARENT`.
 
-It is told what to do on its standard input, and opens the model and the tuning database of its own host. It
-ends with PARENT, the process that started it. Nothing that takes long is imported before that is agreed.
+Orders come on standard input. The process opens the model and the tuning database of its own host, and ends
+with PARENT, which started it. Nothing that takes long is imported before that is arranged.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 MODULE = "phasewise.workflows.serve.instance_process"
 
 _FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Supervisors send them to all of a service; the front ends its instances when it is done."""
+"""Signals that supervisors send to all processes of a service; the front alone ends its instances."""
 
 
 @dataclass(frozen=True)
 class InstanceSpec:
     """The model and settings of an instance.
 
-    plans: of both phases, as far as their cores are there; None: those of its host's database that use
-    `cores` cores which no other instance of `node` has, else one rank on as many that are free. node: an id;
-    what has it shares cores and memory. other_cores: those of the server's other instances on this host, with
-    which it shares a cgroup quota. The size is what was planned for the node, and shrinks where less
-    memory is free. db: URL or file of the tuning database.
+    plans: of both phases, as far as their cores are there; None: the host's stored plans, on `cores` cores
+    that no other instance of `node` has, else one rank on as many free cores. node: id of what shares cores
+    and memory. other_cores: number of cores of the server's other instances on this host, which share a
+    cgroup quota. size: as planned for the node; shrinks where less memory is free. db: URL or file of the
+    tuning database.
     """
 
     model: str
@@ -60,24 +60,23 @@ class InstanceSpec:
     other_cores: int = 0
 
     def tell(self, orders: Orders) -> bytes:
-        """The bytes that `main` reads: its own cores, as far as they are known, and the rest behind them."""
+        """The bytes that `main` reads: a line of own cores, if known, then the pickled spec and orders."""
         cores = _own_cores(self.plans or (), self.pinned)
         return json.dumps(sorted(cores)).encode() + b"\n" + pickle.dumps((self, orders))
 
 
 def _read(told: bytes) -> tuple[InstanceSpec, Orders]:
-    """The words of the process that started this one."""
     spec, orders = pickle.loads(told)
     return spec, orders
 
 
 def _own_cores(plans: Iterable[ServicePlan], pinned: bool) -> frozenset[int]:
-    """Those that the instance pins itself to."""
+    """The cores that an instance pins itself to."""
     return frozenset[int]().union(*(plan.all_cores for plan in plans if pinned))
 
 
 def main() -> int:
-    """Open the model and compute for the front until it says so. The exit code of the process."""
+    """Open the model and compute until the front ends the instance. Returns the process's exit code."""
     end_with_parent()
     if os.getppid() != int(sys.argv[1]):
         return 0  # it had ended before it could take this process along
@@ -109,7 +108,7 @@ def _is_expected(error: Exception) -> bool:
 
 
 def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
-    """stack: keeps the claims to its cores."""
+    """Open the engine. stack: keeps the claims to its cores."""
     from phasewise.serving.engine.open_engine import ModelText, open_engine
     from phasewise.topology import read_machine
     from phasewise.workflows.serve.core_plans import watch_of_instance
@@ -139,7 +138,7 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
 
 
 def _own_plans(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> dict[Phase, ServicePlan]:
-    """Those it was told, or those of its host's database, on cores that it claims."""
+    """The plans of `spec`, or those of this host's database on cores that the instance claims."""
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.tuner.plans import model_key, plans_for
 
@@ -152,8 +151,8 @@ def _own_plans(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> dict[P
 
 
 def _open_model(own: Mapping[Phase, ServicePlan], spec: InstanceSpec, machine: Machine) -> OpenModel:
-    """On what is left of the instance's own cores, as far as its share of a quota goes: those of other
-    instances are in use.
+    """Open the model on the instance's own cores that are left, as far as its share of a CPU quota goes:
+    other instances use the other cores.
     """
     from phasewise.workflows.opening.open_model import open_under
     from phasewise.workflows.serve.core_plans import plans_left
@@ -175,7 +174,7 @@ def _plans_on_free_cores(
     stack: ExitStack,
     report: Report,
 ) -> dict[Phase, ServicePlan]:
-    """The stored plans where their cores are free, else one rank on as many that are. They are claimed."""
+    """Claim cores for the stored plans where these are free, else for one rank on as many free cores."""
     from phasewise.serving.processes.core_claims import claim_cores
     from phasewise.tuner.plans import ServicePlan, list_cores, pus_by_preference, rank_on
 
@@ -200,7 +199,7 @@ def _plans_on_free_cores(
 
 
 def _cores_of(plans: Sequence[ServicePlan], most: int) -> tuple[int, ...]:
-    """The cores of plans, and those of their bands as far as they are no more than `most` together."""
+    """The cores of plans, and of the plans' bands as long as there are at most `most` in all."""
     cores = dict.fromkeys(core for plan in plans for core in plan.cores)
     for band in [band for plan in plans for band in plan.each[1:]]:
         grown = {**cores, **dict.fromkeys(band.cores)}
@@ -209,8 +208,8 @@ def _cores_of(plans: Sequence[ServicePlan], most: int) -> tuple[int, ...]:
 
 
 def _size_that_fits(size: EngineSize, opened: OpenModel) -> EngineSize:
-    """At most half of the memory that is free here, and no more than one rank would take for its slots, as
-    far as the context fits into it: ranks that share heads keep copies.
+    """Shrink the KV cache to half of the free memory, and to what one rank would take for its slots (ranks
+    that share heads keep copies), but not below one context.
     """
     from phasewise.serving.models.forward import kv_bytes_per_slot
     from phasewise.serving.pools.arena import aligned

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.open_model import Weights
 
 SHARE_OF_FREE_MEMORY = 0.75
-"""The budget of all models where none is named."""
+"""Share of free memory that all models may take together where no budget is named."""
 KV_SHARE = 0.25
 """The most of the budget that one model takes for keys and values, where --kv-budget names none."""
 
 _LAST_SECOND = 253_402_300_799
-"""The last second of the year 9999, and of the dates that there are. Files may have any time."""
+"""The last second of the year 9999, where dates end. Files may have any time."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _FolderModel:
 
 @contextmanager
 def _told_as_ours() -> Iterator[None]:
-    """Faults of a plan, of the database or of settings are the model's: whoever asked for it is told."""
+    """Turn errors of plans, the database or settings into ModelError, which the model's requester is told."""
     from phasewise.kerneldb.errors import KernelDbError
     from phasewise.serving.errors import ModelError
     from phasewise.tuner.errors import TunerError
@@ -67,7 +67,7 @@ def _told_as_ours() -> Iterator[None]:
 
 
 def model_folder(opener: Opener) -> ModelFolder:
-    """The folder of `--models`. UsageError where it is none, or two models have one name."""
+    """The folder of `--models`. UsageError where there is no such folder, or two models have one name."""
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders.adapter_files import named_paths
     from phasewise.serving.model_table import ModelFolder
@@ -118,7 +118,7 @@ def model_folder(opener: Opener) -> ModelFolder:
 
 @lru_cache(maxsize=1024)
 def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
-    """Facts that the file says before it is loaded; none of one that cannot be read."""
+    """Facts that a file states before it is loaded; no facts of an unreadable file."""
     from phasewise.serving.errors import ServingError
     from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.loaders import open_source
@@ -155,7 +155,7 @@ def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _Fol
 
 
 def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weights:
-    """Each adapter goes with the models of the folder whose shapes it fits."""
+    """`weights` with those adapters whose shapes fit the model."""
     if not weights.lora:
         return weights
     from phasewise.serving.errors import ModelError
@@ -174,7 +174,7 @@ def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weigh
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """By their names; a later one of the same name than one before it is not reached."""
+    """Models of a folder with their names, sorted by path."""
     try:
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError:
@@ -186,7 +186,7 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _name_of(path: Path) -> str | None:
-    """The name that requests use; None: no model, or one that cannot be looked at or named."""
+    """The name that requests use; None: no model, or a path that cannot be read or named."""
     from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 
     if not _is_text(path.name):
@@ -200,7 +200,7 @@ def _name_of(path: Path) -> str | None:
 
 
 def _is_text(name: str) -> bool:
-    """False for a name of other bytes than UTF-8."""
+    """False for a name with bytes that are not UTF-8."""
     return name.encode(errors="replace") == os.fsencode(name)
 
 

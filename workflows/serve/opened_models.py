@@ -26,7 +26,7 @@ ALONE = InThisProcess()
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that is served. `lines` tell its plans. `cores`: CPUs of this host that compute it."""
+    """A model that is served. `lines`: text about its plans. `cores`: CPUs of this host that compute it."""
 
     sized: SizedModel
     row: TextRow
@@ -34,7 +34,7 @@ class OpenedModel:
     cores: frozenset[int]
 
     def uses(self, model: OpenModel) -> list[ScheduleUse]:
-        """The schedules that a model opened so runs by."""
+        """The schedules that `model` uses for steps of this server's sizes."""
         size = self.row.opened.size
         return model.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
 
@@ -49,16 +49,16 @@ class Opener:
     report: Report = silent
 
     def without_adapters(self) -> Opener:
-        """For further models: adapters are of the first."""
+        """An opener for further models: adapters are the first model's."""
         weights = replace(self.settings.weights, lora=None)
         return replace(self, settings=replace(self.settings, weights=weights))
 
     def open_models(
         self, refs: Sequence[str], names: Sequence[tuple[str, ...]], stack: ExitStack
     ) -> list[OpenedModel]:
-        """Each with its share of the memory for keys and values; `stack` closes them.
+        """Open each model with its share of the memory for keys and values; `stack` closes them.
 
-        names: of each, what requests may call it, its id first.
+        names: for each model, names that requests may use; its id comes first.
         """
         from phasewise.tuner.first_duels import FIRST_S
         from phasewise.workflows.opening.first_start import pull_what_fits
@@ -95,7 +95,7 @@ class Opener:
         return fight_first(opened, plans, settings.weights, settings.db, read_machine(), seconds, self.report)
 
     def sized(self, ref: str, opened: OpenModel, kv_bytes: int | None) -> SizedModel:
-        """The size of its engine. kv_bytes: for keys and values; None: a default."""
+        """The model with its engine's size. kv_bytes: for keys and values; None: a default."""
         from phasewise.workflows.opening.drafts import find_drafts
 
         running = self.settings.running
@@ -143,7 +143,7 @@ class Opener:
         )
 
     def open(self, sized: SizedModel, names: tuple[str, ...], stack: ExitStack) -> OpenedModel:
-        """Its host, which `stack` closes. names: what requests may call it, its id first."""
+        """Open the model's host, which `stack` closes. names: names that requests may use, the id first."""
         from phasewise.serving.engine.open_engine import ModelText
         from phasewise.serving.model_table import TextRow
 
@@ -157,7 +157,7 @@ class Opener:
         return OpenedModel(sized, row, hosted.lines, hosted.cores)
 
     def opened_as(self, served: OpenedModel) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:
-        """The model as this host opens it for each of its instances; without instances as it is opened."""
+        """Yield the model as this host opens it for each instance; without instances, as it is opened."""
         from phasewise.topology import read_machine
         from phasewise.workflows.opening.open_model import open_under
 
@@ -169,10 +169,9 @@ class Opener:
 
 
 def open_predictor(text: str, model_name: str, report: Report = silent) -> Predictor | None:
-    """The predictor of answers' lengths, which learns how long they became. PredictorError where its file
-    cannot be read.
+    """Open the predictor of answers' lengths, which learns on. PredictorError for an unreadable file.
 
-    text: its file; `auto` for the model's own file, None where there is none; `off` for None.
+    text: the predictor's file; `auto`: the model's own file, if there is one; `off`: no predictor.
     """
     if text == "off":
         return None
@@ -199,8 +198,8 @@ def open_predictor(text: str, model_name: str, report: Report = silent) -> Predi
 
 
 def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]:
-    """Bytes for keys and values of each model. Of one budget each gets what pays for as many tokens as the
-    others have; without one that is a quarter of the free memory, and no more than a model alone would take.
+    """Bytes of each model's keys and values, for as many tokens in each. They divide the budget; without a
+    budget, a quarter of the free memory, where no model gets more than it would alone. None: a default.
     """
     from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
     from phasewise.serving.models.forward import kv_bytes_per_slot

@@ -131,9 +131,9 @@ def _embed_ref(model: str | None, settings: ServeSettings, report: Report) -> st
 def _called(
     refs: Sequence[str], embed_ref: str | None, model: str | None, settings: ServeSettings, report: Report
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """Names that requests may call each model that stays, and the one that embeds; their ids first.
+    """Names that requests may use for each model that stays, and for the one that embeds; ids come first.
 
-    UsageError where two are one, one is of the wrong kind, or a name could mean either of two.
+    UsageError where two models share a name, or a model is of the wrong kind.
     """
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.workflows.serve.embedding import makes_vectors
@@ -167,7 +167,7 @@ def _called(
 def _told(
     opened: Sequence[OpenedModel], opener: Opener, service: ServiceSettings, explain: Explain | None
 ) -> ServiceSettings:
-    """Tell of the models that stay; what the server's metrics say of them."""
+    """Report the models that stay, and add their tuned products to the metrics of `service`."""
     from phasewise.workflows.opening.open_model import hint_at_tuning
 
     report = opener.report
@@ -196,7 +196,7 @@ def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way)
 
 
 def _check_prefixes(settings: ServeSettings, way: Way) -> None:
-    """ServingError for a folder that cannot be used, if this host reads it."""
+    """Raise ServingError for a prefix folder that cannot be used, if this host reads it."""
     from phasewise.serving.prefix_store.folder import PrefixFolder
 
     prefixes = settings.prefixes
@@ -211,7 +211,7 @@ def _tell_prefixes(prefixes: Prefixes, report: Report) -> None:
 
 
 def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
-    """The schedules and the drafts of a model, or of each of its instances."""
+    """Give `explain` the schedules and the drafts of a model, or of each of its instances."""
     from phasewise.workflows.opening.drafts import rule_of
 
     for instance, opened in opener.opened_as(served):
@@ -221,7 +221,7 @@ def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
 
 
 def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
-    """The identity of its answers, for people."""
+    """The fingerprint of the model's answers, for people."""
     from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
 
     size = served.row.opened.size

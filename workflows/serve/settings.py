@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_REMOTE = Remote()
 SPLIT_ABOVE_TOKENS = 64
-"""Shorter prompts are computed where their answers are. Chosen, not measured yet."""
+"""Prompts shorter than this are computed where their answers are. Chosen, not measured yet."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Prefixes:
         return self.prefix_cache is not None
 
     def for_engines(self) -> PrefixSettings | None:
-        """The settings of engines, here and on other hosts; None where nothing is asked for."""
+        """The settings of engines, here and on other hosts; None where no prefixes are kept."""
         from phasewise.serving.prefix_store.opening import PrefixSettings
 
         if self.prefix_cache is None:
@@ -469,7 +469,7 @@ class Pools:
 
     @property
     def named(self) -> list[tuple[Role, str]]:
-        """The role of every pool that is named, and where it is."""
+        """The role and the place of every named pool."""
         asked: list[tuple[Role, Sequence[str] | None]] = [
             ("prompt", self.prompt_pool),
             ("token", self.token_pool),
@@ -519,12 +519,12 @@ class Embeddings:
     )
 
     def accelerators(self) -> Accelerators:
-        """UsageError for a device that is none."""
+        """Accelerators to embed on. UsageError for an invalid device."""
         return accelerators_here(with_gpus=self.embed_accelerators, devices=self.embed_device)
 
 
 ALONE = Pools()
-"""One engine, which computes both phases."""
+"""No pools: one engine computes both phases."""
 NO_BATCHES = Batches(batch_bytes=0)
 
 
@@ -532,9 +532,9 @@ NO_BATCHES = Batches(batch_bytes=0)
 class ServeSettings:
     """All settings of a server.
 
-    `pools`: which cores compute prompts and answers in instances of their own; none: one engine does both.
-    `length_log`: file that prompts' token ids and answers' lengths are appended to. `remote`: where a
-    start pulls from. `db`: URL or file of the tuning database.
+    `pools`: cores or nodes of instances; none: one engine computes both phases. `length_log`: file to which
+    prompts' token ids and answers' lengths are appended. `remote`: source of schedules at a start. `db`: URL
+    or file of the tuning database.
     """
 
     listening: Listening = Listening()

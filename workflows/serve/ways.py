@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MAX_INSTANCES = 1000
 DEFAULT_KEY = "phasewise"
-"""The key of the node label that a name alone stands for."""
+"""Key of a node label that is given by its value alone."""
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _LABEL = re.compile(rf"(?:(?:{_NAME}/)?{_NAME}=)?{_NAME}")
 _COUNTED = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})(?:@(.*))?")
@@ -58,7 +58,7 @@ def _names(*groups: type) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model whose engine is not open yet. `drafts`: where drafts of answers come from; None: nowhere."""
+    """A model whose engine is not open yet. `drafts`: the source of drafts; None: there are no drafts."""
 
     ref: str
     open_model: OpenModel
@@ -75,7 +75,7 @@ class SizedModel:
 
 
 class Hosted(NamedTuple):
-    """A model that a host computes. `lines` tell its plans. `cores`: CPUs of this host that compute it."""
+    """A model that a host computes. `lines`: text on its plans. `cores`: its CPUs of this host."""
 
     served: Served
     host: OpenHost
@@ -84,7 +84,7 @@ class Hosted(NamedTuple):
 
 
 class PooledModel(NamedTuple):
-    """HTTP's view of a model whose engines are elsewhere. size: of each instance."""
+    """A model as HTTP sees it, whose engines are in other processes. size: of each instance."""
 
     model: PackedModel
     text: ModelText
@@ -93,7 +93,7 @@ class PooledModel(NamedTuple):
 
 @dataclass(frozen=True)
 class VectorsAlone:
-    """MODEL makes vectors, and no model generates text."""
+    """A server of vectors alone: MODEL embeds, and no model generates text."""
 
     where: ClassVar = "where MODEL makes vectors and generates no text"
     instead: ClassVar = "leave that out"
@@ -124,7 +124,7 @@ class InThisProcess:
         return cls()
 
     def cores(self, threads: int | None) -> frozenset[int]:
-        """CPUs of this host that models may compute on. threads: as many of them; None: all."""
+        """CPUs of this host that models may compute on. threads: their number; None: all."""
         from phasewise.topology import read_machine
         from phasewise.tuner.plans import pus_by_preference
 
@@ -132,7 +132,7 @@ class InThisProcess:
 
     @contextmanager
     def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
-        """The engine of one model."""
+        """Open one model's engine."""
         from phasewise.serving.engine.engine_thread import EngineThread
         from phasewise.serving.engine.open_engine import open_engine
         from phasewise.workflows.serve.core_plans import watch_of_server
@@ -172,8 +172,8 @@ class OnCores:
 
     @classmethod
     def of(cls, pools: Pools, machine: Machine) -> OnCores:
-        """UsageError for pools that exclude each other or share cores, PlanError for cores that this process
-        may not use.
+        """Instances on the cores that `pools` names. UsageError for pools that exclude each other or share
+        cores, PlanError for cores that this process may not use.
         """
         roles = {role for role, _ in pools.named}
         _check_roles(roles)
@@ -190,7 +190,7 @@ class OnCores:
 
     @contextmanager
     def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
-        """The instances of one model, which start with its host. UsageError."""
+        """Prepare one model's instances, which start with its host. Raises UsageError."""
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.local_instances import LocalInstances
         from phasewise.cluster.real.supervisor import FrontSettings
@@ -231,7 +231,7 @@ class OnCores:
 
 @dataclass(frozen=True)
 class OnNodes:
-    """Instances on nodes of a Ray cluster compute prompts, answers or both, on cores that these choose."""
+    """Instances on nodes of a Ray cluster, on cores that nodes choose, compute prompts, answers or both."""
 
     where: ClassVar = "with --cluster"
     instead: ClassVar = "hosts of a cluster choose cores and schedules; leave that out"
@@ -243,7 +243,7 @@ class OnNodes:
 
     @classmethod
     def of(cls, pools: Pools, _machine: Machine) -> OnNodes:
-        """UsageError."""
+        """Pools of instances on nodes. UsageError for invalid pools or too many instances."""
         own = tuple(_node_pool(role, where) for role, where in pools.named)
         _check_roles({pool.role for pool in own})
         n_instances = sum(pool.instances for pool in own)
@@ -254,12 +254,12 @@ class OnNodes:
         return cls(own, pools)
 
     def cores(self, _threads: int | None) -> frozenset[int]:
-        """None of this host, as far as is known before instances are placed."""
+        """No cores of this host, as far as is known before instances are placed."""
         return frozenset()
 
     @contextmanager
     def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
-        """The instances of one model, which start with its host. UsageError, ClusterError."""
+        """Prepare one model's instances, which start with its host. Raises UsageError, ClusterError."""
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.ray_cluster import NODE, NODE_ID, RayInstances, WantedInstance
         from phasewise.cluster.real.ray_connection import ray_connection
@@ -318,7 +318,7 @@ def way_of(
 ) -> Way | None:
     """The way of the models that generate text; None where there are none, and MODEL makes vectors.
 
-    explains: schedules are to be told. NoEffect for an option that it does not follow, UsageError, PlanError.
+    explains: schedules are to be told. NoEffect for an option that the way ignores, UsageError, PlanError.
     """
     pools = settings.pools
     kind = OnNodes if pools.cluster is not None else OnCores if pools.named else InThisProcess
@@ -342,7 +342,6 @@ def way_of(
 
 
 def _spec(sized: SizedModel, size: EngineSize, settings: ServeSettings, **places: Any) -> InstanceSpec:
-    """The spec of an instance of this size."""
     from phasewise.workflows.serve.instance_process import InstanceSpec
 
     prefixes = settings.prefixes.for_engines()
@@ -354,25 +353,24 @@ def _spec(sized: SizedModel, size: EngineSize, settings: ServeSettings, **places
 
 @dataclass(frozen=True, slots=True)
 class PlannedInstance:
-    """A role, and where both phases of an instance run."""
+    """An instance's role, and its plans of both phases."""
 
     role: Role
     plans: Mapping[Phase, ServicePlan]
 
     @property
     def cores(self) -> frozenset[int]:
-        """Those of both phases."""
+        """The cores of both phases."""
         return frozenset().union(*(plan.all_cores for plan in self.plans.values()))
 
     def describe(self) -> str:
-        """A line for people."""
         from phasewise.tuner.plans import list_cores
 
         ranks = " | ".join(list_cores(rank.cores) for rank in self.plans["decode"].ranks)
         return f"{self.role} pool: cores {ranks}"
 
     def computes(self, phase: Phase) -> bool:
-        """True for both phases of a mixed instance, for its own of another."""
+        """True for both phases of a mixed instance, else for the phase of the instance's role."""
         return self.role in ("mixed", "prompt" if phase == "prefill" else "token")
 
 
@@ -407,7 +405,7 @@ def _refuse_shared_cores(instances: Sequence[PlannedInstance]) -> None:
 
 
 def share_of(size: EngineSize, n_instances: int, asked_context: int | None = None) -> EngineSize:
-    """The size of each of N instances that together hold as many slots as `size`; N: `n_instances`.
+    """The size of each of `n_instances` instances that together hold as many slots as `size`.
 
     UsageError where the context that was asked for does not fit into one of them.
     """
@@ -424,8 +422,8 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
 
 
 def _that_hold(size: EngineSize, model: PackedModel, instances: Sequence[PlannedInstance]) -> EngineSize:
-    """With as many slots as all of them hold in the same memory: ranks of an instance that share heads keep
-    copies of these.
+    """`size` with as many slots as all instances hold in the same memory: ranks that share heads keep copies
+    of the heads' keys and values.
     """
     from phasewise.serving.models.forward import kv_bytes_per_slot
     from phasewise.serving.ranks.rank_layout import teams_of
@@ -448,7 +446,6 @@ class NodePool:
     label: str | None = None
 
     def describe(self) -> str:
-        """A line for people."""
         of = f"of nodes with {self.label}" if self.label else "of a node of the Ray cluster"
         times = f"{self.instances} times " if self.instances > 1 else ""
         return f"{self.role} pool: {times}{counted(self.cores, 'core')} {of}"
@@ -479,7 +476,7 @@ def sizes_on_nodes(
     model: PackedModel,
     settings: ServeSettings,
 ) -> list[EngineSize]:
-    """The size of each instance, of one context. Those of a node divide what the server has there."""
+    """The size of each instance, all of one context. Instances of a node divide the server's memory there."""
     free, n_on = launcher.free_bytes(), Counter(launcher.nodes)
     sizes = [
         _size_on(pool, free[node], n_on[node], size, model, settings)
@@ -497,7 +494,7 @@ def _size_on(
     model: PackedModel,
     settings: ServeSettings,
 ) -> EngineSize:
-    """free: bytes of its node. n_sharing: instances of this server there."""
+    """free: bytes of the instance's node. n_sharing: instances of this server on that node."""
     from phasewise.cluster.errors import ClusterError
     from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes
     from phasewise.serving.errors import ServingError

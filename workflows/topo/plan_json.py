@@ -111,7 +111,7 @@ def _ranks(plan: Any) -> Iterator[RankCores]:
 
 
 def picture_groups(plans: Plans) -> tuple[PuGroup, ...]:
-    """Every rank of every phase; no colour means one phase here and another there."""
+    """Groups of PUs, one for each rank of each phase; no colour stands for two phases."""
     groups = []
     for phase, fills in _fills(plans).items():
         for number, rank in enumerate(plans[phase].ranks):

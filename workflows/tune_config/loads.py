@@ -1,7 +1,7 @@
 """Plans for loads: a run of `tune-config` for one number of decoding sequences after another.
 
-The first run finds plans as ever. Each later one searches decode for more sequences at once, among cores on
-the nodes of the first one's ranks, and what proves faster there becomes a band of the plan (decision 0149).
+The first run finds whole plans. Each later run searches decode for more sequences at once, among cores on the
+nodes of the first run's ranks; a faster configuration becomes a band of the plan (decision 0149).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WORST_FIRST: tuple[End, ...] = ("interrupted", "budget")
 def tune_loads(
     wish: TuneConfigSettings, subject: Subject, started_s: float, show: Show, lock: MeasurementLock
 ) -> Found:
-    """`run.tune` for the wish's objective, then for each of its bands, within one budget.
+    """Run `run.tune` for the wish's objective, then for each of its bands, within one budget.
 
-    Each phase and each band may take an equal part, and what others leave.
+    Each phase and each band may take an equal part, and the time that earlier ones left.
     """
     if not wish.bands:
         return tune(wish, subject, started_s, show, lock)

@@ -1,8 +1,8 @@
-"""The evaluator of real ranks: a configuration is opened as the engine would open it, its steps are timed.
+"""Evaluates configurations on real ranks, opened as the engine would open them, by the time of their steps.
 
-Steps are timed below the scheduler and the sampler, through `forward`, in turns, and `tuner.timing` says what
-they mean. Keys and values are written before anything is timed: memory that was never touched is one shared
-page of zeros, and reads faster than any real cache. Two plans are compared with both of them open, in pairs.
+Steps are timed below the scheduler and the sampler, through `forward`, in turns (`tuner.timing`). Keys and
+values are written before: untouched memory is one shared page of zeros, which reads faster than a real cache.
+Two plans are compared with both of them open, in pairs of turns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Cost = Callable[[StepTimer], float]
 """The objective of a phase in milliseconds, from a timer of its steps."""
 
 Duel = Callable[[int], list[tuple[timing.Samples, timing.Samples]]]
-"""Times this many pairs; returns the incumbent's samples first."""
+"""Times a number of pairs of turns; returns each pair's samples, the incumbent's first."""
 
 LEAST_NS_A_STEP = 100_000_000
 MOST_NS_A_STEP = 3_000_000_000
@@ -49,9 +49,9 @@ MOST_TURNS = 25
 """A short step is repeated until LEAST_NS_A_STEP or MOST_TURNS. A step of which `timing.ROUNDS` turns would
 last longer than MOST_NS_A_STEP is repeated fewer times, but at least twice."""
 SETTLE_NS = 1_000_000
-"""Uncounted work at the beginning of a turn: the other contestant's threads have gone to sleep by then."""
+"""Nanoseconds of uncounted work that begin a turn, until the other contestant's threads sleep."""
 FILLED_AT_FIRST = 16
-"""Slots that get real keys and values; the rest are copies of them."""
+"""Slots that get computed keys and values; other slots hold copies of these."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def _ignore(reading: PlanTiming) -> None:
 
 
 class MeasuredEvaluator:
-    """Times configurations on this machine's cores. For one thread, whose affinity `open` restores.
+    """Times configurations on this machine's cores, in one thread, whose affinity `open` restores.
 
-    schedules: the kernel schedules of some plans; it returns None for the kernels' own defaults. keep: called
-    with every reading. lock: taken while anything is timed.
+    schedules: maps plans to kernel schedules; None: the kernels' own defaults. keep: called with every
+    reading. lock: taken while anything is timed.
     """
 
     kind: EvaluatorKind = "measured"
@@ -109,26 +109,26 @@ class MeasuredEvaluator:
         self._lock = lock or MeasurementLock()
         self.tally = Tally()
         self.deadline_s = math.inf
-        """The time at which it stops waiting for another process that measures, by `time.monotonic`."""
+        """Time (`time.monotonic`) at which waiting for another process that measures ends."""
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[Clock]:
-        """The configuration for `phase`, the default plan for the other.
+        """Open the configuration for `phase`, with the default plan for the other phase.
 
-        EvaluationError if it cannot run here.
+        EvaluationError if the configuration cannot run here.
         """
         with self.open_plan(configuration.plan(phase)) as clock:
             yield clock
 
     @contextmanager
     def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
-        """As `open`."""
+        """Open a plan for its phase, with the default plan for the other phase. Raises EvaluationError."""
         with self._opened(plan) as clock:
             yield clock
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The machine to itself. EvaluationError at the deadline, which a slow model must not outlast."""
+        """Have the machine alone. EvaluationError at the deadline, which a slow model must not outlast."""
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise EvaluationError("the budget was used up while it was timed")
@@ -158,7 +158,7 @@ class MeasuredEvaluator:
     def duel(
         self, incumbent: ServicePlan, candidate: ServicePlan, steps: Sequence[Step], cost: Cost
     ) -> Iterator[Duel]:
-        """The objective of two plans of one phase in nanoseconds, in pairs of turns."""
+        """Open two plans of one phase; the duel times their objective in nanoseconds, in pairs of turns."""
         with ExitStack() as stack:
             stack.enter_context(self._turn())
             old, new = (stack.enter_context(self._opened(plan)) for plan in (incumbent, candidate))
@@ -193,7 +193,7 @@ class Clock:
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, size=STEP_TOKENS).tolist()
 
     def __call__(self, step: Step) -> float:
-        """Timed when first asked for: slices of a trace ask for the same steps."""
+        """Nanoseconds of a step, timed when first asked for: slices of a trace ask for the same steps."""
         if step not in self._known_ns:
             with self._turn():
                 reading = self._read(step)
@@ -213,11 +213,11 @@ class Clock:
         return PlanTiming(self._plan, step, samples, self._watch.lap().fields())
 
     def conditions(self) -> Mapping[str, float]:
-        """Since the last time that this clock looked."""
+        """Conditions of the machine since this clock's last reading."""
         return self._watch.lap().fields()
 
     def batch(self, step: Step) -> Batch:
-        """The step for the ranks: every sequence in slots of its own."""
+        """The batch by which ranks compute a step: every sequence in slots of its own."""
         room = step.context + step.tokens
         tokens = tuple(self._tokens[index % len(self._tokens)] for index in range(step.tokens))
         return Batch(
@@ -229,14 +229,14 @@ class Clock:
         )
 
     def call_ns(self, batch: Batch) -> int:
-        """One step, by the wall clock."""
+        """Wall-clock nanoseconds of one step."""
         started_ns = time.perf_counter_ns()
         self._ranks.forward(batch)
         return time.perf_counter_ns() - started_ns
 
 
 class Contestant:
-    """One side of a comparison: a turn runs every step of the objective, its sample is the objective."""
+    """One side of a duel. A turn runs every step of the objective, whose value is the turn's sample."""
 
     def __init__(self, clock: Clock, steps: Sequence[Step], cost: Cost) -> None:
         self._clock = clock
@@ -276,7 +276,7 @@ def _fill(ranks: Ranks, kv_slots: int) -> None:
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Errors of opening or running a plan, as EvaluationError, which does not name the plan."""
+    """Turn errors of opening or running a plan into EvaluationError, on one line without the plan's name."""
     try:
         yield
     except EvaluationError:

@@ -49,20 +49,20 @@ if TYPE_CHECKING:
 
 SEARCH_SHARE = 0.5
 LAST_RUN_SHARE, MOST_LAST_RUN_SHARE = 0.2, 0.4
-"""Shares of a measured run's budget."""
+"""Least and most of a measured run's budget for its last run, as shares."""
 
 LEAST_LAST_RUN_S = 0.1
 LEAST_TIMED_SHARE = 0.3
-"""Share of a phase's last run; what timing the finalists leaves is for comparisons."""
+"""Least share of a phase's last run for timing the finalists; the rest is for comparisons."""
 
 LEAST_KERNEL_S = 5.0
-"""Less is not enough to measure the limits of some cores."""
+"""Least seconds for tuning kernels: fewer do not suffice to measure the limits of some cores."""
 
 End = Literal["complete", "budget", "interrupted"]
 
 
 class Show(Protocol):
-    """The reports of a run while it goes on."""
+    """Receiver of a run's reports while the run goes on."""
 
     def searching(self, phase: Phase) -> Callable[[Event], None]:
         """The receiver of the events of a phase's search."""
@@ -77,13 +77,13 @@ class Show(Protocol):
         ...
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
         ...
 
 
 @dataclass(frozen=True)
 class Found:
-    """All that a run found out."""
+    """The results of a run."""
 
     wish: TuneConfigSettings
     subject: Subject
@@ -100,7 +100,7 @@ class Found:
 
     @property
     def sequences(self) -> int:
-        """The number that decode together."""
+        """The number of sequences that decode together."""
         return self.subject.objective.concurrency
 
     @property
@@ -115,7 +115,7 @@ class Found:
 
 
 def plan_to_keep(subject: Subject, verdict: PhaseVerdict | None) -> ServicePlan | None:
-    """A verdict's plan; of a band's, the plan for fewer sequences with the band."""
+    """The plan of a verdict; for a band's verdict, the plan for fewer sequences with the band."""
     if verdict is None or not verdict.is_settled:
         return subject.below
     if subject.below is None:
@@ -133,7 +133,7 @@ def objectives_of(subject: Subject, verdict: PhaseVerdict | None) -> Mapping[str
 
 @dataclass
 class Run:
-    """The results so far."""
+    """The state of a run, with its results so far."""
 
     wish: TuneConfigSettings
     subject: Subject
@@ -213,7 +213,7 @@ def _modelled(run: Run) -> ModelledEvaluator:
 
 
 def _plain(run: Run, store: Store) -> MeasuredEvaluator:
-    """By the kernels' own schedules: all configurations alike."""
+    """An evaluator with the kernels' default schedules, the same for all configurations."""
     from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
 
     subject = run.subject
@@ -223,7 +223,7 @@ def _plain(run: Run, store: Store) -> MeasuredEvaluator:
 
 
 def _tuned(run: Run, store: Store) -> MeasuredEvaluator:
-    """By whatever schedules are in use for a plan's cores."""
+    """An evaluator with the schedules in use for a plan's cores."""
     from phasewise.workflows.opening.tuned_schedules import schedules_for
     from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
 
@@ -244,7 +244,7 @@ def _room(subject: Subject) -> Room:
 
 
 def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[PlanTiming], None]:
-    """Appends a reading to the database."""
+    """A callback that appends readings to the database."""
     from phasewise.cython_kernels._native import kernel_abi
     from phasewise.tuner.config.recorded import keep
     from phasewise.tuner.ledger import Scope
@@ -282,7 +282,7 @@ def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, floa
 
 
 def judge_again(run: Run, searched: Searched, jury: Jury, store: Store) -> None:
-    """With what other phases left of their time, where a phase's own did not suffice for comparisons."""
+    """Judge a phase again in the run's remaining time, if the phase's own did not suffice for comparisons."""
     before = run.verdicts.get(searched.phase)
     if before is None or before.is_settled or time.monotonic() >= run.deadline_s():
         return
@@ -292,7 +292,7 @@ def judge_again(run: Run, searched: Searched, jury: Jury, store: Store) -> None:
 
 @contextmanager
 def _opened_study(run: Run) -> Iterator[None]:
-    """The database that keeps the study exists and is ours before Optuna looks into it."""
+    """Open the database of the study before Optuna does, so that it exists and is ours."""
     wish, location = run.wish, study_location(run.wish)
     if location.url == "sqlite://":
         yield
@@ -304,7 +304,7 @@ def _opened_study(run: Run) -> Iterator[None]:
 
 
 def _search(run: Run, evaluator: StepEvaluator, share: float) -> bool:
-    """Each phase in turn, what one leaves of its time going to the next; False when interrupted."""
+    """Search each phase in turn; time that a phase leaves goes to the next. False when interrupted."""
     phases = run.wish.phases
     for place, phase in enumerate(phases):
         deadline_s = run.deadline_s(share * (place + 1) / len(phases))
@@ -357,9 +357,9 @@ def _keep_plan(run: Run, phase: Phase, store: Store) -> None:
 def _tune_kernels(
     run: Run, chosen: Mapping[Phase, Sequence[Finalist]], deadline_s: float, store: Store
 ) -> bool:
-    """The finalists' products on the cores of their ranks, the best plans' first; False: interrupted.
+    """Tune the finalists' products on their ranks' cores, the best plans' first. False: interrupted.
 
-    Each may take half of the time that is left: the best plan's are worth the most.
+    Each plan may take half of the time that is left: the best plan's products are worth the most.
     """
     from phasewise.workflows.tune_kernels.rounds import tune_round
     from phasewise.workflows.tune_kernels.run import kernel_rounds
@@ -388,7 +388,7 @@ def _tune_kernels(
 
 
 def _last_run_s(run: Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:
-    """The time to keep for each phase's last run: the search says how long a configuration takes."""
+    """Seconds to keep for each phase's last run, from the search's time for a configuration."""
     needed_s = {}
     for searched in run.searched:
         evaluation_s = searched.elapsed_s / max(1, searched.outcome.evaluations)

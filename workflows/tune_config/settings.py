@@ -119,7 +119,7 @@ class TuneConfigSettings:
         return Objective(cast("ObjectiveKind", self.objective), slo, self.concurrency[0])
 
     def check(self) -> None:
-        """UsageError where settings exclude each other, as far as that needs no machine."""
+        """Raise UsageError where settings exclude each other, as far as that needs no machine."""
         from phasewise.tuner.plans import MAX_BAND_SEQUENCES, MAX_BANDS
 
         if self.trace is not None and self.lengths is not None:

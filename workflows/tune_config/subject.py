@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.measured_evaluator import Cost
 
 TRACE_REQUESTS = 64
-"""Drawn from a longer trace."""
+"""Number of requests that are drawn from a longer trace."""
 
 IN_MEMORY = "sqlite://"
 
@@ -62,7 +62,7 @@ class Subject:
     """The model and machine that are tuned, and the requests for which."""
 
     machine: Machine
-    """As much of it as plans may use."""
+    """The part of the machine that plans may use."""
     key: MachineKey
     """Key of the whole machine, under which plans are kept and found again."""
     shape: ModelShape
@@ -70,19 +70,19 @@ class Subject:
     limits: OperatorLimits
     """Limits of the model's operators."""
     ranks: int | None
-    """The number that a plan must have; None: as many as is best."""
+    """Number of ranks that a plan must have; None: the best number."""
     trace: Trace
     objective: Objective
     model: PackedModel | None = None
-    """None: nothing is timed, so no weights were read."""
+    """The model with its weights; None: nothing is timed, so no weights were read."""
     slow: tuple[int, ...] = ()
     """PUs that were measured slower than others of their kind, the slowest first."""
     below: ServicePlan | None = None
-    """The plan of decode for fewer sequences, of which a band is to be found; None: a whole plan is."""
+    """Decode's plan for fewer sequences, for which the run seeks a band; None: the run seeks a whole plan."""
     objectives_below: Mapping[str, float] = field(default_factory=dict)
     """The figures of `below` when it was measured."""
     whole: Machine | None = None
-    """All that this process may use, by whose places plans are kept; None: `machine`."""
+    """The machine with all that this process may use, which names a plan's places; None: `machine`."""
 
     @property
     def kept_on(self) -> Machine:
@@ -90,11 +90,11 @@ class Subject:
         return self.whole or self.machine
 
     def grid(self, phase: Phase) -> StepGrid:
-        """The few steps that are timed for the whole trace."""
+        """The grid of the few steps that are timed for the whole trace."""
         return StepGrid.of(self.trace, self.objective, phase)
 
     def cost(self, phase: Phase) -> Cost:
-        """The objective over the whole trace."""
+        """The objective of a phase over the whole trace."""
         (whole,) = slice_costs(self.objective, phase, self.trace, 1)
         return whole
 
@@ -108,7 +108,7 @@ class Subject:
 
 
 def check_weights(wish: TuneConfigSettings) -> None:
-    """UsageError where steps would be timed of a model that has no weights."""
+    """Raise UsageError where steps would be timed of a model that has no weights."""
     if wish.evaluator == "measured" and lone_config(wish.model) is not None:
         raise UsageError(
             f"{wish.model} has no weights to time: add --evaluator modelled, or name a model with weights"
@@ -203,7 +203,7 @@ def _check_ranks(ranks: int, limits: OperatorLimits, shape: ModelShape, machine:
 
 
 def _requests(wish: TuneConfigSettings, model: PackedModel | None) -> Trace:
-    """As many as stand for the trace, no longer than the model's context where its weights are here."""
+    """At most TRACE_REQUESTS requests, cut to the model's context where the model is given."""
     if wish.requests is None:
         trace = default_trace(TRACE_REQUESTS, wish.seed)
     else:
@@ -243,11 +243,11 @@ class Searched:
     outcome: SearchOutcome
     elapsed_s: float
     failures: Mapping[str, int]
-    """The number of configurations that could not run for the same reason."""
+    """Numbers of configurations that could not run, by reason."""
 
 
 def study_location(wish: TuneConfigSettings) -> Location:
-    """The location of trials: what is only modelled is forgotten unless `--storage` says where."""
+    """The database of a study's trials; a modelled machine's are kept only where `--storage` names one."""
     if wish.storage is not None:
         return locate(wish.storage)
     return locate(wish.db if wish.evaluator == "measured" else IN_MEMORY)
@@ -263,7 +263,7 @@ def objective_words(objective: Objective) -> str:
 
 
 def space_of(subject: Subject) -> ConfigSpace:
-    """The configurations to choose from."""
+    """The configurations among which a search chooses."""
     limits = subject.limits
     if subject.ranks is not None:
         limits = ExactRanks(
@@ -284,7 +284,7 @@ def search(
     deadline_s: float,
     report: Callable[[Event], None],
 ) -> Searched:
-    """The phase's configurations, until the deadline (`time.monotonic`) or the end of them."""
+    """Search a phase's configurations until the deadline (`time.monotonic`) or until all are evaluated."""
     started_s = time.monotonic()
     failures: Counter[str] = Counter()
 

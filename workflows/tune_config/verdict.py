@@ -31,13 +31,13 @@ FINALIST_MARGIN = 1.5
 """Plans slower than the best one by more than this factor get no kernels of their own."""
 
 LEAST_PAIRS = 8
-"""With fewer, an interval of `timing.CONFIDENCE` does not exist."""
+"""Least pairs of a comparison: with fewer, an interval of `timing.CONFIDENCE` does not exist."""
 
 TIMINGS_A_DUEL = 6
 """Time of a comparison over the time of timing one plan."""
 
 PAIRS_AT_ONCE = 2
-"""Each contestant begins one of them."""
+"""Pairs of turns that are timed in a row; each contestant begins one of them."""
 
 Standing = Literal["faster", "not slower", "reference", "not compared"]
 """faster: proven against the best reference. not slower: no difference proven. reference: the best plan is
@@ -52,7 +52,7 @@ class Finalist:
     search_ms: float | None
     final_ms: float | None = None
     reason: str | None = None
-    """The reason that it has no final cost."""
+    """The reason why there is no final cost."""
 
     @property
     def cost_ms(self) -> float:
@@ -62,50 +62,48 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Versus:
-    """The winner beside one reference."""
+    """The winner compared with one reference."""
 
     reference: Reference
     is_same: bool
     latency_ms: float | None = None
     gain: float | None = None
-    """The gain of the winner."""
+    """Speed-up of the winner over the reference."""
     comparison: Comparison | None = None
     reason: str | None = None
-    """The reason that there is no gain."""
+    """The reason why there is no gain."""
 
 
 @dataclass(frozen=True)
 class PhaseVerdict:
-    """The verdict of a phase."""
-
     phase: Phase
     plan: ServicePlan
-    """To be used from now on."""
+    """The plan to use from now on."""
     latency_ms: float
     winner: ServicePlan
-    """The fastest of the last run; another than `plan` where that is a reference which it does not beat."""
+    """The fastest plan of the last run; `plan` is another where a reference is not beaten."""
     standing: Standing
     against: tuple[Versus, ...]
     finalists: tuple[Finalist, ...]
 
     @property
     def is_settled(self) -> bool:
-        """True if it may replace a plan in use: not if references can run and there was no time for them."""
+        """True if `plan` may replace a plan in use: not if references could run and time ran out for them."""
         return self.standing != "not compared" or all(versus.latency_ms is None for versus in self.against)
 
 
 class Jury(Protocol):
-    """Times whole plans by a phase's objective."""
+    """Times or computes the cost of whole plans by a phase's objective."""
 
     is_timed: bool
     """True if clocks decide, so that a difference has to be proven."""
 
     def cost_ms(self, plan: ServicePlan) -> float:
-        """EvaluationError if the plan cannot run."""
+        """The plan's cost in milliseconds. EvaluationError if the plan cannot run."""
         ...
 
     def compare(self, reference: ServicePlan, plan: ServicePlan, deadline_s: float) -> Comparison | None:
-        """The gain of the plan; None: nothing is timed, or the time did not suffice."""
+        """Compare a plan with a reference; None: nothing is timed, or the time did not suffice."""
         ...
 
 
@@ -133,7 +131,7 @@ class MeasuredJury:
 
 
 class CalculatedJury:
-    """The jury of an evaluator that always gives the same answer."""
+    """The jury of an evaluator that always gives the same cost, so that there is nothing to compare."""
 
     is_timed = False
 
@@ -150,7 +148,7 @@ class CalculatedJury:
 
 
 def finalists(top: Sequence[tuple[ServicePlan, float]], habits: Sequence[Reference]) -> tuple[Finalist, ...]:
-    """The search's best first, then the references that it did not meet."""
+    """The search's best plans in order, then the references that are not among them."""
     best_ms = min((cost_ms for _, cost_ms in top), default=math.inf)
     chosen = [
         Finalist(plan, cost_ms)
@@ -168,7 +166,7 @@ def _is(plan: ServicePlan, habit: Reference) -> bool:
 
 
 def evaluations_of_last_run(chosen: Sequence[Finalist], habits: Sequence[Reference]) -> int:
-    """The length of a last run, in timings of a plan, if it leaves the order as it is."""
+    """Number of timings of a plan in a last run that leaves the order as it is."""
     distinct = [finalist.plan for finalist in chosen[:1]]
     for habit in habits:
         if habit.plan and not any(same_cores(habit.plan, plan) for plan in distinct):
@@ -177,7 +175,7 @@ def evaluations_of_last_run(chosen: Sequence[Finalist], habits: Sequence[Referen
 
 
 def last_run(chosen: Sequence[Finalist], jury: Jury, deadline_s: float) -> tuple[Finalist, ...]:
-    """Each finalist's cost again, best of the search first, as far as the time suffices."""
+    """Time each finalist again, the search's best first, as far as the time suffices."""
     return tuple(_timed(finalist, jury, deadline_s) for finalist in chosen)
 
 
@@ -194,7 +192,7 @@ def _timed(finalist: Finalist, jury: Jury, deadline_s: float) -> Finalist:
 def decide(
     phase: Phase, timed: Sequence[Finalist], habits: Sequence[Reference], jury: Jury, deadline_s: float
 ) -> PhaseVerdict | None:
-    """The fastest finalist, unless a reference beats it; None where nothing could be run."""
+    """Choose the fastest finalist, unless a reference beats it; None where nothing could be run."""
     able = [finalist for finalist in timed if finalist.cost_ms < math.inf]
     if not able:
         return None
@@ -211,7 +209,7 @@ def decide(
 def _against(
     winner: Finalist, habits: Sequence[Reference], timed: Sequence[Finalist], jury: Jury, deadline_s: float
 ) -> Iterator[Versus]:
-    """A reference that is the same plan as an earlier one shares its comparison."""
+    """Compare the winner with each reference; references with the same plan share a comparison."""
     compared: list[Versus] = []
     for place, habit in enumerate(habits):
         plan = habit.plan
@@ -253,7 +251,7 @@ def _versus(winner: Finalist, habit: Reference, own: Finalist, jury: Jury, deadl
 
 
 def _standing(winner: Finalist, against: Sequence[Versus]) -> tuple[Standing, ServicePlan]:
-    """Against the reference that comes closest. A reference is kept where the winner only looked faster."""
+    """The winner's standing against the reference that comes closest, and the plan to use."""
     if any(versus.is_same for versus in against):
         return "reference", winner.plan
     compared = [versus for versus in against if versus.gain is not None]
@@ -274,8 +272,8 @@ def _standing(winner: Finalist, against: Sequence[Versus]) -> tuple[Standing, Se
 
 
 def habits_of(subject: Subject, phase: Phase) -> tuple[Reference, ...]:
-    """The references on what the subject may use, without plans where the subject asks for other ranks; of a
-    band also the cores for fewer sequences.
+    """The references of a phase on the cores that the subject may use; those of another number of ranks than
+    the subject asks for have no plan. For a band also the cores for fewer sequences.
     """
     habits = references(subject.machine, phase, subject.limits.reason)
     if subject.below is not None:

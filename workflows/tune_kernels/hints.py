@@ -24,7 +24,7 @@ from phasewise.workflows.report import Report
 from phasewise.workflows.tune_kernels.rounds import HERE, OnFirstCore, Round, TuningBench, evaluator_on
 
 MULTIPLY_ADDS_A_BYTE = 16
-"""In the time in which a core reads a byte of a weight; only an order follows from it."""
+"""Multiply-adds of a core in the time of reading a weight's byte; only an order follows from this number."""
 
 FAMILIES = ("gemm", "attention")
 
@@ -49,9 +49,9 @@ def fight_hints(
     report: Report,
     bench: TuningBench = HERE,
 ) -> list[HintsOutcome]:
-    """Time what won elsewhere for these products, for at most `budget_s`, and use what a duel proves faster.
+    """Time schedules that won elsewhere for these products, and use what a duel proves faster.
 
-    A batch of timings that has begun then is ended. Nothing is timed, or said, where no hint waits, or where
+    Begins no batch of timings after `budget_s`. Nothing is timed or reported where no hint waits, or where
     the database is only read.
     """
     deadline_s = bench.clock() + budget_s
@@ -91,7 +91,7 @@ def _tasks(tuning_round: Round, family: str) -> Sequence[Task]:
 
 
 def work_of(tuning_round: Round) -> Callable[[Problem], float]:
-    """The work of a product in a step, in bytes read; attention counts once."""
+    """A function that gives a product's work in a step, in bytes read; attention counts once."""
 
     def work(problem: Problem) -> float:
         if problem.family != "gemm":

@@ -51,7 +51,7 @@ def _limits(cores: Sequence[int], formats: Iterable[str], total_bytes: int) -> R
 
 @dataclass(frozen=True)
 class TuningBench:
-    """The clock of a tuning run, and what it times kernels and their limits with."""
+    """The clock of a tuning run, and the timers of kernels and of cores' limits."""
 
     clock: Callable[[], float] = time.monotonic
     evaluator: Callable[[Sequence[int], int], NativeEvaluator] = _native_evaluator
@@ -69,12 +69,12 @@ HEADS = ("lm_head", "embed")
 LEAST_WORTH = 0.25
 
 ATTENTION_SHARE = 0.05
-"""Share of the budget: it has few schedules."""
+"""Share of the budget for attention, which has few schedules."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight to tune products for."""
+    """A shape of weights for which products are tuned."""
 
     format: str
     n: int
@@ -82,7 +82,7 @@ class Shape:
     uses: int
     """The number of times that a forward pass multiplies by a weight of this shape."""
     most_rows: int | None = None
-    """None: as many as the phase has."""
+    """Most rows of a product; None: as many as the phase has."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Round:
     cores: tuple[int, ...]
     shapes: tuple[Shape, ...]
     tasks: tuple[Task, ...]
-    """One for each shape."""
+    """One task for each shape."""
     attention: Task | None = None
 
     def weight_bytes(self, problem: Problem) -> int:
@@ -142,11 +142,11 @@ class TunedRound:
         return "interrupted" in ends
 
     def arithmetic_s(self, problem: Problem) -> float:
-        """The least time of a product's arithmetic in any format."""
+        """The least seconds of a product's arithmetic in any format."""
         return 2 * problem.m * problem.n * problem.k / max(self.roofline.peak_flops.values())
 
     def roofline_share(self, gain: Gain) -> float | None:
-        """Share of what the cores could do in the same seconds; 1 is the limit. As `share_of_limit`."""
+        """Share of the roofline's speed that a tuned product reaches (`share_of_limit`); 1 is the limit."""
         bound_ns = bound_s(self.round, self.roofline, gain.problem) * 1e9
         return share_of_limit(bound_ns / (gain.tuned_ns * gain.pace))
 
@@ -175,9 +175,9 @@ def plan_rounds(
     max_m: int,
     attention: tuple[str, int, int] | None = None,
 ) -> list[Round]:
-    """One for each set of cores that a phase runs on, decode's few rows among prefill's many.
+    """One round for each set of cores that a phase runs on, decode's few rows among prefill's many.
 
-    attention: KV format and dimensions of a model's query and KV heads; None: it is not tuned.
+    attention: KV format and dimensions of a model's query and KV heads; None: attention is not tuned.
     """
     rounds = []
     for own in dict.fromkeys(cores.values()):
@@ -256,7 +256,7 @@ def tune_round(
 
 
 def _attention_s(roofline: Roofline) -> Callable[[Problem], float]:
-    """About how long the attention of some rows takes: each reads those before it."""
+    """Estimates the seconds of attention over some rows, each of which reads the rows before it."""
     peak = max(roofline.peak_flops.values())
     return lambda problem: 4 * problem.n * problem.m**2 / peak
 
@@ -265,8 +265,8 @@ def _attention_s(roofline: Roofline) -> Callable[[Problem], float]:
 def evaluator_on(
     cores: Sequence[int], machine: Machine, lock: MeasurementLock, seconds: float, bench: TuningBench = HERE
 ) -> Iterator[NativeEvaluator]:
-    """An evaluator on the team that an engine has on these cores. Where they are of several kinds they are
-    measured when it is opened: in a turn, for which it waits no longer than `seconds`.
+    """An evaluator on the team that an engine has on these cores. It is opened in a turn of the lock, for
+    which it waits `seconds` at most, since it measures cores of several kinds.
     """
     with lock.turn(seconds):
         native = bench.evaluator(cores, cold_bytes(machine))
@@ -307,6 +307,6 @@ class OnFirstCore:
 
 
 def bound_s(tuning_round: Round, roofline: Roofline, problem: Problem) -> float:
-    """The least time of a product on the round's cores."""
+    """The least seconds of a product on the round's cores."""
     bytes_read = tuning_round.weight_bytes(problem)
     return roofline.bound_ns(problem.format, problem.n, problem.k, problem.m, bytes_read) / 1e9

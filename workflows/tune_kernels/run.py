@@ -55,10 +55,10 @@ DECODE_ROWS = (1, 8, 16, 32)
 """Rows of the products that decode's duels compare: one sequence, and as many as servers have."""
 
 CALLS_A_DUEL = 4 * PAIRS
-"""Least calls that take as long as a duel, whose products reach half of the limits."""
+"""Number of calls at the limit of speed that last as long as a duel, at half of that speed."""
 
 MOST_KEPT = 15
-"""Sixteenths: of a weight that keeps more, sparse storage saves nothing worth a comparison."""
+"""Sixteenths of values: a weight that keeps more of them saves too little in sparse storage for a duel."""
 
 
 def storage_problems(model: PackedModel, tuning_round: Round) -> list[Problem]:
@@ -78,7 +78,7 @@ def storage_problems(model: PackedModel, tuning_round: Round) -> list[Problem]:
 
 
 def _rows(tuning_round: Round, is_head: bool) -> Iterator[int]:
-    """The head computes logits of few rows alone."""
+    """Numbers of rows in duels; the head computes logits of few rows alone."""
     most = max(task.ms[-1] for task in tuning_round.tasks)
     if "decode" in tuning_round.phases:
         yield from (m for m in DECODE_ROWS if m <= most)
@@ -97,12 +97,10 @@ def fight_storage_duels(
     bench: TuningBench = HERE,
     call_s: Callable[[Problem], float] = lambda _: 0.0,
 ) -> list[StorageDuel]:
-    """Those of `problems` that the budget allows, each kept at once.
+    """Fight the duels that the budget allows; each result is stored at once.
 
-    A duel is expected to take as long as the longest of as many rows, and as its calls at least. call_s: the
-    least time of a call.
-
-    resume: stored ones are not repeated.
+    A duel is expected to take as long as the longest one of as many rows, and as CALLS_A_DUEL calls at least.
+    call_s: the least seconds of a call. resume: stored duels are not repeated.
     """
     deadline_s, key, abi = (
         bench.clock() + budget_s,
@@ -157,7 +155,7 @@ def schedules_of_duel(problem: Problem, table: ScheduleTable, threads: int) -> t
 
 
 STORAGE_SHARE = 0.25
-"""Part of a round's share of the budget that duels between storages get, where there are some."""
+"""Part of a round's share of the budget for duels between storages, where there are some."""
 
 
 MOST_ROWS = 512
@@ -172,7 +170,6 @@ class KernelRound:
     ranks: int
 
     def describe(self) -> str:
-        """E.g. `prefill and decode on cores 0,1`."""
         of = f" (a rank of {self.ranks})" if self.ranks > 1 else ""
         return f"{' and '.join(self.round.phases)} on cores {list_cores(self.round.cores)}{of}"
 
@@ -211,7 +208,7 @@ def _round(
 
 
 def _attention_of_a_rank(model: PackedModel, weights: tuple[int, ...]) -> tuple[str, int, int] | None:
-    """With as many heads as the rank that has most."""
+    """Attention's KV format and heads on the rank that has most heads."""
     from phasewise.cython_kernels.division import head_share
 
     if tuned_attention(model) is None:
@@ -222,7 +219,7 @@ def _attention_of_a_rank(model: PackedModel, weights: tuple[int, ...]) -> tuple[
 
 
 def _in_default_arithmetic(group: Group) -> Group:
-    """The arithmetic belongs to the whole weight (decision 0008), which no rank sees."""
+    """A rank sees only a part of a weight, and arithmetic belongs to the whole weight (decision 0008)."""
     own = group.arithmetics[0]
     return replace(group, arithmetics=(own,), kernels={own.compute_path: group.kernels[own.compute_path]})
 
@@ -285,7 +282,7 @@ def tune_rounds(
 ) -> list[TunedRound]:
     """Tune each round within its share of the budget that is left. An interrupted round ends the run.
 
-    model: whose weights, where some are zero, are compared stored sparse and dense at the end of each round.
+    model: its weights with zeros are compared in sparse and dense storage at the end of each round.
     """
     deadline_s = bench.clock() + budget_s
     done: list[TunedRound] = []

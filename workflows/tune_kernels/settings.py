@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuneKernelsSettings:
-    """The products of a model, those of `shapes`, or a user's kernel; what they are tuned for; how long."""
+    """Products to tune (a model's, those of `shapes`, or a user's kernel), their targets, and the time."""
 
     shapes: str | None = option(
         None,
@@ -71,7 +71,7 @@ class TuneKernelsSettings:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Prefill first."""
+        """The phases to tune, prefill first."""
         from phasewise.tuner.plans import PHASES
 
         return tuple(phase for phase in PHASES if self.phase in ("both", phase))

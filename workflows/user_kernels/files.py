@@ -30,7 +30,7 @@ MAX_SHAPES = 64
 
 
 def parse_shapes(text: str, function: FunctionDefinition) -> list[Shape]:
-    """All combinations. `64..4096` doubles from one to the other. KernelError for what is not understood."""
+    """Parse all combinations of values; `64..4096` doubles from one to the other. Raises KernelError."""
     size_names = sizes(function)
     values_by_name: dict[str, list[int]] = {}
     for part in text.split(";"):
@@ -79,7 +79,7 @@ def call_parts(loop_ns: Sequence[int], calls_a_loop: int) -> timing.Samples:
 
 
 def take_of(call_ns: Callable[[int, int], Sequence[int]]) -> timing.Take:
-    """Turns of one function. call_ns: nanoseconds of each of so many loops, of so many calls."""
+    """Turns of one function. call_ns: from (loops, calls a loop) to the nanoseconds of each loop."""
     first = max(1, min(call_ns(3, 1)))
     turn = timing.plan_turn(first)
     if turn.calls_a_loop > 1:
@@ -97,7 +97,7 @@ MAX_TEXT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Checked:
-    """One target's verdict; `missing` says why it was not run."""
+    """The verdict on one target; `missing`: the reason why the target was not run."""
 
     target: str
     verdict: Verdict | None
@@ -105,7 +105,7 @@ class Checked:
 
 
 def read_text(path: Path) -> str:
-    """A kernel's file. UserKernelError where it cannot be read."""
+    """Read a kernel's file. UserKernelError where it cannot be read."""
     try:
         return read_input(path, MAX_TEXT_BYTES).decode()
     except UnicodeDecodeError:
@@ -122,7 +122,7 @@ def best_target(text: str) -> str:
 
 
 def lowered(path: Path, isa: str, choice: Mapping[str, int]) -> str:
-    """C of a kernel's file for an instruction set, with parameters chosen."""
+    """Lower a kernel's file to C for an instruction set, with parameters chosen."""
     target = target_named(isa)
     return built(read_text(path), choice, target, str(path)).file(target)
 
@@ -172,10 +172,10 @@ def emit(
     path: Path, store: Store, core_sig: str, header: str | None, against: Path | None = None,
     include: Sequence[Path] = (), define: Sequence[str] = (),
 ) -> tuple[str, str, int]:  # fmt: skip
-    """C file, header, and how many shapes the database has for them.
+    """Emit a C file and its header; also returns the number of shapes that the database has for them.
 
     against: the C file that the kernel was tuned against, with folders of its headers and macros.
-    UserKernelError where the database has no shapes, or where that file is in use for one and is not given.
+    UserKernelError where the database has no shapes, or where `against` is missing and in use for one.
     """
     text = read_text(path)
     kernel = read(text, str(path))

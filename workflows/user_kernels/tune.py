@@ -67,27 +67,27 @@ class ShapeOutcome:
     problem: UserProblem
     choice: Choice
     gain: float
-    """Gain of the last duel: how many times as fast as what it was compared with."""
+    """Gain of the last duel: speed-up over the opponent."""
     gain_low: float
     baseline: Choice
     """The author's own function where it takes part, else the first parameters."""
     over_baseline: Comparison | None
-    """With the baseline, by a duel; None where that is in use."""
+    """The duel with the baseline; None where the baseline is in use."""
     before: Choice
     """The choice in use when the run began."""
     over_before: Comparison | None
-    """With that, where this run replaced it."""
+    """The duel with `before`, where this run replaced that choice."""
     timed: int
     replayed: int
     default_ns: int | None
     best_ns: int | None
-    """None where there was no time for one."""
+    """Best time in nanoseconds; None where there was no time to measure one."""
     is_complete: bool
 
 
 @dataclass(frozen=True)
 class KernelSetting:
-    """On what a kernel is tuned."""
+    """The kernel to tune, the core and target that it is tuned on, and the run's budget."""
 
     text: str
     where: str
@@ -98,7 +98,7 @@ class KernelSetting:
     lock: MeasurementLock
     report: Report
     budget_s: float
-    """From the call of `tune_user_kernel` on."""
+    """Seconds, counted from the call of `tune_user_kernel`."""
     resume: bool = True
     original: Original | None = None
     """The author's own function: it stays in use where no parameters are proven faster."""
@@ -212,7 +212,7 @@ class _Run:
     def _beside_baseline(
         self, problem: UserProblem, baseline: Choice, promotion: UserPromotion
     ) -> tuple[UserPromotion, Comparison | None]:
-        """The choice after a duel with the baseline, unless there was one, and that duel."""
+        """The choice after a duel with the baseline (an earlier duel counts), and that duel."""
         if promotion.choice == baseline:
             return promotion, None
         for earlier in reversed(self._promotions(problem)):
@@ -248,7 +248,7 @@ class _Run:
     def _time(
         self, problem: UserProblem, asked: Sequence[Point], estimates_ns: dict[Point, list[int]]
     ) -> int:
-        """Time points side by side, but those that do not fit. Returns how many were timed."""
+        """Time points side by side, except those that do not fit; return the number that was timed."""
         usable = [point for point in asked if self._kernel_fits(point)]
         takes = [self._take(self._named(point)) for point in usable]
         with self._setting.lock.turn():
@@ -290,7 +290,7 @@ class _Run:
         return built(setting.text, dict(choice), setting.target, setting.where).file(setting.target)
 
     def _kernel(self, choice: Choice) -> int:
-        """Number in the timing process."""
+        """The kernel's number in the timing process."""
         if choice not in self._kernels:
             name, began_s = f"k{len(self._kernels)}", time.monotonic()
             path = library_of(self._source(choice), name, self._folder, self._setting.target)
@@ -324,8 +324,8 @@ class _Run:
     def _settle(self, problem: UserProblem, default: Choice, best: Choice) -> UserPromotion:
         """The choice after a duel of the best with the one in use; no duel is fought twice.
 
-        An original is what was in use at the beginning: what is to replace it, now or from an earlier run
-        without it, has to be proven faster.
+        An original counts as in use at the beginning: parameters that replace it, now or from an earlier run
+        without it, have to be proven faster.
         """
         setting = self._setting
         earlier = self._promotions(problem)
@@ -363,7 +363,7 @@ class _Run:
         )
 
     def _check(self, incumbent: Choice, challenger: Choice) -> None:
-        """The same bits, or within the bound where sums may be reordered."""
+        """Raise CheckError unless results agree: in bits, or within a bound where sums may be reordered."""
         bound = REASSOCIATED_BOUND if self._function.reassociate else None
         check(
             self._program(incumbent),

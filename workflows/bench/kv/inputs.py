@@ -44,7 +44,7 @@ TraceRequests: TypeAlias = tuple[TraceRequest, ...]
 
 
 def read_samples(text: str, wish: ReplayWish, report: Report = silent) -> TraceRequests:
-    """At most `wish.count` requests, in order, of `text`: a file's name or a distribution."""
+    """Read at most `wish.count` requests, in order, of `text`: a file's name or a distribution."""
     if text.endswith(".csv") and not _is_azure(text):
         samples = _column(text, wish)
     elif text.endswith((".jsonl", ".jsonl.xz")) and (wish.model is not None or _is_length_log(text)):

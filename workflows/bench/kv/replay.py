@@ -283,7 +283,7 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
 def _observe(live: int, scheduler: Scheduler, sums: _Sums) -> None:
     """Count one decode step.
 
-    live: tokens of the sequences that take part; half-prefilled ones are not counted.
+    live: cached tokens of the decoding sequences, without half-prefilled ones.
     """
     placements = scheduler.pool.placements().values()
     sums.decode_steps += 1
