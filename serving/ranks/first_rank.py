@@ -168,8 +168,7 @@ class FirstRank:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of steps begun, and of layers of the last step whose keys and values are all stored.
-        Thread-safe."""
+        """Steps begun, and layers of the last step whose keys and values are stored. Thread-safe."""
         return self.program.progress
 
     def follow(self, follower: Follower | None) -> None:

@@ -30,8 +30,7 @@ def _by_rank(plans: Mapping[Phase, ServicePlan], of_ranks: Callable[[ServicePlan
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Layout of ranks as processes: a phase of R ranks uses processes 0 to R - 1; process 0 is the engine's
-    own."""
+    """Ranks as processes: a phase of R ranks uses processes 0 to R - 1; process 0 is the engine's own."""
 
     plans: Mapping[Phase, ServicePlan]
     memory: MemoryNodes | None = field(default=None)

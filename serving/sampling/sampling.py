@@ -69,7 +69,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # on the answer, once
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
-    """None: no log-probabilities. 0: that of the sampled token. n: also those of the n likeliest tokens."""
+    """Likeliest tokens to report beside the sampled one, with log-probabilities; None: none at all."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)

@@ -28,8 +28,7 @@ from phasewise.tuner.plans import Phase
 LEAST_TOKENS = 16
 """Prompt tokens that a client's share of a step has at least: one panel of keys and values."""
 FEW_TOKENS = 64
-"""Prompt tokens per client in a step where another client needs few tokens to finish its prompts: enough to
-use the weights well."""
+"""Prompt tokens per client in a step where another client's prompts end: enough to use the weights well."""
 
 
 class PrefillTurns:
@@ -102,8 +101,8 @@ def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
 
 
 def n_answering(running: Sequence[LiveSequence]) -> int:
-    """Number of answers that wait for their next token. Answers in shadow count only where nothing else can
-    be computed."""
+    """Number of answers that wait for a token. Answers in shadow count only if nothing else can be
+    computed."""
     counting = running if is_all_shadow(running) else running_of(running, in_shadow=False)
     return sum(not sequence.is_prefilling for sequence in counting)
 
@@ -111,8 +110,8 @@ def n_answering(running: Sequence[LiveSequence]) -> int:
 def answers_in_step(
     running: Sequence[LiveSequence], most_rows: int | None, shadow: ShadowRoom, most_sequences: int
 ) -> list[LiveSequence]:
-    """The sequences that get a token in the next decode step. `most_rows`: limit for interactive answers;
-    None: no limit."""
+    """The sequences that get a token in the next decode step. `most_rows`: most interactive answers; None:
+    all."""
     in_shadow = running_of(running, in_shadow=True)
     if is_all_shadow(running):
         return _in_turn(in_shadow, most_rows)
@@ -135,8 +134,8 @@ def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[Liv
 def prompts_in_step(
     running: Sequence[LiveSequence], room: int, shadow: ShadowRoom
 ) -> tuple[list[LiveSequence], int]:
-    """The sequences whose prompts the next prefill step may compute (all in shadow or none), and the tokens
-    that the step may have."""
+    """Sequences whose prompts the next prefill step may compute (all in shadow or none), and its most
+    tokens."""
     prompts = [sequence for sequence in running if sequence.can_prefill]
     own = running_of(prompts, in_shadow=False)
     if own:
@@ -177,8 +176,7 @@ def batch_of(
 
 
 def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -> None:
-    """Raise RequestError for a request that can never run: no prompt, no answer tokens, or a context too
-    long."""
+    """Raise RequestError for a request that can never run: no prompt, no answer, or too long a context."""
     if not request.prompt_token_ids:
         raise RequestError("the prompt has no tokens", "prompt")
     if request.max_tokens < 1:
@@ -235,8 +233,7 @@ def last_to_come(
 
 
 def held_in_vain(running: Sequence[LiveSequence]) -> LiveSequence | None:
-    """The youngest computed prompt that waits for a hand-over while nothing that runs can be computed; None:
-    there is none."""
+    """The youngest prompt that waits for a hand-over while nothing can be computed; None: there is none."""
     if any(sequence.n_pending and not sequence.awaits_kv for sequence in running):
         return None
     held = (sequence for sequence in reversed(running) if is_held(sequence) and not sequence.is_pinned)

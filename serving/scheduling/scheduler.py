@@ -66,8 +66,7 @@ from phasewise.tuner.plans import Phase
 
 
 class Scheduler:
-    """Owns every request from `add` to its last token, and the KV pool that holds the requests' keys and
-    values."""
+    """Owns every request from `add` to its last token, and the KV pool of all requests."""
 
     def __init__(self, pool: KvPool, limits: SchedulerLimits) -> None:
         self.pool = pool
@@ -125,8 +124,7 @@ class Scheduler:
 
     @property
     def n_answering(self) -> int:
-        """Number of answers that wait for their next token; those in shadow count only where nothing else can
-        be computed."""
+        """Number of answers that wait for a token; in shadow, only if nothing else can be computed."""
         return n_answering(self._running)
 
     @property
@@ -191,8 +189,7 @@ class Scheduler:
         return sequence.placement
 
     def reads_from(self, find: FindStored) -> StoredBeginnings:
-        """Read prompt prefixes from a store from now on. `find`: number of first tokens that the store
-        has."""
+        """Read prompt prefixes from a store. `find`: tells how many first tokens the store has."""
         assert self.limits.prefix_reuse, "without prefix reuse nothing is taken over"
         self._stored = StoredBeginnings(find, self._prefixes, self._states.copies_along)
         return self._stored
@@ -226,8 +223,7 @@ class Scheduler:
         return self.abort(request_id)
 
     def take_copies(self) -> tuple[KvCopy, ...]:
-        """Remove and return the copies that no batch carries yet, to be done at once. Call when `next_batch`
-        returned None."""
+        """Take the copies that no batch carries, to be done at once, after `next_batch` returned None."""
         copies = tuple(self._copies)
         self._copies.clear()
         self._moved.clear()
@@ -274,8 +270,7 @@ class Scheduler:
         return [DraftRoom(sequence, self._states.room_for_drafts(sequence)) for sequence in flight.sequences]
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
-        """Append drafts to each slice of the decode batch under way, and return the batch that replaces
-        `batch`."""
+        """Append drafts to each slice of the decode batch under way, and return the new batch."""
         flight = self._flight_of(batch)
         if batch.phase != "decode":
             raise SchedulerError("only the tokens of answers can be drafted")
@@ -284,8 +279,7 @@ class Scheduler:
         return extended
 
     def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
-        """Record a computed batch without drafts. `token_ids`: one sampled token for each slice that wants
-        logits."""
+        """Record a computed batch without drafts. `token_ids`: one for each slice that wants logits."""
         return self.commit_runs(batch, [(token_id,) for token_id in token_ids])
 
     def commit_runs(self, batch: Batch, runs: Tokens[Tokens[int]]) -> list[TokenOut]:
@@ -366,8 +360,7 @@ class Scheduler:
         return tuple(sequence.request_id for sequences in held for sequence in sequences)
 
     def check(self) -> None:
-        """Raise SchedulerError or the pool's error, with the numbers, unless exactly the running requests own
-        slots."""
+        """Raise SchedulerError or PoolError unless exactly the running requests own slots."""
         check_laws(self.pool, self._running, (self._waiting, self._shadow_waiting), self._live)
         if self.limits.prefix_reuse:
             for sequence in self._running:

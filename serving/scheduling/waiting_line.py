@@ -43,8 +43,7 @@ class ClientTurns(Generic[Item]):
         return len(self._queues.get(client, ()))
 
     def head(self, client: str | None = None) -> Item:
-        """The item that `take` gives next, of `client` or of the client whose turn is next. IndexError: there
-        is none."""
+        """The item that `take` gives next (client None: of the next client). IndexError: there is none."""
         return self._queues[self._next(client)][0]
 
     def join(self, client: str, item: Item) -> None:
@@ -53,8 +52,8 @@ class ClientTurns(Generic[Item]):
         self._n_items += 1
 
     def take(self, client: str | None = None) -> Item:
-        """Remove and return the first item of `client` (None: of the next client), whose turn is then over.
-        IndexError: there is none."""
+        """Take the first item of `client` (None: the next one), whose turn ends. IndexError: there is
+        none."""
         client = self._next(client)
         item = self._queues[client].popleft()
         self._queues.move_to_end(client)
@@ -213,8 +212,7 @@ class WaitingLine:
         self._turns.take_item(sequence.request.client, sequence)
 
     def remove(self, sequence: LiveSequence) -> None:
-        """Remove a request that ends while it waits; its client keeps its turn. ValueError: it does not
-        wait."""
+        """Remove an ended request; its client keeps its turn. ValueError: it does not wait."""
         if sequence.admission is not None:
             self._preempted.remove(sequence)
         else:
