@@ -205,7 +205,8 @@ def _dialect(opened: Served, tool_format: str) -> Dialect:
 
 
 def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
-    """An `encode` that first refuses a text too long for the context, which would take seconds to cut."""
+    """An `encode` that first refuses a text too long for the context, which would take seconds to
+    tokenize."""
     check = _length_check(opened)
 
     def encode(text: str, add_special: bool) -> list[int]:

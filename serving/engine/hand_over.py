@@ -63,7 +63,7 @@ class HandOver:
         return self.outbox
 
     def compute(self, message: Submit) -> None:
-        """Compute a prompt that another engine answers."""
+        """Register a prompt that is computed here and answered by another engine."""
         assert self.outbox is not None, "an engine without an outbox computes no prompts for others"
         self.prompts[message.request_id] = message
 

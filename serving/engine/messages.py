@@ -184,7 +184,7 @@ class Failure(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Progress of one prompt."""
+    """Number of tokens of one prompt computed so far."""
 
     request_id: str
     n_prompt: int

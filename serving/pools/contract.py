@@ -54,7 +54,7 @@ class Placement(NamedTuple):
 
     base: int
     n_slots: int
-    """Positions that fit."""
+    """Number of positions that fit into the block."""
     table: tuple[int, ...] | None = None
     """First slots of the runs of `KV_CHUNK` positions; None: one contiguous run."""
     ring: tuple[int, int] | None = None
@@ -122,7 +122,7 @@ class PoolStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """Rings of layers with windows: `longest` holds the largest window and what one step writes."""
+    """Slots of the rings of sliding-window layers: `longest` holds the largest window and one step's rows."""
 
     first_slot: int
     """First slot of the rings, after the slots of all other layers."""

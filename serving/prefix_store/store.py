@@ -40,7 +40,7 @@ from phasewise.serving.prefix_store.blocks import (
 from phasewise.serving.prefix_store.folder import PrefixFolder
 
 MOST_KEPT = 64
-"""Most sequences that are remembered."""
+"""Most sequences that an engine remembers as written to the folder."""
 
 
 @dataclass(slots=True, eq=False)

@@ -36,7 +36,7 @@ class RankLayout:
     memory: MemoryNodes | None = field(default=None)
     """NUMA nodes with memory; None: the machine has one node."""
     weights: Teams = ()
-    """Weights of the ranks by schedule table: `Division.weights`; (): by threads."""
+    """Weights of the ranks by schedule table: `Division.weights`; (): their numbers of threads."""
 
     @classmethod
     def here(cls, plans: Mapping[Phase, ServicePlan], *, pinned: bool = True) -> RankLayout:
@@ -58,7 +58,7 @@ class RankLayout:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Numbers of sequences from which decode uses each further table."""
+        """Number of sequences from which a decode step uses each further schedule table."""
         return starts_of(self.plans)
 
     @property

@@ -37,7 +37,7 @@ def plans_by_table(plans: Mapping[Phase, ServicePlan]) -> dict[int, ServicePlan]
 
 
 def starts_of(plans: Mapping[Phase, ServicePlan]) -> tuple[int, ...]:
-    """Numbers of sequences from which decode uses each further schedule table."""
+    """Number of sequences from which a decode step uses each further schedule table."""
     return plans["decode"].starts if "decode" in plans else ()
 
 

@@ -95,7 +95,7 @@ def open_rank(told: Instructions) -> WorkerRank:
 
 
 def _model(told: Instructions) -> PackedModel:
-    """The model over the shared arrays, without tokenizer and template."""
+    """The model over the arrays that ranks share, without tokenizer and template."""
     copies = told.weights_source is not None
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:

@@ -93,7 +93,7 @@ def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[Live
 
 
 def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
-    """True if only requests in shadow have tokens that can be computed now."""
+    """True if only background requests (in shadow) have tokens that can be computed now."""
     return not any(
         sequence.n_pending and not (sequence.request.in_shadow or sequence.awaits_kv or sequence.is_restored)
         for sequence in running
@@ -101,8 +101,8 @@ def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
 
 
 def n_answering(running: Sequence[LiveSequence]) -> int:
-    """Number of answers that wait for a token. Answers in shadow count only if nothing else can be
-    computed."""
+    """Number of answers that wait for a token. Background answers (in shadow) count only if nothing else can
+    be computed."""
     counting = running if is_all_shadow(running) else running_of(running, in_shadow=False)
     return sum(not sequence.is_prefilling for sequence in counting)
 
@@ -297,7 +297,7 @@ class Admitter:
         self._admit_in_shadow(place)
 
     def _admit_in_shadow(self, place: Place) -> None:
-        """Admit requests in shadow to the room that interactive requests leave."""
+        """Admit background requests (in shadow) to the room that interactive requests leave."""
         while len(self._shadow_waiting):
             running = self._own(in_shadow=True)
             sequence, _ = next_to_admit(self._shadow_waiting, running, self.shares(in_shadow=True))
@@ -309,7 +309,7 @@ class Admitter:
             place(sequence, grant)
 
     def shadow_gives_way(self, preempt: Preempt) -> bool:
-        """Preempt the youngest request in shadow. False: there is none that is not pinned."""
+        """Preempt the youngest background request (in shadow). False: there is none that is not pinned."""
         for sequence in reversed(self._own(in_shadow=True)):
             if not sequence.is_pinned:
                 preempt(sequence)
@@ -330,7 +330,7 @@ class Admitter:
         return len(running) - sum(map(is_held, running)) < self._limits.max_sequences
 
     def shares(self, *, in_shadow: bool) -> ClientShares:
-        """Equal shares of places and slots for each client that runs or waits."""
+        """Equal shares of places (running sequences) and slots for each client that runs or waits."""
         waiting = (self._shadow_waiting if in_shadow else self._waiting).clients
         running = self._own(in_shadow=in_shadow)
         return ClientShares(self._limits.max_sequences, self._pool.n_slots, running, waiting)

@@ -60,7 +60,7 @@ class HeldReport(NamedTuple):
 
 
 class StoredBeginning(Protocol):
-    """`serving.prefix_store.store.KeptBeginning`."""
+    """A sequence whose first `n_tokens` are in the prefix folder (`prefix_store.store.KeptBeginning`)."""
 
     token_ids: tuple[int, ...]
     space: str
@@ -68,7 +68,7 @@ class StoredBeginning(Protocol):
 
 
 class Stored(Protocol):
-    """`serving.prefix_store.store.KeptBeginnings`."""
+    """The sequences that an engine wrote to the prefix folder (`prefix_store.store.KeptBeginnings`)."""
 
     n_changes: int
 

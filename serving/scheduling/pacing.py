@@ -19,17 +19,18 @@ from typing import NamedTuple
 from phasewise.tuner.plans import Phase
 
 USUAL = 0.6
-"""Part of the mean gap between tokens up to which requests in shadow fill a gap. A larger part speeds batches
-up and delays interactive answers."""
+"""Part of the mean gap between tokens up to which background requests (in shadow) fill a gap. A larger part
+speeds batches up and delays interactive answers."""
 ALONE_NS = 30_000_000
-"""Time of a prefill step in shadow where nobody else computes: a new request waits for its end."""
+"""Time of a prefill step of background requests where nobody else computes: a new request waits for its
+end."""
 LEAST_CHUNK = 16
-"""Fewest prompt tokens of a step in shadow beside interactive requests: one panel of keys."""
+"""Fewest background prompt tokens of a step beside interactive requests: one panel of keys."""
 _WINDOW_TOKENS = 20_000
 
 
 class ShadowRoom(NamedTuple):
-    """Rows and prompt tokens for requests in shadow in a step beside interactive ones; None: no limit."""
+    """Rows and prompt tokens for background requests in a step beside interactive ones; None: no limit."""
 
     rows: int | None = None
     chunk_tokens: int | None = None
@@ -86,8 +87,8 @@ class ShadowPacing:
         self._mean_real_ns += part * (real_ns - self._mean_real_ns)
 
     def room(self, costs_ns: Mapping[int, float], n_own: int, token_ns: float) -> ShadowRoom:
-        """Room for requests in shadow beside `n_own` interactive answers. `costs_ns`: time of a decode step
-        by number of rows. `token_ns`: time of one prompt token."""
+        """Room for background requests (in shadow) beside `n_own` interactive answers. `costs_ns`: time of a
+        decode step by number of rows. `token_ns`: time of one prompt token."""
         if not (n_own and costs_ns):
             return NO_ROOM
         own_ns = self._own_ns + decode_ns(costs_ns, n_own)
@@ -153,7 +154,7 @@ class PacedStep(NamedTuple):
     rows: int | None = None
     """The most answers of a decode step; None: all."""
     shadow: ShadowRoom = UNBOUNDED
-    """Room of requests in shadow beside interactive ones."""
+    """Room of background requests (in shadow) beside interactive ones."""
 
 
 @dataclass(slots=True)

@@ -106,7 +106,7 @@ class Scheduler:
 
     @property
     def n_in_shadow(self) -> int:
-        """Number of live requests in shadow; these count neither as waiting nor as running."""
+        """Number of live background requests (in shadow); these count neither as waiting nor as running."""
         return sum(sequence.request.in_shadow for sequence in self._live.values())
 
     @property
@@ -124,12 +124,13 @@ class Scheduler:
 
     @property
     def n_answering(self) -> int:
-        """Number of answers that wait for a token; in shadow, only if nothing else can be computed."""
+        """Number of answers that wait for a token; background ones (in shadow) count only if nothing else can
+        be computed."""
         return n_answering(self._running)
 
     @property
     def is_all_shadow(self) -> bool:
-        """True if only requests in shadow have tokens that can be computed now."""
+        """True if only background requests (in shadow) have tokens that can be computed now."""
         return is_all_shadow(self._running)
 
     def add(self, request: Request) -> None:
@@ -246,8 +247,8 @@ class Scheduler:
     ) -> Batch | None:
         """The batch to compute now; None: nothing can run. Every batch ends in `commit`, `commit_runs` or
         `discard`. `chunk_tokens`: most prompt tokens of the step; 0: a decode step comes first; None: the
-        limits' number. `most_rows`: most answers of a decode step; None: all. `shadow`: room of requests in
-        shadow beside others."""
+        limits' number. `most_rows`: most answers of a decode step; None: all. `shadow`: room of background
+        requests beside others."""
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admitter.admit(self._place, self._preempt)

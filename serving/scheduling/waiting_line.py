@@ -93,8 +93,8 @@ class ClientTurns(Generic[Item]):
 
 
 class ClientShares:
-    """Each client's equal share of places and slots now, and what it holds. `running`: sequences by age.
-    `waiting`: clients with waiting requests."""
+    """Each client's equal share of places (running sequences) and slots now, and what it holds. `running`:
+    sequences by age. `waiting`: clients with waiting requests."""
 
     def __init__(
         self, places: int, slots: int, running: Sequence[LiveSequence], waiting: Collection[str]
@@ -123,7 +123,8 @@ class ClientShares:
         return self._places[client] < self.places and self._slots[client] + n_slots <= self.slots
 
     def giver_of_place(self) -> LiveSequence | None:
-        """The sequence to preempt for a place; None: no client holds more than its share."""
+        """The sequence to preempt for a place among the running ones; None: no client holds more than its
+        share."""
         return self._youngest(self._greediest(self._places, self.places))
 
     def giver_of_slots(self) -> LiveSequence | None:
