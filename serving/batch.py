@@ -25,11 +25,10 @@ class SequenceSlice(NamedTuple):
     wants_logits: bool
     """True if the logits after the last token of this slice are wanted."""
     table: tuple[int, ...] | None = None
-    """First slots of the runs of KV_CHUNK positions, in place of `slot_base`; None: contiguous from
-    `slot_base`."""
+    """First slots of the runs of KV_CHUNK positions; None: contiguous from `slot_base`."""
     n_drafted: int = 0
-    """Number of last tokens that are drafts. If logits are wanted, so are those after the token before each
-    draft."""
+    """Number of drafts at the end, each of which adds a row of logits, of the token before it, if any are
+    wanted."""
     ring: tuple[int, int] | None = None
     """For ring layers: first slot and number of slots. Position p lies at `first + p % slots`."""
     adapter: int = 0
@@ -68,6 +67,5 @@ class Batch(NamedTuple):
 
     @property
     def n_logits(self) -> int:
-        """Rows of logits, in slice order: one for each slice that wants logits, and one for each of its
-        drafts."""
+        """Rows of logits: for each slice that wants any, in order, one and one for each draft."""
         return sum(1 + piece.n_drafted for piece in self.slices if piece.wants_logits)

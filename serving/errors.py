@@ -34,8 +34,7 @@ _SCARCE_BYTES = 8 << 20
 
 
 def shortage_of(error: BaseException | None) -> str | None:
-    """One line about the system shortage (memory, threads, files) behind an error; None: the error has
-    another cause."""
+    """One line about the shortage (memory, threads, files) behind an error; None: another cause."""
     if error is not None and _memory_is_exhausted():
         return _OUT_OF_MEMORY  # an import then fails with any error, such as an unknown codec
     while error is not None:
@@ -87,8 +86,7 @@ class ContextLengthExceeded(RequestError):
     def beyond(
         cls, most_tokens: int, asked: str, param: str | None = None, sizes: tuple[int, int] | None = None
     ) -> ContextLengthExceeded:
-        """The error in the words that OpenAI's clients look for. `asked`: end of the sentence, about what is
-        too long."""
+        """The error in the words that OpenAI's clients look for. `asked`: end of the sentence."""
         error = cls(f"This model's maximum context length is {most_tokens} tokens{asked}", param)
         error.sizes = sizes
         return error

@@ -61,8 +61,7 @@ class AnswerPolicy:
 @dataclass(frozen=True)
 class TextRow:
     """A model that generates text. `names`: names that requests may use, the model's id first. `open_host`:
-    opens the host of its engine. `sampling`: values for fields that requests leave out; None: from the
-    model's files."""
+    opens its engine's host. `sampling`: defaults of requests; None: from the model's files."""
 
     opened: Served
     names: tuple[str, ...]
@@ -108,8 +107,7 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The models of a server: permanent ones, those of a folder (loaded on demand), and an embedding
-    model."""
+    """The models of a server: permanent ones, a folder's (loaded on demand), and an embedding model."""
 
     models: Sequence[TextRow] = ()
     folder: ModelFolder | None = None
@@ -207,8 +205,8 @@ def _dialect(opened: Served, tool_format: str) -> Dialect:
 
 
 def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
-    """An `encode` that first refuses a text too long for the context: tokenizing megabytes takes seconds of
-    every core."""
+    """An `encode` that first refuses a text too long for the context, which would take seconds to
+    tokenize."""
     check = _length_check(opened)
 
     def encode(text: str, add_special: bool) -> list[int]:
@@ -219,8 +217,7 @@ def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
 
 
 def _chat_encoder(opened: Served) -> Callable[[Conversation, CancelToken], list[int]]:
-    """An encoder of conversations. The template is read here, so that a broken one is reported at the
-    start."""
+    """An encoder of conversations. Reads the template now, so that a broken one is reported at start."""
     conversations, check = opened.text.conversations, _length_check(opened)
 
     def encode(conversation: Conversation, cancel: CancelToken) -> list[int]:

@@ -96,8 +96,7 @@ class _AllClients:
 def run_service(
     table: ModelTable, settings: ServiceSettings, address: Address, report: Callable[[str], None]
 ) -> None:
-    """Serve until a signal. EngineLost: a permanent model's engine, or on an embedding server every worker,
-    has given up."""
+    """Serve until a signal. EngineLost: a permanent model's engine, or every embedding worker, is lost."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
         limits, log = settings.limits, settings.length_log
@@ -210,8 +209,7 @@ def _run_to_the_end(
 
 
 def _leave(address: Address, stopped: bool) -> None:
-    """End the process at once if its engine has not stopped: a step cannot be interrupted, and no client
-    waits for it."""
+    """End the process at once if its engine has not stopped: a step cannot be interrupted."""
     if not stopped:
         address.__exit__()
         os._exit(0)
@@ -241,9 +239,8 @@ def _reopened_files(
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Freeze the start's objects within the `with` block, so that garbage collection does not scan them: a
-    scan (a vocabulary alone is some 100,000 objects) takes 40 to 100 ms, in which neither the event loop nor
-    the engine runs."""
+    """Keep the start's objects out of garbage collection within the block: a scan (a vocabulary alone is some
+    100,000 objects) stops all of Python for 40 to 100 ms."""
     gc.collect()
     gc.freeze()
     try:
@@ -254,8 +251,7 @@ def gc_frozen() -> Iterator[None]:
 
 @contextmanager
 def _learning(predictor: Predictor) -> Iterator[Callable[[RealisedLength], None]]:
-    """Yield a function that trains the predictor on a thread of its own, since the event loop must not
-    wait."""
+    """Yield a function that trains the predictor on a thread, since the event loop must not wait."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="phasewise-predictor")
 
     def learn(length: RealisedLength) -> None:

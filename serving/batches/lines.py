@@ -46,8 +46,7 @@ def read_lines(file: BinaryIO, most_bytes: int, urls: Collection[str] = URLS) ->
 
 
 def read_line(number: int, raw: bytes, seen: set[str], urls: Collection[str] = URLS) -> BatchLine:
-    """Parse a line into its request or its fault. `seen`: custom ids of earlier lines; this line's is
-    added."""
+    """Parse a line into a request or a fault. `seen`: earlier lines' custom ids; this line's is added."""
     if is_flood(raw):
         many = f"it has more than {MOST_VALUES} values or {MOST_CONTAINERS} lists and objects"
         return BatchLine(number, None, fault=many)

@@ -86,8 +86,7 @@ class Page:
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """A batch. `fields`: its JSON object as in OpenAI's API, without `request_counts`, with the runner's own
-    fields."""
+    """A batch. `fields`: OpenAI's JSON object without `request_counts`, with the runner's own fields."""
 
     id: str
     owner: str
@@ -98,8 +97,7 @@ class StoredBatch:
 
 
 class BatchStore:
-    """Store in one folder: `batches.sqlite`, and a file on disk for each file. Thread-safe: one call at a
-    time."""
+    """Store in one folder: `batches.sqlite`, and one file on disk for each file. Thread-safe."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         """Raises BatchStoreError if another process uses the folder, OSError if the folder cannot be used."""
@@ -141,8 +139,7 @@ class BatchStore:
         return NewFile(self)
 
     def keep_file(self, file: NewFile, owner: str, filename: str, purpose: str) -> StoredFile:
-        """Add a completely written file to the store. BatchStoreError: the disk or the store is full; the
-        file is then dropped."""
+        """Add a written file to the store. BatchStoreError: disk or store is full; the file is dropped."""
         try:
             file.finish()
             with self._transaction() as db:
@@ -162,8 +159,7 @@ class BatchStore:
         return files[0]
 
     def files(self, owner: str, page: Page, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
-        """A page of the owner's files, and whether more follow. BatchStoreError: `after` is not among
-        them."""
+        """A page of the owner's files, and if more follow. BatchStoreError: `after` is not among them."""
         columns, further = "id, created_s, filename, purpose, n_bytes", ""
         values: tuple[str, ...] = (owner,)
         if purpose is not None:
@@ -213,8 +209,7 @@ class BatchStore:
     # ---- batches -----------------------------------------------------------------------------------------
 
     def add_batch(self, owner: str, input_id: str, fields: Json) -> StoredBatch:
-        """Create a batch. BatchStoreError: the owner has no file `input_id`, or too many unfinished
-        batches."""
+        """Create a batch. BatchStoreError: no file `input_id`, or too many unfinished batches."""
         batch_id = f"batch_{secrets.token_hex(12)}"
         self._expire()
         with self._transaction() as db:
@@ -239,15 +234,13 @@ class BatchStore:
         return batches[0]
 
     def batches(self, owner: str, page: Page) -> tuple[list[StoredBatch], bool]:
-        """A page of the owner's batches, and whether more follow. BatchStoreError: `after` is not among
-        them."""
+        """A page of the owner's batches, and if more follow. BatchStoreError: `after` is not among them."""
         with self._transaction():
             rows, has_more = self._page("batches", "id, owner, input_id, fields", "", (owner,), page)
             return [self._batch_of(*row) for row in rows], has_more
 
     def delete_batch(self, owner: str, batch_id: str) -> None:
-        """Delete the record of a batch, not its files. BatchStoreError: the owner has none of this id, or it
-        is unfinished."""
+        """Delete a batch's record, not its files. BatchStoreError: not the owner's, or unfinished."""
         with self._transaction() as db:
             self.batch(owner, batch_id)
             if not self._drop_batches("id = ? AND is_over = 1", (batch_id,), db):
@@ -287,8 +280,7 @@ class BatchStore:
             return self.batch(batch.owner, batch.id)
 
     def _change(self, batch_id: str, changed: Json, db: sqlite3.Connection) -> None:
-        """Change fields of a batch within a transaction. Bytes over the limit are not refused: a batch must
-        end."""
+        """Change fields of a batch within a transaction, even over the limit of bytes: a batch must end."""
         (before,) = db.execute("SELECT fields FROM batches WHERE id = ?", (batch_id,)).fetchone()
         after = json.dumps({**json.loads(before), **changed})
         db.execute("UPDATE batches SET fields = ? WHERE id = ?", (after, batch_id))
@@ -353,8 +345,8 @@ class BatchStore:
     def _write_answers(
         self, batch_id: str, files: dict[bool, NewFile], stop: threading.Event
     ) -> dict[bool, int]:
-        """Write each answer to the file of its kind, and return the numbers of lines. Other calls run in
-        between."""
+        """Write each answer to the file of its kind; return the numbers of lines. Other calls may
+        interleave."""
         counts, number = {True: 0, False: 0}, -1
         query = (
             "SELECT number, is_good, line FROM answers WHERE batch_id = ? AND number > ? "
@@ -450,8 +442,7 @@ class BatchStore:
     def _page(
         self, table: str, columns: str, further: str, values: tuple[str, ...], page: Page
     ) -> tuple[list[Any], bool]:
-        """A page of an owner's rows, within a transaction, and whether more follow. `values`: the owner, then
-        those of `further`."""
+        """A page of an owner's rows, and if more follow. `values`: the owner, then values of `further`."""
         order, sign, since = ("ASC", ">", 0) if page.is_ascending else ("DESC", "<", sys.maxsize)
         if page.after is not None:
             query = f"SELECT rowid FROM {table} WHERE owner = ?{further} AND id = ?"
@@ -487,8 +478,7 @@ def disk_refuses(folder: Path, error: Exception) -> BatchStoreError:
 
 
 class NewFile:
-    """A file being written. OSError or BatchStoreError: there is no room. `drop` may be called while another
-    thread writes."""
+    """A file being written. OSError or BatchStoreError: no room. `drop` is allowed during `write`."""
 
     def __init__(self, store: BatchStore, *, is_counted: bool = True) -> None:
         """`is_counted`: False for answers whose bytes the store has counted already."""

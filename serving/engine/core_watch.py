@@ -21,8 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CorePlans:
-    """Plans of both phases for the present cores. `schedules`: kernel schedules with the arithmetic in
-    use."""
+    """Plans of both phases for the present cores. `schedules`: kernel schedules, same arithmetic."""
 
     plans: Mapping[Phase, ServicePlan]
     schedules: Mapping[Phase, ScheduleLookup] | None = None

@@ -1,5 +1,4 @@
-"""One turn of the engine's loop: choose a batch, compute it, commit it, and give out the text of the
-answers."""
+"""One turn of the engine's loop: choose a batch, compute it, commit it, give out the answers' text."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class Engine:
         return self.scheduler.has_work
 
     def submit(self, message: Submit) -> None:
-        """Accept a request, or raise RequestError (it can never run) or QueueFull (the waiting line is
-        full)."""
+        """Accept a request. RequestError: it can never run. QueueFull: the waiting line is full."""
         live = self._checked(message)
         self.scheduler.add(live.request)
         self._follow(live)
@@ -287,8 +285,7 @@ class Engine:
         return LiveRequest.of(given, max_tokens, self.vocabulary, adapter)
 
     def _pace(self) -> tuple[int | None, int | None, ShadowRoom]:
-        """Arguments of `Scheduler.next_batch`. With a drafter rows are not limited, since drafts fill the
-        step."""
+        """Arguments of `Scheduler.next_batch`. With a drafter rows are unlimited: drafts fill a step."""
         if self.pacing is None:
             return None, None, UNBOUNDED
         scheduler = self.scheduler
@@ -360,8 +357,7 @@ class Engine:
     def _answer(
         self, outs: list[TokenOut], run: list[SampledToken], drafted: Sequence[int], now_ns: int
     ) -> Answer:
-        """The next piece of one request's answer, from its new tokens. Tokens after a stop string are
-        dropped."""
+        """The next piece of one answer, from its new tokens. Tokens after a stop string are dropped."""
         request_id = outs[0].request_id
         live = self._live[request_id]
         scored = None if live.scores is None else live.scores.tokens

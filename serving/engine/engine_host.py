@@ -30,8 +30,7 @@ class InstanceInfo(NamedTuple):
 
 
 class InstanceState(NamedTuple):
-    """State of one place for an instance. Counters of the front never fall; counters of the instance restart
-    with it."""
+    """State of one place for an instance. The front's counters never fall; the instance's restart with it."""
 
     name: str
     """Role and number of the instance, e.g. `prompt-0`."""
@@ -45,8 +44,7 @@ class InstanceState(NamedTuple):
     """Number of requests whose prompts the instance was given."""
     prompt_tokens: int
     prefix_tokens_expected: int
-    """Of `prompt_tokens`, those that the instance was expected to hold already when the request was
-    routed."""
+    """Prompt tokens that the instance was expected to hold already when requests were routed."""
     answers: int
     prefix_tokens_held: int
     """Number of prefix tokens that the instance reports as held."""
@@ -62,7 +60,7 @@ class InstanceState(NamedTuple):
     reports_refused: int
     """Number of prefix reports refused as impossible."""
     info: InstanceInfo | None
-    """None: the instance does not run."""
+    """Node, formats and plans of the instance; None: it does not run."""
     without_database: int = 0
     """Number of times that the instance went on without the tuning database, over all its starts."""
 
@@ -103,7 +101,7 @@ class EngineHost(Protocol):
         ...
 
     def recoveries(self) -> Recoveries:
-        """Counters of recoveries; may be called from any thread."""
+        """Counters of recoveries. Thread-safe."""
         ...
 
     def threads(self) -> Mapping[str, int]:
@@ -111,13 +109,12 @@ class EngineHost(Protocol):
         ...
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """Identity of the answering arithmetic; None: not known yet. `model`: the model's id, if there are
+        """Identity of the answering arithmetic; None: not yet known. `model`: model id, if there are
         several."""
         ...
 
     def instances(self) -> Sequence[InstanceState]:
-        """States of the instances behind the host; empty if one engine does everything. May be called from
-        any thread."""
+        """States of the instances behind the host; empty if one engine does everything. Thread-safe."""
         ...
 
     def start(self) -> None: ...

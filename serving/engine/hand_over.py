@@ -18,8 +18,7 @@ class Outbox(Protocol):
     """Takes keys and values of prompts that another engine answers. Called on the engine's thread."""
 
     def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
-        """Start sending a prompt: its block stays in place until `drop` or `rests`, and holds `n_computed`
-        tokens."""
+        """Start sending a prompt, whose block stays until `drop` or `rests` and has `n_computed` tokens."""
         ...
 
     def rests(self, request_id: str) -> bool:
@@ -33,8 +32,7 @@ class Outbox(Protocol):
         ...
 
     def lost(self, request_id: str) -> None:
-        """Report that a prompt which the other engine has a block for lost its block here, and cannot be
-        handed over."""
+        """Report that a prompt lost its block here, and cannot be handed over to the waiting engine."""
         ...
 
     def drop(self, request_id: str) -> None:
@@ -43,8 +41,7 @@ class Outbox(Protocol):
 
 
 class HandOver:
-    """Hand-over of one engine's prompts. `outbox`: receives prompts that other engines answer; None: there
-    are none."""
+    """Hand-over of one engine's prompts. `outbox`: receives prompts that others answer; None: no prompts."""
 
     outbox: Outbox | None = None
 
@@ -66,7 +63,7 @@ class HandOver:
         return self.outbox
 
     def compute(self, message: Submit) -> None:
-        """Compute a prompt that another engine answers."""
+        """Register a prompt that is computed here and answered by another engine."""
         assert self.outbox is not None, "an engine without an outbox computes no prompts for others"
         self.prompts[message.request_id] = message
 
@@ -108,8 +105,7 @@ class HandOver:
                 self._scheduler.hand_over(request_id)
 
     def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> bool:
-        """Give the logits (float32 [vocab]) of a prompt to the outbox. False: the request is answered
-        here."""
+        """Give a prompt's logits (float32 [vocab]) to the outbox. False: the answer is made here."""
         if request_id not in self.prompts:
             return False
         self._box.computed(request_id, logits)
@@ -133,8 +129,7 @@ class HandOver:
             self._box.drop(request_id)
 
     def _start(self, request_id: str) -> bool:
-        """Pin a prompt's block and tell the outbox where it is. False: the prompt was preempted and has no
-        block."""
+        """Pin a prompt's block and tell the outbox where it is. False: the prompt has no block."""
         if request_id in self._started:
             return True
         placement = self._scheduler.hand_over(request_id)

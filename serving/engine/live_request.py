@@ -24,8 +24,7 @@ ROWS_AT_ONCE = 64
 
 
 class PromptScores:
-    """Log-probabilities of one prompt, scored in order. `n_top`: number of likeliest tokens at each
-    position."""
+    """Log-probabilities of one prompt's tokens. `n_top`: number of likeliest tokens at each position."""
 
     def __init__(self, token_ids: tuple[int, ...], n_top: int) -> None:
         self._token_ids = token_ids
@@ -85,7 +84,7 @@ class _Prompt:
 
 
 class PromptProgress:
-    """Progress of the prompts being computed."""
+    """Progress of all prompts that an engine is computing."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}

@@ -36,7 +36,7 @@ class Submit:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_tokens: int | None = None
-    """None: the request's share of the KV cache, within the model's context. 0: compute the prompt only."""
+    """Most answer tokens; None: as many as KV cache and context allow; 0: compute the prompt only."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     """Stop strings: the answer ends before the first one."""
@@ -184,7 +184,7 @@ class Failure(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Progress of one prompt."""
+    """Number of tokens of one prompt computed so far."""
 
     request_id: str
     n_prompt: int
@@ -226,7 +226,7 @@ class EngineLoad(NamedTuple):
     drafts: DraftCounts | None = None
     """Draft counts of all answers since the start; None: drafts are off."""
     hand_overs: HandOverCounts | None = None
-    """None: one engine does everything."""
+    """Hand-over counters; None: one engine does everything."""
     by_model: Mapping[str, EngineLoad] | None = None
     """Load of each model's engine by model id; None: the server has one model."""
     steps_over_tpot: int = 0

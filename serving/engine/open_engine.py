@@ -81,8 +81,7 @@ class ModelText:
 
     @cached_property
     def conversations(self) -> Conversations:
-        """Writes OpenAI messages as prompts. RequestError: the model has no template. ModelError: the
-        template is bad."""
+        """Writer of OpenAI messages as prompts. RequestError: no template. ModelError: a bad template."""
         if self._model.chat_template is None:
             raise RequestError(f"{self._model.name} has no chat template", "messages")
         from phasewise.serving.text.chat import Conversations, special_tokens_of
@@ -104,8 +103,7 @@ class ModelText:
         return self.conversation([{"role": "user", "content": message}])
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of OpenAI messages and the opening of the answer. Raises ChatTemplateError or
-        RequestError."""
+        """Token ids of OpenAI messages and the answer's opening. Raises ChatTemplateError, RequestError."""
         from phasewise.serving.text.chat import Conversation
 
         return self.tokenizer.encode_marked(*self.conversations.write(Conversation(messages)))
@@ -198,8 +196,7 @@ def open_engine(
 
 
 def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: PackedModel) -> PrefixStore:
-    """Open and start the prefix store. Call before the ranks pin threads, so that its threads run on any
-    core."""
+    """Open and start the prefix store, before ranks pin threads: its threads run on any core."""
     shape = shape_of(KvShape.of(model.config, fingerprint.kv_format))
     store = open_store(prefixes, model.name, fingerprint.of_keys_and_values, shape)
     store.start()

@@ -31,8 +31,7 @@ def shape_of(kv: KvShape) -> RecordShape:
 
 
 class StoredPrefixes:
-    """Passes prefixes between an engine and its store. `rng`: draws the rows that are computed again as a
-    check."""
+    """Passes prefixes between an engine and its store. `rng`: draws the rows to compute again as a check."""
 
     def __init__(
         self, store: PrefixStore, ranks: Ranks, scheduler: Scheduler, rng: random.Random | None = None

@@ -26,9 +26,8 @@ _INFO_FIELDS = (
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job: takes a grammar's kind and text, and returns the bytes that the compiled grammar takes. Text
-    that a grammar forces is cut into the longest tokens, not as the tokenizer would: the costs are the same,
-    and no tokenizer is loaded."""
+    """The job: takes a grammar's kind and text, and returns the bytes that the compiled grammar takes. Forced
+    text is cut into the longest tokens, which costs the same and needs no tokenizer."""
     vocabulary = json.loads(told)
     pieces = [piece.encode("latin-1") for piece in vocabulary["pieces"]]
     ends, specials = frozenset(vocabulary["ends"]), frozenset(vocabulary["specials"])

@@ -135,8 +135,7 @@ def checked_choices(choices: list[str]) -> str:
 
 
 def pattern_weight(pattern: str) -> int:
-    """Number of characters of a regular expression with its counted repetitions written out; an upper
-    bound."""
+    """Characters of a regular expression with counted repetitions written out; an upper bound."""
     sums, last = [0], 0  # of the groups that are open; the weight of the atom that a quantifier would repeat
     position = 0
     while position < len(pattern):
@@ -179,8 +178,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _check_value(value: Any, references: set[str]) -> int:
-    """Check one value of the schema by itself, add its reference to `references`, and return the characters
-    of its patterns."""
+    """Check one value of the schema, note its reference, and return the characters of its patterns."""
     if isinstance(value, str):
         _check_text(value)
     if not isinstance(value, dict):
@@ -203,8 +201,7 @@ def _check_value(value: Any, references: set[str]) -> int:
 
 
 def _check_intersections(levels: list[list[Any]]) -> None:
-    """Refuse a schema that puts too many constraints on one value. `levels`: values by depth, the deepest
-    last."""
+    """Refuse a schema that puts too many constraints on one value. `levels`: values by depth."""
     weights: dict[int, int] = {}
     for level in reversed(levels):
         for value in level:
@@ -233,8 +230,7 @@ def _intersection(schema: dict[str, Any], weights: dict[int, int]) -> int:
 
 
 def _n_remainders(step: Any) -> int:
-    """Automaton states that recognise the multiples of `step`: its digits without point and trailing
-    zeros."""
+    """Automaton states for the multiples of `step`: its digits without point and trailing zeros."""
     if (
         isinstance(step, bool)
         or not isinstance(step, int | float)

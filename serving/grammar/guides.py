@@ -65,13 +65,11 @@ class Guide(Protocol):
     """Position of one answer in its grammar. Used by one thread at a time."""
 
     def fresh(self) -> Guide:
-        """A guide at the grammar's beginning. May be called from any thread on a guide that is never
-        advanced."""
+        """A guide at the grammar's beginning. Thread-safe on a guide that is never advanced."""
         ...
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
-        """Set the logits of forbidden tokens to -inf. False: every token is forbidden, and `logits` is
-        unchanged."""
+        """Set forbidden tokens' logits to -inf. False: all are forbidden, and `logits` is unchanged."""
         ...
 
     def advance(self, token_id: int) -> None:
@@ -124,8 +122,7 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """Texts that begin tool calls. `only_first`: True: they count only if nothing but white space precedes
-    them."""
+    """Texts that begin tool calls. `only_first`: True: only white space may precede them."""
 
     triggers: tuple[bytes, ...]
     only_first: bool
@@ -158,8 +155,7 @@ ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 @dataclass(frozen=True)
 class TokenView:
-    """A vocabulary as grammars see it. `vocab_size`: columns of the logits; ids without a token have empty
-    pieces."""
+    """A vocabulary as grammars see it. `vocab_size`: columns of the logits; unused ids have empty pieces."""
 
     vocab_size: int
     end_token_ids: frozenset[int]
@@ -201,8 +197,7 @@ class TokenView:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """Tokens of a newline, put before a text if the tokenizer adds a space to its beginning; else
-        empty."""
+        """Tokens of a newline to put before a text if the tokenizer adds a space there; else empty."""
         spelled = b"".join(self.pieces[token_id] for token_id in self.encode("a", False))
         return [] if spelled == b"a" else self.encode("\n", False)
 
@@ -230,8 +225,7 @@ class TokenView:
 
 
 class _Kept(NamedTuple):
-    """Cached outcome of one grammar: a matcher at its beginning, or the reason for its refusal; and its
-    bytes."""
+    """Cached outcome of one grammar: a matcher at its beginning or a refusal, and its bytes."""
 
     outcome: LLMatcher | str
     n_bytes: int
@@ -274,8 +268,7 @@ class GuideCompiler:
         return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, cancel))
 
     def compile_proven(self, grammar: Grammar, n_bytes: int) -> Guide:
-        """A guide for a grammar that another process has compiled within bounds, to `n_bytes`. RequestError:
-        the grammar is refused."""
+        """A guide for a grammar proven by another process, to `n_bytes`. RequestError: it is refused."""
         with self._first_use:
             _ = self._tokenizer
         return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, n_bytes))
@@ -310,8 +303,7 @@ class GuideCompiler:
         return kept
 
     def _compile_checked(self, grammar: Grammar, cancel: CancelToken | None) -> _Kept:
-        """Compile a grammar in the confined process, then here, one at a time: grammars take at most one core
-        from answers."""
+        """Compile a grammar in the confined process, then here: one at a time, on one core."""
         self._load()
         try:
             n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), cancel))

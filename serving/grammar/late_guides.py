@@ -27,8 +27,7 @@ _LONGEST_TOKEN = 256
 
 
 class CallGuide:
-    """Leaves the answer free until a trigger appears in it, and holds it to `inner` from the trigger's first
-    byte on."""
+    """Leaves the answer free until a trigger appears in it, and holds it to `inner` from there on."""
 
     def __init__(self, inner: Guide, marks: CallMarks, tokens: TokenView) -> None:
         self._inner, self._marks, self._tokens = inner, marks, tokens
@@ -75,8 +74,7 @@ class CallGuide:
             self._forget()
 
     def _begin(self, call_start: int) -> None:
-        """Advance `inner` by the tokens of the call so far. If `inner` cannot accept them, the text is no
-        call."""
+        """Advance `inner` by the call's tokens so far; text that it does not accept is no call."""
         for number, (token_id, begin) in enumerate(self._recent):
             end = self._recent[number + 1][1] if number + 1 < len(self._recent) else len(self._tail)
             if end <= call_start:
@@ -98,8 +96,7 @@ class CallGuide:
 
 
 class ThoughtGuide:
-    """Leaves the answer free within the marks of a thought, with end tokens forbidden, and then holds it to
-    `inner`."""
+    """Leaves a thought within its marks free, without end tokens, and holds the answer to `inner`."""
 
     def __init__(self, inner: Guide, marks: ThoughtMarks, tokens: TokenView) -> None:
         self._inner, self._marks, self._tokens = inner, marks, tokens
@@ -148,8 +145,7 @@ class ThoughtGuide:
 
 
 def guide_of(recipe: GuideRecipe, compiler: GuideCompiler) -> Guide:
-    """The guide of a recipe whose grammar another process compiled within bounds. RequestError: the grammar
-    is refused."""
+    """The guide of a recipe whose grammar another process has proven. RequestError: it is refused."""
     return begun_guide(recipe, compiler.compile_proven(recipe.grammar, recipe.n_bytes), compiler.tokens)
 
 
@@ -192,8 +188,7 @@ class GuideThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Make no more guides. The guide in progress is finished, but not used; the process ends after
-        that."""
+        """Make no more guides. The guide in progress is finished, but not used."""
         with self._changed:
             self._is_stopping = True
             self._wanted.clear()

@@ -169,8 +169,7 @@ class Arena:
         return self._now
 
     def give(self, block: Block, time: int | None = None) -> None:
-        """Take `block` back, and join it with neighbouring gaps. `time`: when its request ended; None:
-        now."""
+        """Free `block`, and join it with neighbouring gaps. `time`: when its request ended; None: now."""
         self._freed.add(block.base, block.end, self.now() if time is None else time)
         index = bisect_left(self._gaps, block)
         base, end = block.base, block.end

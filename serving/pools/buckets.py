@@ -76,7 +76,7 @@ def _rank(n: int, level: float) -> int:
 
 
 def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> PoolBounds:
-    """Learn at most `n_buckets` bounds with equally many answers between them, the last bound at quantile
+    """Learn up to `n_buckets` bounds with equal numbers of answers between, the last at quantile
     `top_level`."""
     if len(lengths) < FEWEST:
         return PoolBounds()
@@ -146,8 +146,7 @@ class LearntSizes:
         }
 
     def _typical(self, demand: Demand, needed: int) -> float | None:
-        """Mean of recent answers of at least `needed` tokens, at most the request's own limit; None: no
-        recent answer was as long."""
+        """Mean of recent answers of at least `needed` tokens, up to the request's limit; None: no answers."""
         mean = self._learnt.mean_outlived(needed)
         return None if mean is None else min(mean, demand.most_tokens - demand.prompt_tokens)
 

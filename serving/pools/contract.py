@@ -2,17 +2,12 @@
 
 A slot holds one position of the KV cache. Every block begins at a multiple of `ALIGNMENT` slots, and its
 length is a multiple too. Five promises, which `tests/serving/pools` checks for every policy:
-
 - no slot has two owners, and free + used = all, after every call;
-
 - an empty pool takes any request of at most `longest` positions and lets it grow to its end;
-
 - a call that returns None has changed nothing;
-
 - a pinned block stays where it is;
-
 - the copies of successive grants may be done later, in order, if nothing is computed in between: a copy's
-source is freed by the very call that returns it.
+  source is freed by the very call that returns it.
 """
 
 from __future__ import annotations
@@ -59,12 +54,11 @@ class Placement(NamedTuple):
 
     base: int
     n_slots: int
-    """Positions that fit."""
+    """Number of positions that fit into the block."""
     table: tuple[int, ...] | None = None
     """First slots of the runs of `KV_CHUNK` positions; None: one contiguous run."""
     ring: tuple[int, int] | None = None
-    """First slot and number of slots of the request's ring, in layers that keep rings (`pools.wrapped`); it
-    never moves."""
+    """First slot and number of slots of the request's ring (`pools.wrapped`), which never moves."""
     state: int | None = None
     """Place of the request's state, in layers that keep one (`pools.wrapped`)."""
 
@@ -117,8 +111,7 @@ class PoolStats(NamedTuple):
     overflows: int = 0
     """Number of requests that outgrew their first bucket."""
     to_large: int = 0
-    """Number of requests that began in the large bucket: too uncertain, or expected longer than every
-    bound."""
+    """Number of requests that began in the large bucket: too uncertain, or expected to be too long."""
     estimated: int = 0
     """Number of requests with an estimate that ended by themselves."""
     mispredicted: int = 0
@@ -129,7 +122,7 @@ class PoolStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """Rings of layers with windows: `longest` holds the largest window and what one step writes."""
+    """Slots of the rings of sliding-window layers: `longest` holds the largest window and one step's rows."""
 
     first_slot: int
     """First slot of the rings, after the slots of all other layers."""
@@ -201,16 +194,13 @@ class KvPool(Protocol):
         ...
 
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
-        """Give `owner` room for at least `demand.held_tokens`; None: there is no room now. One placement per
-        owner."""
+        """Give a new owner room for at least `demand.held_tokens`; None: there is no room now."""
 
     def grow(self, owner: str, n_positions: int) -> Grant | None:
-        """Give `owner` room for `n_positions` (at most the demand's `most_tokens`); None: there is no room
-        now."""
+        """Give `owner` room for `n_positions` (at most the demand's `most_tokens`); None: no room now."""
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
-        """Give back all slots of `owner`. `answer_tokens`: length of its answer, to learn from; None: it did
-        not end by itself."""
+        """Free all slots of `owner`. `answer_tokens`: to learn from; None: it did not end by itself."""
 
     def pin(self, owner: str) -> None:
         """Keep the block of `owner` in place until `unpin` or `release`; it must not grow meanwhile."""
@@ -228,6 +218,5 @@ class KvPool(Protocol):
         """Raise PoolError, with the numbers, unless every slot is either free or has exactly one owner."""
 
     def refresh(self) -> bool:
-        """Learn from released requests for later ones, and return True if anything changed. Cheap if nothing
-        is new."""
+        """Learn from released requests; return True if anything changed. Cheap if nothing is new."""
         ...

@@ -39,8 +39,7 @@ class PagedPool:
             raise PoolError(f"a page is a multiple of {ALIGNMENT} slots, not {page_slots}")
         self._page_slots = page_slots
         self._free = deque(range(0, n_slots // page_slots * page_slots, page_slots))
-        """First slots of the free pages, the one freed longest ago first, so that its content stays
-        readable."""
+        """First slots of the free pages, the one freed longest ago first: content stays readable."""
         if not self._free:
             raise PoolError(
                 f"a pool of pages of {page_slots} needs one at least, not {counted(n_slots, 'slot')}"

@@ -158,8 +158,7 @@ def tails(n_begin: int, n_tokens: int) -> list[int]:
 def through_states(
     naming: BlockNames, token_ids: Sequence[int], space: str, ends: Iterable[int]
 ) -> list[PrefixBlock]:
-    """The blocks that lead to the states after these numbers of tokens, and the states themselves, in
-    order."""
+    """The blocks up to the states after these numbers of tokens, and the states, in order."""
     blocks: list[PrefixBlock] = []
     whole, name = naming.whole_blocks(token_ids, space), naming.root(space)
     n_whole = 0
@@ -290,8 +289,7 @@ class ComputedRows(Protocol):
 def copied(
     computed: ComputedRows, block: PrefixBlock, shape: RecordShape, rows: KvRows, buffer: memoryview
 ) -> Bytes | None:
-    """Copy a block's rows into `buffer`, or its state. None: the rows were overwritten before or during the
-    copy."""
+    """Copy a block's rows into `buffer`, or its state. None: they were overwritten before or meanwhile."""
     if block.is_state:
         return _copied_state(computed, block.end, shape, rows)
     if not computed.is_there(block.begin, block.end):

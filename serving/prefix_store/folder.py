@@ -38,8 +38,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass(slots=True)
 class PrefixFolder:
-    """One server's view of a folder. `find` may be called from any thread; `write` and `make_room` from
-    one."""
+    """One server's view of a folder. `find` is thread-safe; `write` and `make_room` are for one thread."""
 
     path: Path
     key: bytes
@@ -52,8 +51,7 @@ class PrefixFolder:
 
     @classmethod
     def open(cls, path: Path, limit_bytes: int) -> PrefixFolder:
-        """Open a folder, creating it if missing. ServingError, in one line: this user cannot use the
-        folder."""
+        """Open a folder, or create it. ServingError, in one line: this user cannot use the folder."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             there = path.stat()
@@ -75,8 +73,7 @@ class PrefixFolder:
         return os.access(self._place(name), os.R_OK)
 
     def read_into(self, name: bytes, buffer: memoryview) -> int:
-        """Read a record into `buffer`, and return its size; one more than the buffer's: the record is too
-        long. Raises OSError."""
+        """Read a record into `buffer`; return its size, or one more than the buffer's. Raises OSError."""
         descriptor = os.open(self._place(name), _READ)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             there = os.fstat(descriptor)
@@ -91,8 +88,7 @@ class PrefixFolder:
             return n_read
 
     def write(self, name: bytes, parts: Sequence[Bytes]) -> int:
-        """Write a record, and return its size. OSError: there is no room; nothing is left of the record
-        then."""
+        """Write a record, and return its size. OSError: there is no room; nothing is left behind."""
         n_bytes = sum(map(len, parts))
         self.make_room(n_bytes)
         beside = self.path / f"{_BESIDE}{os.getpid()}-{secrets.token_hex(4)}"
@@ -226,8 +222,8 @@ YOUNG_S = 600.0
 
 
 class KeptBlock(NamedTuple):
-    """A block in a folder. `parent`: name before it. `seconds`: time to compute it. `age_s`: seconds since
-    last use."""
+    """A block in a folder. `parent`: name before it. `seconds`: time to compute it. `age_s`: time since
+    use."""
 
     parent: bytes
     begin: int

@@ -27,8 +27,8 @@ class PrefixSettings:
 def open_store(
     settings: PrefixSettings, model: str, identity: Mapping[str, Any], shape: RecordShape
 ) -> PrefixStore:
-    """A store for keys and values of this identity and shape; the caller starts and closes it. ServingError:
-    the folder cannot be used."""
+    """A store for this identity and shape, which the caller starts. ServingError: the folder cannot be
+    used."""
     if settings.limit_bytes < LEAST_BLOCKS * shape.most_bytes:
         least = -(-LEAST_BLOCKS * shape.most_bytes >> 20)
         raise ServingError(

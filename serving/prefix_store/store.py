@@ -40,7 +40,7 @@ from phasewise.serving.prefix_store.blocks import (
 from phasewise.serving.prefix_store.folder import PrefixFolder
 
 MOST_KEPT = 64
-"""Most sequences that are remembered."""
+"""Most sequences that an engine remembers as written to the folder."""
 
 
 @dataclass(slots=True, eq=False)
@@ -313,8 +313,7 @@ class PrefixStore:
             self.folder.touch(block.name)
 
     def _put(self, restored: Restored, block: PrefixBlock, held: memoryview) -> None:
-        """Write a record's rows or state into the request's block. With states a prefix counts only up to its
-        last state."""
+        """Write a record's rows or state into the request's block. States end the usable prefix."""
         if block.is_state:
             assert restored.placement.state is not None
             restored.rows.write_state(restored.placement.state, 0, held)
@@ -407,8 +406,7 @@ class PrefixStore:
         return True
 
     def _to_keep(self, computed: ComputedRows) -> tuple[int, ...]:
-        """The tokens worth writing: a prompt's last token is always computed, unless a state after it is
-        kept."""
+        """The tokens worth writing: not a prompt's last one, which is computed, except with states."""
         return computed.token_ids if self.shape.state_bytes else computed.token_ids[:-1]
 
     def _worth_keeping(self, computed: ComputedRows, token_s: float) -> Iterator[tuple[PrefixBlock, float]]:

@@ -35,8 +35,7 @@ Run = Callable[..., Any]
 
 @contextlib.contextmanager
 def behind_others(cores: Collection[int] = ()) -> Iterator[Run]:
-    """Run calls on a low-priority thread within the `with` block. `cores`: cores that the thread keeps to;
-    empty: the caller's."""
+    """Run calls on a low-priority thread. `cores`: cores that the thread keeps to; empty: the caller's."""
     with ThreadPoolExecutor(1, "phasewise-behind", _give_way, (cores,)) as thread:
 
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -46,8 +45,7 @@ def behind_others(cores: Collection[int] = ()) -> Iterator[Run]:
 
 
 def keep_to(cores: Collection[int]) -> None:
-    """Restrict the calling thread, and the threads that it starts, to `cores`; unchanged if the system
-    refuses."""
+    """Restrict the calling thread, and threads that it starts, to `cores`; refusals are ignored."""
     with contextlib.suppress(OSError):  # a plan whose cores are not there is refused where it is read
         if cores:
             os.sched_setaffinity(0, cores)

@@ -13,8 +13,7 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Least number of bytes that the machine and this process's cgroups have left; None: neither reports
-    any."""
+    """Least bytes that the machine and this process's cgroups have left; None: unknown."""
     limits = (_machine_bytes(root), *_cgroup_bytes(root), _old_cgroup_bytes(root))
     return min((limit for limit in limits if limit is not None), default=None)
 

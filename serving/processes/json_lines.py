@@ -19,8 +19,7 @@ _MOST_BYTES = 64 * 1024
 
 
 def make_stderr_json() -> None:
-    """Convert stderr of this process and its children to JSON lines from now on. No effect if Python's stderr
-    has no file descriptor."""
+    """Convert stderr of this process and its children to JSON lines, unless it has no file descriptor."""
     try:
         descriptor = sys.stderr.fileno()
     except OSError:

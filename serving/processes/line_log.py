@@ -119,8 +119,7 @@ class LineLog:
         self._descriptor = None
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line; if the disk fills up within it, remove the part that was written. OSError
-        then."""
+        """Write a whole line, or none. OSError: the disk filled up within the line."""
         if self._descriptor is None:
             self._open()
         assert self._descriptor is not None

@@ -13,8 +13,7 @@ compute it: the request may be what kills the ranks."""
 
 @dataclass(slots=True)
 class Restarts:
-    """Allows at most `most` restarts within `window_s`: the first at once, each further one after twice the
-    pause."""
+    """Allows `most` restarts within `window_s`: the first at once, each further one after twice the pause."""
 
     most: int = 5
     window_s: float = 300.0

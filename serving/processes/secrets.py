@@ -21,8 +21,7 @@ def environment_for_children(environment: Mapping[str, str] = os.environ) -> dic
 
 def hide_values_of(option: str) -> bool:
     """Overwrite the values of `option` in the command line that `ps` shows. Returns True if there were any.
-    On Linux the shown arguments lie in this process's own memory; until this call any user of the machine
-    could read them."""
+    Linux shows this memory of the process to all users of the machine."""
     try:
         start, end = _argument_memory()
         shown = Path("/proc/self/cmdline").read_bytes()

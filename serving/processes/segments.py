@@ -31,8 +31,7 @@ class Mapped:
 
     @classmethod
     def own(cls, n_bytes: int) -> Mapped:
-        """Zeroed memory of this process alone, in large pages if available. RanksError: the system
-        refuses."""
+        """Zeroed memory of this process, in large pages if available. RanksError: the system refuses."""
         n_bytes = -(-n_bytes // PAGE) * PAGE
         try:
             memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -54,8 +53,8 @@ class Mapped:
 
 
 class Segment(Mapped):
-    """Zeroed shared memory behind a file descriptor. Pages are allocated at their first touch. `close` closes
-    only the descriptor."""
+    """Zeroed shared memory behind a descriptor, which `close` closes. Pages exist from their first touch
+    on."""
 
     def __init__(self, fd: int, n_bytes: int, writable: bool = True) -> None:
         self.fd = fd

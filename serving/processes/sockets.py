@@ -51,8 +51,7 @@ class _OneClient:
 
 
 class Sockets:
-    """The sockets of one process, closed at the end of `with` or by `close`. `keys`: CURVE keys; None on one
-    host."""
+    """The sockets of one process, closed by `close` or `with`. `keys`: CURVE keys; None on one host."""
 
     def __init__(self, keys: Keys | None) -> None:
         self._keys = keys
@@ -64,8 +63,7 @@ class Sockets:
             self._authenticator.configure_curve_callback("*", _OneClient(keys.client_public))
 
     def listen(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
-        """A socket bound to `endpoint`, where port `*` means any free port, and the endpoint that peers
-        connect to."""
+        """A socket bound to `endpoint` (port `*`: any free one), and the endpoint for peers to connect to."""
         socket = self._socket(kind)
         if self._keys is not None:
             socket.curve_server = True

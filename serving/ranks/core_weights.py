@@ -32,8 +32,7 @@ def weigh_by_kind(
     kinds: Sequence[CpuKind],
     measure: Callable[[Team], MemberRates] = rates_of_members,
 ) -> None:
-    """Measure the kinds of `cores`, and weigh the team's members by them; no effect if all cores are of one
-    kind."""
+    """Weigh the team's members by the measured kinds of `cores`; no effect for cores of one kind."""
     numbers = kinds_of(cores, kinds)
     if len(set(numbers)) < 2:
         return

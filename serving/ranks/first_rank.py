@@ -48,7 +48,7 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
 
 class Teams:
     """Thread teams by schedule table, for one program or several that take turns. `starts`: numbers of
-    sequences from which decode uses each further table."""
+    sequences from which a decode step uses each further table."""
 
     def __init__(self, by_table: Mapping[int, Team], starts: Sequence[int] = ()) -> None:
         self.by_table = by_table
@@ -168,8 +168,7 @@ class FirstRank:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of steps begun, and of layers of the last step whose keys and values are all stored.
-        Thread-safe."""
+        """Steps begun, and layers of the last step whose keys and values are stored. Thread-safe."""
         return self.program.progress
 
     def follow(self, follower: Follower | None) -> None:

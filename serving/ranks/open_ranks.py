@@ -144,7 +144,7 @@ class LocalRanks(FirstRank):
 
     @property
     def lost(self) -> str | None:
-        """None: this rank ends with its process."""
+        """None: the only rank ends with its process."""
         return None
 
     def watch(self, on_loss: Callable[[], None]) -> None:

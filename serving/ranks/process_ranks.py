@@ -96,8 +96,7 @@ class ProcessRanks:
         layout.check_divides(model)
         began = time.monotonic()
         self._life = ExitStack()
-        """Resources that end with these processes; `_close` also ends those that the next processes start
-        from."""
+        """Resources that end with these processes; `_close` ends the shared weights too."""
         self._weights_life = ExitStack()
         with ExitStack() as ending:
             ending.callback(self._weights_life.close)
@@ -128,8 +127,7 @@ class ProcessRanks:
         )
 
     def _start(self, setup: _Setup, within_s: float) -> None:
-        """Start the first rank, then the others. Afterwards all panels are in place, and the packed file's
-        pages are released."""
+        """Start the first rank, then the others, and release the packed file's pages."""
         layout = setup.layout
         with ExitStack() as ending, ExitStack() as descriptors:
             with placing(layout.nodes(0)) as answer:
@@ -206,8 +204,7 @@ class ProcessRanks:
     def move(
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
-        """Raise CoresMoved, after which `reopen` starts the ranks of these plans. RanksError: there are too
-        few heads."""
+        """Raise CoresMoved: `reopen` starts the ranks of these plans. RanksError: too few heads."""
         layout = RankLayout.here(plans, pinned=self._options.pinned)
         layout.check_divides(self._model)
         self._moves_to = layout, schedules
@@ -230,8 +227,7 @@ class ProcessRanks:
         self._first.copy_kv(source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
-        step."""
+        """CPUs on which each phase's threads were last seen working, by rank; -1: no step yet."""
         program, layout = self._first.program, self._layout
         if layout.n_ranks == 1:
             return self._first.observed_cpus()
@@ -291,8 +287,7 @@ class ProcessRanks:
             raise RanksError(f"these ranks are those of process {self._owner}: open others after a fork")
 
     def _check_places(self, table: int) -> None:
-        """Warn, once, if threads of other ranks run on other cores than planned; the first rank checks its
-        own."""
+        """Warn, once, if threads of ranks other than the first run on other cores than planned."""
         if self._layout.n_ranks > 1 and self._first.program.misplaced(table):
             self._warned = True
             seen = [cpu for cpus in self._first.program.observed(table) for cpu in cpus]
@@ -410,8 +405,7 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
 def _tell_of_memory(
     layout: RankLayout, answers: Mapping[int, int], by_node: Mapping[int, ByNode | None]
 ) -> None:
-    """Warn of memory that is not on the planned NUMA nodes. `answers`: errno or 0 of each rank's memory
-    policy."""
+    """Warn of memory that is not on the planned NUMA nodes. `answers`: each rank's errno or 0."""
     warn_of_refusals(answers)
     for rank in range(layout.n_ranks if layout.places_memory else 0):
         tell_of_others(rank, layout.home(rank), layout.nodes(rank))

@@ -30,14 +30,13 @@ def _by_rank(plans: Mapping[Phase, ServicePlan], of_ranks: Callable[[ServicePlan
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Layout of ranks as processes: a phase of R ranks uses processes 0 to R - 1; process 0 is the engine's
-    own."""
+    """Ranks as processes: a phase of R ranks uses processes 0 to R - 1; process 0 is the engine's own."""
 
     plans: Mapping[Phase, ServicePlan]
     memory: MemoryNodes | None = field(default=None)
     """NUMA nodes with memory; None: the machine has one node."""
     weights: Teams = ()
-    """Weights of the ranks by schedule table: `Division.weights`; (): by threads."""
+    """Weights of the ranks by schedule table: `Division.weights`; (): their numbers of threads."""
 
     @classmethod
     def here(cls, plans: Mapping[Phase, ServicePlan], *, pinned: bool = True) -> RankLayout:
@@ -59,7 +58,7 @@ class RankLayout:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Numbers of sequences from which decode uses each further table."""
+        """Number of sequences from which a decode step uses each further schedule table."""
         return starts_of(self.plans)
 
     @property

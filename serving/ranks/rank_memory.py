@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def placing(nodes: Nodes, set_policy: SetPolicy = prefer_nodes) -> Iterator[int]:
-    """Put new pages of this thread, and of threads it starts, on `nodes` within the block. Yields 0 or an
-    errno."""
+    """Put new pages of this thread and its children on `nodes` within the block. Yields 0 or an errno."""
     if not nodes:
         yield 0
         return

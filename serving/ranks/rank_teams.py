@@ -37,7 +37,7 @@ def plans_by_table(plans: Mapping[Phase, ServicePlan]) -> dict[int, ServicePlan]
 
 
 def starts_of(plans: Mapping[Phase, ServicePlan]) -> tuple[int, ...]:
-    """Numbers of sequences from which decode uses each further schedule table."""
+    """Number of sequences from which a decode step uses each further schedule table."""
     return plans["decode"].starts if "decode" in plans else ()
 
 
@@ -64,8 +64,7 @@ def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int,
 
 
 def weighed_team(cores: Sequence[int]) -> Team:
-    """A team with a thread on each core, weighed if the cores are of several kinds. Engines run on it, and
-    schedules are timed on it."""
+    """A team with a thread on each core, weighed by kinds of cores, for engines and timing of schedules."""
     team = Team(cores)
     if len(cores) > 1 and (kinds := read_core_kinds()):
         _on_a_thread_that_ends(lambda: weigh_by_kind(team, cores, kinds))

@@ -29,8 +29,7 @@ from phasewise.serving.ranks.rank_teams import open_teams, touch_memory
 from phasewise.serving.ranks.shared_weights import Holding, copy_panels, panels_by_node
 
 FOR_THE_ENGINE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that terminals and supervisors send to all processes of a service; the engine ends its ranks
-itself."""
+"""Signals that a rank ignores: supervisors send them to all processes, but the engine ends its ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class WorkerRank:
     """Bytes of copied weights by NUMA node; None: nothing was copied, or the system does not tell."""
 
     def serve(self) -> None:
-        """Take part in every step that needs this rank, until it is told to stop. GroupFailed: another rank
-        died."""
+        """Take part in this rank's steps until told to stop. GroupFailed: another rank died."""
         self.program.serve(self.teams)
 
 
@@ -97,7 +95,7 @@ def open_rank(told: Instructions) -> WorkerRank:
 
 
 def _model(told: Instructions) -> PackedModel:
-    """The model over the shared arrays, without tokenizer and template."""
+    """The model over the arrays that ranks share, without tokenizer and template."""
     copies = told.weights_source is not None
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:

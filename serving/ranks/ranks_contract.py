@@ -26,8 +26,7 @@ class KvSettings:
     format: str = AUTO
     """Format of keys and values, or `auto`: `forward.resolve_kv_format`."""
     touched: bool = False
-    """True if all memory is touched at the start; False: pages come as they are used, and may be missing
-    then."""
+    """True if all memory is touched at the start; False: pages come with use, and may be missing then."""
     shared: bool = False
     """True if other processes may map the keys and values, as in an instance of a pool."""
     rings: Rings | None = None
@@ -96,8 +95,7 @@ class Ranks(Protocol):
         ...
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their first
-        step."""
+        """CPUs on which each phase's threads were last seen working, by rank; -1: no step yet."""
         ...
 
     @property
@@ -107,8 +105,7 @@ class Ranks(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of steps begun, and of layers of the last step whose keys and values are all stored.
-        Thread-safe."""
+        """Steps begun, and layers of the last step whose keys and values are stored. Thread-safe."""
         ...
 
     def follow(self, follower: Follower | None) -> None:
@@ -117,8 +114,7 @@ class Ranks(Protocol):
 
     @property
     def moves_in_place(self) -> bool:
-        """True if `move` keeps keys and values, for plans of one rank with at most `RankOptions.threads`
-        threads."""
+        """True if `move` keeps keys and values: for one rank of at most `RankOptions.threads` threads."""
         ...
 
     def move(

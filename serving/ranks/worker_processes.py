@@ -93,8 +93,7 @@ class WorkerProcesses:
         return {worker.rank: worker.report.weights for worker in self._workers if worker.report}
 
     def wait_until_ready(self) -> dict[int, int]:
-        """Wait for all workers, and return each rank's errno or 0 for its memory policy. RanksError: one
-        cannot start."""
+        """Wait for all workers; return errno or 0 of each memory policy. RanksError: one cannot start."""
         self._outcome.settled.wait()
         if self._outcome.lost is not None:
             raise RanksError(self._outcome.lost)

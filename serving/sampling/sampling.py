@@ -69,7 +69,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # on the answer, once
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
-    """None: no log-probabilities. 0: that of the sampled token. n: also those of the n likeliest tokens."""
+    """Likeliest tokens to report beside the sampled one, with log-probabilities; None: no
+    log-probabilities."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
@@ -160,8 +161,7 @@ class Sampler:
         return is_plain and self.guide is None and self.witness is None
 
     def begin_after(self, token_ids: Sequence[int]) -> None:
-        """Continue after `token_ids` of the answer, sampled elsewhere: each took one number of the
-        generator."""
+        """Continue after `token_ids`, sampled elsewhere with one number of the generator each."""
         if self._rng is not None:
             self._rng.random(len(token_ids))
         for token_id in token_ids:
@@ -172,8 +172,7 @@ class Sampler:
                 self._seen.add(token_id)
 
     def sample(self, logits: FloatVector) -> SampledToken:
-        """Sample a token from `logits` (float32 [vocab], not changed). StepFailed: the logits are not
-        numbers."""
+        """Sample a token from `logits` (float32 [vocab], unchanged). StepFailed: they are not numbers."""
         return self._sample(logits, None)
 
     def sample_against(self, logits: FloatVector, drafted: int, chances: FloatVector) -> SampledToken:
@@ -423,8 +422,7 @@ def _largest(values: FloatVector, n: int) -> TokenIds:
 
 
 def _below_largest(values: FloatVector, n: int) -> np.float32:
-    """A value that at least `n` values reach, and not many more: the n-th largest of column maxima, which are
-    values of different indexes."""
+    """A value that `n` values reach, and not many more: the n-th largest maximum of disjoint columns."""
     columns, size = values, values.size
     folded = _scratch.row("columns", size)
     while size >= 2 * n * _FOLDED_TO:
@@ -435,8 +433,7 @@ def _below_largest(values: FloatVector, n: int) -> np.float32:
 
 
 def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
-    """Indexes, ascending, of the `n` values from `least` up; of equal values at the border the first are
-    kept."""
+    """Indexes, ascending, of the `n` values from `least` up; of equals at the border the first are kept."""
     places = np.flatnonzero(values >= least)
     if places.size > n:
         at_border = np.flatnonzero(values[places] == least)
@@ -454,8 +451,7 @@ def _block_sums(weights: FloatVector) -> npt.NDArray[np.float64]:
 
 def _place(weights: FloatVector, share: float) -> int:
     """The index at which the running sum of `weights` passes `share` of the whole; never at a weight of 0.
-    Searches block sums and then one block, since a running sum over the vocabulary would take as long as all
-    other steps."""
+    Searches block sums, then one block: a running sum over the vocabulary would be slow."""
     sums = np.cumsum(_block_sums(weights))
     wanted = share * float(sums[-1])
     block = _passing(sums, wanted)
@@ -464,8 +460,7 @@ def _place(weights: FloatVector, share: float) -> int:
 
 
 def _passing(sums: npt.NDArray[np.float64], wanted: float) -> int:
-    """The first index whose running sum is above `wanted`; where rounding leaves none, the last index with a
-    weight."""
+    """The first index whose running sum is above `wanted`, or by rounding the last with a weight."""
     last = int(np.searchsorted(sums, sums[-1], side="left"))
     return min(int(np.searchsorted(sums, wanted, side="right")), last)
 

@@ -119,8 +119,7 @@ class ConfinedProcess:
             self._running()
 
     def ask(self, request: bytes, cancel: CancelToken | None = None) -> bytes:
-        """Run a job and return its answer; `cancel` ends it. Raises JobRefused, Overrun, Unserved or
-        Abandoned."""
+        """Run a job; `cancel` ends it. Raises JobRefused, Overrun, Unserved or Abandoned."""
         with self._turn:
             if cancel is not None and cancel.ended:
                 raise Abandoned("the caller has left")
@@ -226,8 +225,7 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_frame(descriptor: int, content: bytes) -> None:
-    """Write a frame: its length in four bytes, then `content`. BrokenPipeError: the reader has closed its
-    end."""
+    """Write a frame: its length in four bytes, then `content`. BrokenPipeError: the reader has gone."""
     left = memoryview(len(content).to_bytes(_HEADER_BYTES, "little") + content)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -201,8 +201,8 @@ def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: i
 
 
 def _confine(n_bytes: int, seconds: float) -> None:
-    """Limit this process to `n_bytes` more of address space, its stack included, and `seconds` of processor
-    time from now on."""
+    """Limit this process to `n_bytes` more of address space, its stack included, and `seconds` of CPU
+    time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     with open("/proc/self/statm") as sizes:
         mapped_bytes = int(sizes.read().split()[0]) * _PAGE_BYTES

@@ -28,8 +28,7 @@ from phasewise.tuner.plans import Phase
 LEAST_TOKENS = 16
 """Prompt tokens that a client's share of a step has at least: one panel of keys and values."""
 FEW_TOKENS = 64
-"""Prompt tokens per client in a step where another client needs few tokens to finish its prompts: enough to
-use the weights well."""
+"""Prompt tokens per client in a step where another client's prompts end: enough to use the weights well."""
 
 
 class PrefillTurns:
@@ -94,7 +93,7 @@ def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[Live
 
 
 def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
-    """True if only requests in shadow have tokens that can be computed now."""
+    """True if only background requests (in shadow) have tokens that can be computed now."""
     return not any(
         sequence.n_pending and not (sequence.request.in_shadow or sequence.awaits_kv or sequence.is_restored)
         for sequence in running
@@ -102,7 +101,7 @@ def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
 
 
 def n_answering(running: Sequence[LiveSequence]) -> int:
-    """Number of answers that wait for their next token. Answers in shadow count only where nothing else can
+    """Number of answers that wait for a token. Background answers (in shadow) count only if nothing else can
     be computed."""
     counting = running if is_all_shadow(running) else running_of(running, in_shadow=False)
     return sum(not sequence.is_prefilling for sequence in counting)
@@ -111,8 +110,8 @@ def n_answering(running: Sequence[LiveSequence]) -> int:
 def answers_in_step(
     running: Sequence[LiveSequence], most_rows: int | None, shadow: ShadowRoom, most_sequences: int
 ) -> list[LiveSequence]:
-    """The sequences that get a token in the next decode step. `most_rows`: limit for interactive answers;
-    None: no limit."""
+    """The sequences that get a token in the next decode step. `most_rows`: most interactive answers; None:
+    all."""
     in_shadow = running_of(running, in_shadow=True)
     if is_all_shadow(running):
         return _in_turn(in_shadow, most_rows)
@@ -135,8 +134,8 @@ def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[Liv
 def prompts_in_step(
     running: Sequence[LiveSequence], room: int, shadow: ShadowRoom
 ) -> tuple[list[LiveSequence], int]:
-    """The sequences whose prompts the next prefill step may compute (all in shadow or none), and the tokens
-    that the step may have."""
+    """Sequences whose prompts the next prefill step may compute (all in shadow or none), and its most
+    tokens."""
     prompts = [sequence for sequence in running if sequence.can_prefill]
     own = running_of(prompts, in_shadow=False)
     if own:
@@ -177,8 +176,7 @@ def batch_of(
 
 
 def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -> None:
-    """Raise RequestError for a request that can never run: no prompt, no answer tokens, or a context too
-    long."""
+    """Raise RequestError for a request that can never run: no prompt, no answer, or too long a context."""
     if not request.prompt_token_ids:
         raise RequestError("the prompt has no tokens", "prompt")
     if request.max_tokens < 1:
@@ -235,8 +233,7 @@ def last_to_come(
 
 
 def held_in_vain(running: Sequence[LiveSequence]) -> LiveSequence | None:
-    """The youngest computed prompt that waits for a hand-over while nothing that runs can be computed; None:
-    there is none."""
+    """The youngest prompt that waits for a hand-over while nothing can be computed; None: there is none."""
     if any(sequence.n_pending and not sequence.awaits_kv for sequence in running):
         return None
     held = (sequence for sequence in reversed(running) if is_held(sequence) and not sequence.is_pinned)
@@ -300,7 +297,7 @@ class Admitter:
         self._admit_in_shadow(place)
 
     def _admit_in_shadow(self, place: Place) -> None:
-        """Admit requests in shadow to the room that interactive requests leave."""
+        """Admit background requests (in shadow) to the room that interactive requests leave."""
         while len(self._shadow_waiting):
             running = self._own(in_shadow=True)
             sequence, _ = next_to_admit(self._shadow_waiting, running, self.shares(in_shadow=True))
@@ -312,7 +309,7 @@ class Admitter:
             place(sequence, grant)
 
     def shadow_gives_way(self, preempt: Preempt) -> bool:
-        """Preempt the youngest request in shadow. False: there is none that is not pinned."""
+        """Preempt the youngest background request (in shadow). False: there is none that is not pinned."""
         for sequence in reversed(self._own(in_shadow=True)):
             if not sequence.is_pinned:
                 preempt(sequence)
@@ -333,7 +330,7 @@ class Admitter:
         return len(running) - sum(map(is_held, running)) < self._limits.max_sequences
 
     def shares(self, *, in_shadow: bool) -> ClientShares:
-        """Equal shares of places and slots for each client that runs or waits."""
+        """Equal shares of places (running sequences) and slots for each client that runs or waits."""
         waiting = (self._shadow_waiting if in_shadow else self._waiting).clients
         running = self._own(in_shadow=in_shadow)
         return ClientShares(self._limits.max_sequences, self._pool.n_slots, running, waiting)

@@ -21,16 +21,14 @@ from phasewise.serving.scheduling.prefixes import PrefixSource
 from phasewise.serving.scheduling.scheduler import Scheduler
 
 BLOCK_TOKENS = 4 * ALIGNMENT
-"""Tokens in a block: whole panels of keys. Smaller blocks describe short prompts better and make reports
-longer."""
+"""Tokens in a block: whole panels of keys. Smaller blocks make reports longer."""
 KEY_BYTES = 8
 
 
 def block_keys(
     token_ids: Sequence[int], model_hash: str, space: str, before: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
-    """Hash keys of the whole blocks of a token sequence. `before`: keys of its first blocks, if already
-    known."""
+    """Hash keys of a token sequence's whole blocks. `before`: known keys of its first blocks."""
     keys = list(before)
     last = before[-1].to_bytes(KEY_BYTES, "big") if before else _digest(f"{model_hash}\0{space}".encode())
     begin = len(before) * BLOCK_TOKENS
@@ -62,7 +60,7 @@ class HeldReport(NamedTuple):
 
 
 class StoredBeginning(Protocol):
-    """`serving.prefix_store.store.KeptBeginning`."""
+    """A sequence whose first `n_tokens` are in the prefix folder (`prefix_store.store.KeptBeginning`)."""
 
     token_ids: tuple[int, ...]
     space: str
@@ -70,7 +68,7 @@ class StoredBeginning(Protocol):
 
 
 class Stored(Protocol):
-    """`serving.prefix_store.store.KeptBeginnings`."""
+    """The sequences that an engine wrote to the prefix folder (`prefix_store.store.KeptBeginnings`)."""
 
     n_changes: int
 
@@ -78,8 +76,7 @@ class Stored(Protocol):
 
 
 class HeldPrefixes:
-    """The prefixes that one engine holds. `stored`: prefixes that it wrote to its prefix folder; None: it has
-    no such folder."""
+    """The prefixes that one engine holds. `stored`: prefixes in its prefix folder; None: no folder."""
 
     def __init__(self, scheduler: Scheduler, model_hash: str, stored: Stored | None = None) -> None:
         self._scheduler = scheduler
@@ -101,8 +98,7 @@ class HeldPrefixes:
         return self._n_changes != self._seen or bool(self._to_tell) or not self._n_reports
 
     def report(self) -> HeldReport | None:
-        """The changes since the last report; None: there are none. The first report of an engine is made even
-        if nothing is held."""
+        """The changes since the last report; None: no changes. An engine's first report may be empty."""
         if not self.has_changed:
             return None
         self._seen = self._n_changes

@@ -19,20 +19,18 @@ from typing import NamedTuple
 from phasewise.tuner.plans import Phase
 
 USUAL = 0.6
-"""Part of the mean gap between tokens up to which requests in shadow fill a gap. A larger part speeds batches
-up and delays interactive answers."""
+"""Part of the mean gap between tokens up to which background requests (in shadow) fill a gap. A larger part
+speeds batches up and delays interactive answers."""
 ALONE_NS = 30_000_000
-"""Time of a prefill step of requests in shadow where nobody else computes: a new request waits for its
+"""Time of a prefill step of background requests where nobody else computes: a new request waits for its
 end."""
 LEAST_CHUNK = 16
-"""Fewest prompt tokens in a step of requests in shadow beside interactive ones: one panel of keys and
-values."""
+"""Fewest background prompt tokens of a step beside interactive requests: one panel of keys."""
 _WINDOW_TOKENS = 20_000
 
 
 class ShadowRoom(NamedTuple):
-    """Rows and prompt tokens of the next step that requests in shadow may have beside interactive ones; None:
-    no limit."""
+    """Rows and prompt tokens for background requests in a step beside interactive ones; None: no limit."""
 
     rows: int | None = None
     chunk_tokens: int | None = None
@@ -89,8 +87,8 @@ class ShadowPacing:
         self._mean_real_ns += part * (real_ns - self._mean_real_ns)
 
     def room(self, costs_ns: Mapping[int, float], n_own: int, token_ns: float) -> ShadowRoom:
-        """Room for requests in shadow beside `n_own` interactive answers. `costs_ns`: time of a decode step
-        by number of rows. `token_ns`: time of one prompt token."""
+        """Room for background requests (in shadow) beside `n_own` interactive answers. `costs_ns`: time of a
+        decode step by number of rows. `token_ns`: time of one prompt token."""
         if not (n_own and costs_ns):
             return NO_ROOM
         own_ns = self._own_ns + decode_ns(costs_ns, n_own)
@@ -127,8 +125,8 @@ def rows_within(costs_ns: Mapping[int, float], n_rows: int, left_ns: float) -> i
 
 
 DEFAULT_TPOT_MS = 100.0
-"""Default promise: ten tokens a second, twice as fast as people read. Sandwich (8.3) asks it of a 160M model
-in batches."""
+"""Default promise: ten tokens a second, twice the speed of reading (Sandwich 8.3, of a 160M model in
+batches)."""
 
 FIRST_TOKENS = 512
 """Prompt tokens of a step before any was measured, or while no answer waits for a token: the ranks compute no
@@ -156,7 +154,7 @@ class PacedStep(NamedTuple):
     rows: int | None = None
     """The most answers of a decode step; None: all."""
     shadow: ShadowRoom = UNBOUNDED
-    """Room of requests in shadow beside interactive ones."""
+    """Room of background requests (in shadow) beside interactive ones."""
 
 
 @dataclass(slots=True)
@@ -323,8 +321,7 @@ class Pacing:
 
 
 def _tried_below(n_answering: int) -> Iterator[int]:
-    """Numbers of rows to try: powers of two and the middles between them below `n_answering`, the largest
-    first."""
+    """Rows to try below `n_answering`: powers of two and middles between them, the largest first."""
     for size in reversed(range((n_answering - 1).bit_length())):
         if size and 3 << size - 1 < n_answering:
             yield 3 << size - 1

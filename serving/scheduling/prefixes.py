@@ -27,8 +27,7 @@ class PrefixError(AssertionError):
 
 
 class Match(NamedTuple):
-    """The part of a sequence's prefix that other sequences have: whole runs, never the sequence's last
-    token."""
+    """The part of a sequence's prefix that others have: whole runs, never the last token."""
 
     n_ready: int
     """Tokens that can be copied now."""
@@ -53,11 +52,9 @@ class PrefixSource:
     n_ready: int
     is_live: bool = True
     n_written: int = 0
-    """Tokens up to the last position ever stored, drafts included: in a ring these overwrote earlier
-    positions."""
+    """Tokens ever stored, drafts included: in a ring they overwrote earlier positions."""
     ring_begin: int = 0
-    """The first position stored in the sequence's ring; earlier ones were not copied, since no later token
-    sees them."""
+    """First position stored in the sequence's ring: no later token sees earlier ones."""
 
 
 class Computed:
@@ -82,8 +79,8 @@ class Computed:
 
 
 def chain(token_ids: Sequence[int], prefix: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
-    """Chained hashes of `space` and the tokens up to the end of each whole run. `prefix`: hashes of the first
-    runs, if already known."""
+    """Chained hashes of `space` and the tokens up to the end of each whole run. `prefix`: known hashes of the
+    first runs."""
     hashes = list(prefix)
     last = hashes[-1] if hashes else hash(space)
     for start in range(len(hashes) * RUN_TOKENS, len(token_ids) - RUN_TOKENS + 1, RUN_TOKENS):
@@ -93,8 +90,7 @@ def chain(token_ids: Sequence[int], prefix: tuple[int, ...] = (), space: str = "
 
 
 class PrefixIndex:
-    """Finds sequences by the runs of tokens that they begin with. An owner is the id of the request that
-    writes a block."""
+    """Finds sequences by their first runs of tokens. An owner is the id of a request that writes a block."""
 
     def __init__(self, n_slots: int, rings: Rings | None = None) -> None:
         self._n_slots = n_slots
@@ -150,8 +146,7 @@ class PrefixIndex:
         placement: Placement,
         space: str = "",
     ) -> None:
-        """Record that `owner` begins to write a block, whose former contents are lost. `sequence`: tokens and
-        their `chain`."""
+        """Record that `owner` begins to overwrite a block. `sequence`: tokens and their `chain`."""
         self._serial += 1
         token_ids, runs = sequence
         source = PrefixSource(self._serial, space, token_ids, runs, placement, 0)
@@ -161,15 +156,13 @@ class PrefixIndex:
         self._enter(source, 0)
 
     def overwritten(self, placement: Placement) -> None:
-        """Record that a block is written by an owner that the index does not know: its former contents are
-        lost."""
+        """Record that an owner unknown to the index overwrites a block."""
         self._serial += 1
         self.n_changes += 1
         self._stamp(PrefixSource(self._serial, "", (), (), placement, 0))
 
     def moved(self, owner: str, placement: Placement) -> None:
-        """Record the larger block into which the keys and values of `owner` are copied before they are
-        read."""
+        """Record the larger block of `owner`, to which its keys and values are being copied."""
         source = self._live.get(owner)
         if source is not None:
             source.placement = placement
@@ -197,8 +190,7 @@ class PrefixIndex:
             source.n_written = max(source.n_written, n_tokens)
 
     def report_to(self, listener: list[Computed]) -> None:
-        """Append computed prompts and ended sequences to `listener` from now on; its reader empties the
-        list."""
+        """Append computed prompts and ended sequences to `listener`, which its reader empties."""
         self._listener = listener
 
     def completed(self, owner: str) -> None:
@@ -220,8 +212,7 @@ class PrefixIndex:
         return self._live.get(owner)
 
     def placed(self, source: PrefixSource, n_tokens: int) -> Placement | None:
-        """The block of a sequence if keys and values of its first `n_tokens` are still in it; None: they are
-        not."""
+        """The block of a sequence; None: keys and values of its first `n_tokens` were overwritten."""
         n_there = self._n_there(source, -(-n_tokens // RUN_TOKENS) * RUN_TOKENS)
         return source.placement if n_there >= n_tokens else None
 
@@ -275,8 +266,7 @@ class PrefixIndex:
         self._n_retired_tokens = 0
 
     def check(self, owner: str, placement: Placement, n_computed: int) -> None:
-        """Raise PrefixError unless the block of `owner` carries its serial and at most `n_computed` tokens
-        are ready."""
+        """Raise PrefixError unless `owner` still has its block and at most `n_computed` tokens ready."""
         source = self._live[owner]
         n_there = self._n_there(source, source.n_ready)
         if (

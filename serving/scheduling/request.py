@@ -12,15 +12,14 @@ FinishReason = Literal["stop", "length"]
 
 
 def space_of(cache_space: str, adapter_hash: str) -> str:
-    """Name of the prefix-cache space of a cache space and an adapter: prompts within it that begin alike have
-    equal keys and values."""
+    """Prefix-cache space of a client's cache space and an adapter: equal prefixes have equal keys and
+    values."""
     return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to generate tokens, which ends at the first token in `stop_token_ids` or after `max_tokens`
-    tokens."""
+    """A request, which ends at the first token in `stop_token_ids` or after `max_tokens` tokens."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -32,8 +31,7 @@ class Request:
     cache_space: str = ""
     """Prefix-cache space: keys and values are copied between requests of one space only."""
     prefill_only: bool = False
-    """True if only the prompt is computed here: its keys and values are held for a hand-over to the instance
-    that answers."""
+    """True if only the prompt is computed here, to be handed over to the instance that answers."""
     client: str = ""
     """Client that sent the request; waiting clients take turns."""
     takes_over: bool = True
@@ -60,8 +58,7 @@ class LiveSequence:
 
     request: Request
     admission: int | None = None
-    """Serial number of the request's first admission, its age: lower is older. None: it was never
-    admitted."""
+    """Serial number of the first admission, its age: lower is older. None: never admitted."""
     placement: Placement | None = None
     """The sequence's KV block; None: the sequence waits."""
     n_computed: int = 0
@@ -82,8 +79,7 @@ class LiveSequence:
     has_looked: bool = False
     """True if a store was asked for the sequence's prefix since it was placed."""
     is_pinned: bool = False
-    """True while keys and values are sent into or out of the block: the sequence is neither moved nor
-    preempted."""
+    """True while keys and values enter or leave the block, which must neither move nor be preempted."""
 
     @property
     def request_id(self) -> str:
@@ -102,14 +98,12 @@ class LiveSequence:
 
     @property
     def n_pending(self) -> int:
-        """Number of tokens known but not yet computed. The logits after the last of them give the next
-        token."""
+        """Number of tokens not yet computed. The logits after the last one give the next token."""
         return self.n_tokens - self.n_computed
 
     @property
     def is_prefilling(self) -> bool:
-        """True if more than the last sampled token is pending: a prompt, or tokens that a preemption
-        undid."""
+        """True if more than the last sampled token is pending, as of a prompt or after a preemption."""
         return not self.generated or self.n_pending > 1
 
     @property
@@ -171,8 +165,8 @@ DEFAULT_SEQUENCES = 32
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of a scheduler. `context_length`: positions that the model has. `max_waiting`: longest waiting
-    line; None: no limit."""
+    """Limits of a scheduler. `context_length`: positions that the model has. `max_waiting`: most waiting
+    requests; None: any."""
 
     context_length: int
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS

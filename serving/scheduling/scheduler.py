@@ -66,8 +66,7 @@ from phasewise.tuner.plans import Phase
 
 
 class Scheduler:
-    """Owns every request from `add` to its last token, and the KV pool that holds the requests' keys and
-    values."""
+    """Owns every request from `add` to its last token, and the KV pool of all requests."""
 
     def __init__(self, pool: KvPool, limits: SchedulerLimits) -> None:
         self.pool = pool
@@ -107,7 +106,7 @@ class Scheduler:
 
     @property
     def n_in_shadow(self) -> int:
-        """Number of live requests in shadow; these count neither as waiting nor as running."""
+        """Number of live background requests (in shadow); these count neither as waiting nor as running."""
         return sum(sequence.request.in_shadow for sequence in self._live.values())
 
     @property
@@ -125,13 +124,13 @@ class Scheduler:
 
     @property
     def n_answering(self) -> int:
-        """Number of answers that wait for their next token; those in shadow count only where nothing else can
+        """Number of answers that wait for a token; background ones (in shadow) count only if nothing else can
         be computed."""
         return n_answering(self._running)
 
     @property
     def is_all_shadow(self) -> bool:
-        """True if only requests in shadow have tokens that can be computed now."""
+        """True if only background requests (in shadow) have tokens that can be computed now."""
         return is_all_shadow(self._running)
 
     def add(self, request: Request) -> None:
@@ -191,8 +190,7 @@ class Scheduler:
         return sequence.placement
 
     def reads_from(self, find: FindStored) -> StoredBeginnings:
-        """Read prompt prefixes from a store from now on. `find`: number of first tokens that the store
-        has."""
+        """Read prompt prefixes from a store. `find`: tells how many first tokens the store has."""
         assert self.limits.prefix_reuse, "without prefix reuse nothing is taken over"
         self._stored = StoredBeginnings(find, self._prefixes, self._states.copies_along)
         return self._stored
@@ -226,8 +224,7 @@ class Scheduler:
         return self.abort(request_id)
 
     def take_copies(self) -> tuple[KvCopy, ...]:
-        """Remove and return the copies that no batch carries yet, to be done at once. Call when `next_batch`
-        returned None."""
+        """Take the copies that no batch carries, to be done at once, after `next_batch` returned None."""
         copies = tuple(self._copies)
         self._copies.clear()
         self._moved.clear()
@@ -250,8 +247,8 @@ class Scheduler:
     ) -> Batch | None:
         """The batch to compute now; None: nothing can run. Every batch ends in `commit`, `commit_runs` or
         `discard`. `chunk_tokens`: most prompt tokens of the step; 0: a decode step comes first; None: the
-        limits' number. `most_rows`: most answers of a decode step; None: all. `shadow`: room of requests in
-        shadow beside others."""
+        limits' number. `most_rows`: most answers of a decode step; None: all. `shadow`: room of background
+        requests beside others."""
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admitter.admit(self._place, self._preempt)
@@ -274,8 +271,7 @@ class Scheduler:
         return [DraftRoom(sequence, self._states.room_for_drafts(sequence)) for sequence in flight.sequences]
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
-        """Append drafts to each slice of the decode batch under way, and return the batch that replaces
-        `batch`."""
+        """Append drafts to each slice of the decode batch under way, and return the new batch."""
         flight = self._flight_of(batch)
         if batch.phase != "decode":
             raise SchedulerError("only the tokens of answers can be drafted")
@@ -284,8 +280,7 @@ class Scheduler:
         return extended
 
     def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
-        """Record a computed batch without drafts. `token_ids`: one sampled token for each slice that wants
-        logits."""
+        """Record a computed batch without drafts. `token_ids`: one for each slice that wants logits."""
         return self.commit_runs(batch, [(token_id,) for token_id in token_ids])
 
     def commit_runs(self, batch: Batch, runs: Tokens[Tokens[int]]) -> list[TokenOut]:
@@ -366,8 +361,7 @@ class Scheduler:
         return tuple(sequence.request_id for sequences in held for sequence in sequences)
 
     def check(self) -> None:
-        """Raise SchedulerError or the pool's error, with the numbers, unless exactly the running requests own
-        slots."""
+        """Raise SchedulerError or PoolError unless exactly the running requests own slots."""
         check_laws(self.pool, self._running, (self._waiting, self._shadow_waiting), self._live)
         if self.limits.prefix_reuse:
             for sequence in self._running:

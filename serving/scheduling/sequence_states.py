@@ -41,8 +41,8 @@ class _Kept:
     """A sequence that begins with the copy's tokens and has their keys and values."""
     place: int
     is_needed: bool
-    """True if the next prompt of the conversation may differ from here on: the newest prompt begins a turn or
-    ends here."""
+    """True if the conversation's next prompt may differ from here: its newest one begins a turn or ends
+    here."""
 
 
 class KeptState:
@@ -96,8 +96,7 @@ class StateIndex:
         places.give_way = self._give_way
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> KnownState:
-        """The latest kept state for a sequence. `runs`: the `chain` of its tokens. The last token is always
-        computed."""
+        """The latest kept state before a sequence's last token. `runs`: the `chain` of its tokens."""
         coming = self._coming(token_ids, runs, space)
         for _, kept in reversed(list(self._passed(token_ids, runs, space, len(token_ids) - 1))):
             placement = self._prefixes.placed(kept.source, kept.n_tokens)
@@ -107,8 +106,7 @@ class StateIndex:
         return KnownState(0, coming, None, None)
 
     def copies(self, state: KnownState, target: Placement) -> tuple[int, list[KvCopy]]:
-        """Copies that bring keys, values and a kept state to a block, and the number of tokens they bring:
-        all, or none (0)."""
+        """Copies of keys, values and a kept state to a block, and the tokens they bring: all or none (0)."""
         if state.kept is None or state.placement is None:
             return 0, []
         n_slots = aligned(state.n_ready)
@@ -140,8 +138,7 @@ class StateIndex:
             self._by_key[key] = self._by_key.pop(key)
 
     def keeps(self, owner: str, begin: int, end: int) -> Keeps:
-        """Reserve places for the states that a step computing positions [begin, end) of `owner` is to
-        keep."""
+        """Reserve places for states to keep in a step with positions [begin, end) of `owner`."""
         plan, keeps = self._plans.get(owner), []
         if plan is None:
             return ()
@@ -182,8 +179,7 @@ class StateIndex:
         return self._by_key.get(key) is kept
 
     def n_kept(self, source: PrefixSource) -> int:
-        """Number of first tokens of a sequence at which its last state was kept, with keys and values
-        present."""
+        """Number of first tokens at a sequence's last kept state, with keys and values present."""
         kept = (kept.n_tokens for kept in self._by_key.values() if kept.source is source)
         return max((n for n in kept if self._prefixes.placed(source, n) is not None), default=0)
 
@@ -198,8 +194,7 @@ class StateIndex:
         self._plans.clear()
 
     def _coming(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> int:
-        """The most tokens after which a running sequence will have kept a state for this prefix; 0: none
-        will."""
+        """Most first tokens after which a running sequence will keep a state; 0: none will."""
         coming = 0
         for plan in self._plans.values():
             for n_tokens, key in plan.keys.items():
@@ -285,8 +280,8 @@ class WantedBeginning(NamedTuple):
 
 
 class StoredBeginnings:
-    """Asks a store for the prefixes of a scheduler's prompts. `copies_along`: lists the state copies of a
-    computed sequence."""
+    """Asks a store for the prefixes of a scheduler's prompts. `copies_along`: lists a sequence's state
+    copies."""
 
     def __init__(self, find: FindStored, prefixes: PrefixIndex, copies_along: CopiesAlong) -> None:
         self._find = find
@@ -297,7 +292,7 @@ class StoredBeginnings:
 
     def is_wanted(self, sequence: LiveSequence, n_ready: int) -> bool:
         """True if the store has at least LEAST_RESTORED_TOKENS more than `n_ready` tokens. The store is asked
-        once for each placement."""
+        once."""
         if sequence.has_looked:
             return False
         n_stored = self._find(sequence.token_ids, sequence.request.cache_space)
@@ -376,8 +371,7 @@ class SequenceStates:
             self._prefixes.advance(sequence.request_id, len(token_ids))
 
     def took_over(self, owner: str, n_tokens: int) -> None:
-        """Record that keys, values and the state of the first `n_tokens` of `owner` were copied into its
-        block."""
+        """Record that keys, values and state of `n_tokens` were copied into the block of `owner`."""
         self._prefixes.brought(owner, n_tokens)
         if self._index is not None:
             self._index.took_over(owner, n_tokens)
@@ -396,8 +390,7 @@ class SequenceStates:
         return self._index.keeps(sequence.request_id, begin, begin + n_tokens)
 
     def share_for_drafts(self, n_sequences: int) -> None:
-        """Divide the spare state places equally among `n_sequences` for their drafts: each draft needs a
-        state copy."""
+        """Divide spare state places equally among `n_sequences`: each draft needs a state copy."""
         if self._places is not None:
             self._most_drafts = self._places.n_spare // n_sequences
 
@@ -427,8 +420,7 @@ class SequenceStates:
         return batch._replace(slices=tuple(slices))
 
     def go_on(self, sequence: LiveSequence, piece: SequenceSlice, n_run: int) -> None:
-        """Record that a sequence's step is computed and gave `n_run` tokens: it continues from the state
-        after them."""
+        """Record a sequence's computed step: it continues from the state after `n_run` tokens."""
         if self._places is None or sequence.placement is None:
             return
         state = self._computed(self._places, sequence.request_id, piece, n_run)
@@ -437,8 +429,7 @@ class SequenceStates:
             self._prefixes.moved(sequence.request_id, sequence.placement)
 
     def _computed(self, places: StatePlaces, owner: str, piece: SequenceSlice, n_run: int) -> int | None:
-        """Record a step's state copies, and return the place of the state that the sequence continues
-        from."""
+        """Record a step's state copies, and return the place that the sequence continues from."""
         if not piece.n_drafted:
             if self._index is not None:
                 self._index.computed(owner, piece.keeps)

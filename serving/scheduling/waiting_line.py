@@ -43,8 +43,7 @@ class ClientTurns(Generic[Item]):
         return len(self._queues.get(client, ()))
 
     def head(self, client: str | None = None) -> Item:
-        """The item that `take` gives next, of `client` or of the client whose turn is next. IndexError: there
-        is none."""
+        """The item that `take` gives next (client None: of the next client). IndexError: there is none."""
         return self._queues[self._next(client)][0]
 
     def join(self, client: str, item: Item) -> None:
@@ -53,8 +52,8 @@ class ClientTurns(Generic[Item]):
         self._n_items += 1
 
     def take(self, client: str | None = None) -> Item:
-        """Remove and return the first item of `client` (None: of the next client), whose turn is then over.
-        IndexError: there is none."""
+        """Take the first item of `client` (None: the next one), whose turn ends. IndexError: there is
+        none."""
         client = self._next(client)
         item = self._queues[client].popleft()
         self._queues.move_to_end(client)
@@ -94,8 +93,8 @@ class ClientTurns(Generic[Item]):
 
 
 class ClientShares:
-    """Each client's equal share of places and slots now, and what it holds. `running`: sequences by age.
-    `waiting`: clients with waiting requests."""
+    """Each client's equal share of places (running sequences) and slots now, and what it holds. `running`:
+    sequences by age. `waiting`: clients with waiting requests."""
 
     def __init__(
         self, places: int, slots: int, running: Sequence[LiveSequence], waiting: Collection[str]
@@ -124,7 +123,8 @@ class ClientShares:
         return self._places[client] < self.places and self._slots[client] + n_slots <= self.slots
 
     def giver_of_place(self) -> LiveSequence | None:
-        """The sequence to preempt for a place; None: no client holds more than its share."""
+        """The sequence to preempt for a place among the running ones; None: no client holds more than its
+        share."""
         return self._youngest(self._greediest(self._places, self.places))
 
     def giver_of_slots(self) -> LiveSequence | None:
@@ -213,8 +213,7 @@ class WaitingLine:
         self._turns.take_item(sequence.request.client, sequence)
 
     def remove(self, sequence: LiveSequence) -> None:
-        """Remove a request that ends while it waits; its client keeps its turn. ValueError: it does not
-        wait."""
+        """Remove an ended request; its client keeps its turn. ValueError: it does not wait."""
         if sequence.admission is not None:
             self._preempted.remove(sequence)
         else:
