@@ -47,8 +47,7 @@ _OTHER_POOLINGS = (
 
 
 def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: bool) -> Embedding | None:
-    """The embedding that the directory describes; None for a decoder that it does not call an embedding
-    model."""
+    """The embedding that a directory describes; None for a decoder that is not called an embedding model."""
     modules = modules_of(directory)
     if modules is None and not encoder:
         return None
@@ -65,7 +64,7 @@ def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: boo
 
 
 def most_tokens(directory: ModelDirectory, context_length: int) -> int:
-    """The longest input: what the directory says, as far as the model has positions."""
+    """The most tokens of an input: what the directory says, at most `context_length`."""
     own = directory.json("sentence_bert_config.json") or {}
     stated = field(own, "max_seq_length", int)
     if stated is None:
@@ -74,14 +73,14 @@ def most_tokens(directory: ModelDirectory, context_length: int) -> int:
 
 
 class StatedPrompts(NamedTuple):
-    """`default`: the name of the prompt of texts for which none is asked."""
+    """Prompts by name. `default`: the name of the prompt of a text whose request names none."""
 
     prompts: tuple[tuple[str, str], ...]
     default: str | None
 
 
 def stated_prompts(directory: ModelDirectory) -> StatedPrompts:
-    """The prompts of the directory, none where it names none. ModelError for what is no text."""
+    """Read the prompts of a directory. Raises ModelError for a prompt that is no short text."""
     fields, where = directory.json(SETTINGS) or {}, directory.path / SETTINGS
     prompts = field(fields, "prompts", dict) or {}
     default = field(fields, "default_prompt_name", str)
@@ -99,7 +98,8 @@ def stated_prompts(directory: ModelDirectory) -> StatedPrompts:
 
 
 def modules_of(directory: ModelDirectory) -> list[tuple[str, str]] | None:
-    """(kind, folder) of each, None without a list; ModelError for a kind that cannot run."""
+    """Read (kind, folder) of each module; None without a list. Raises ModelError for a kind that cannot
+    run."""
     listed = directory.json_list(MODULES, _MOST_MODULES)
     if listed is None:
         return None
@@ -150,8 +150,8 @@ _README_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Reranker:
-    """`yes`, `no`: the rows of the output head that a score is made of; without `yes` the file has its own
-    weight for it, without `no` the score is one logit."""
+    """How a decoder scores a pair of texts. `yes`, `no`: rows of the output head whose logits' difference is
+    the score. None for `yes`: the file has its own weight for the score; for `no`: the score is one logit."""
 
     yes: int | None
     no: int | None
@@ -162,9 +162,8 @@ class Reranker:
 def reranker_of(
     directory: ModelDirectory, fields: Mapping[str, Any], chat_template: str | None, name: str
 ) -> Reranker | None:
-    """The reranker that the directory of a decoder holds; None where it holds something else. ModelError.
-
-    By sentence-transformers' modules, by a classifier's head, or by the name of Qwen's own directories, which
+    """The reranker in a decoder's directory; None where there is none. Raises ModelError. It is found by
+    sentence-transformers' modules, by a classifier's head, or by the name of Qwen's own directories, which
     say nothing else of it."""
     modules, is_qwen = modules_of(directory), field(fields, "model_type", str) == "qwen3"
     where = next((path for kind, path in modules or () if kind == "LogitScore"), None)
@@ -182,7 +181,7 @@ def reranker_of(
 
 
 def is_classifier(fields: Mapping[str, Any]) -> bool:
-    """True if the model gives a pair of texts one score. ModelError for several."""
+    """True if the model gives a pair of texts one score. Raises ModelError for several scores."""
     named = field(fields, "architectures", list) or []
     if not any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
         return False
@@ -201,7 +200,7 @@ def _is_called_reranker(directory: ModelDirectory, fields: Mapping[str, Any], na
 
 
 def _readme(directory: ModelDirectory) -> str:
-    """Empty where it is no text of a page's length, and so says nothing of the model."""
+    """The README; "" where it is no text of a page's length."""
     try:
         return directory.text("README.md", _README_BYTES)
     except ModelError:
@@ -226,7 +225,7 @@ def _answers(directory: ModelDirectory) -> tuple[int, int]:
 def _templated(
     directory: ModelDirectory, is_qwen: bool, chat_template: str | None, yes: int | None, no: int | None
 ) -> Reranker:
-    """By the chat template where that has the roles of a pair, else by the text of Qwen's models."""
+    """Make a reranker with the chat template's text of a pair, else with that of Qwen's models."""
     stated = stated_prompts(directory)
     theirs = None if chat_template is None else pair_template(chat_template)
     if theirs is None and not is_qwen:
@@ -240,9 +239,8 @@ def _templated(
 
 
 def pair_template(chat_template: str) -> tuple[str, str] | None:
-    """The text of a pair with PAIR_PLACES in it, and the instruction that the template has of its own.
-
-    None where the template does not show both texts of a pair. ModelError where it cannot be read."""
+    """The text of a pair with PAIR_PLACES in it, and the chat template's own instruction. None where the
+    template does not show both texts of a pair. Raises ModelError where it cannot be read."""
     from phasewise.serving.text.chat import Conversation, Conversations
     from phasewise.serving.text.chat_template import ChatTemplateError
 
@@ -270,7 +268,7 @@ def pair_template(chat_template: str) -> tuple[str, str] | None:
 def with_score(
     reranker: Reranker, config: ModelConfig, tensors: dict[str, SourceTensor], path: Path
 ) -> tuple[ModelConfig, dict[str, SourceTensor]]:
-    """The config and tensors of a decoder whose only output is the score."""
+    """Replace the output head of a decoder's config and tensors by the score's vector."""
     tensors = dict(tensors)
     head = tensors.pop("lm_head", None)
     if reranker.yes is not None:
@@ -286,7 +284,7 @@ def scoring_embedding(reranker: Reranker, max_tokens: int) -> Embedding:
 
 
 def gguf_score(head: SourceTensor | None, what: str) -> SourceTensor:
-    """The vector of a file's own head, whose rows are yes and no, or yes alone. ModelError."""
+    """The vector of a file's own head, whose rows are yes and no, or yes alone. Raises ModelError."""
     if head is None:
         raise ModelError(f"{what} is a reranker by its pooling type, and lacks the tensor cls.output.weight")
     if len(head.shape) == 1:
@@ -297,7 +295,8 @@ def gguf_score(head: SourceTensor | None, what: str) -> SourceTensor:
 
 
 def gguf_template(stated: str | None, architecture: str, what: str) -> tuple[str, str]:
-    """The text of a pair with PAIR_PLACES in it, and the instruction to put there. ModelError without one."""
+    """The text of a pair with PAIR_PLACES in it, and its instruction. Raises ModelError without a
+    template."""
     if stated is not None:
         if any(stated.count(place) != 1 for place in PAIR_PLACES[1:]):
             raise ModelError(f"{what} has a rerank template without {{query}} or {{document}}")
@@ -308,7 +307,7 @@ def gguf_template(stated: str | None, architecture: str, what: str) -> tuple[str
 
 
 def score_vector(head: SourceTensor, yes: int, no: int | None, what: str) -> SourceTensor:
-    """Row `yes` of a matrix, less row `no`, as a float32 vector. ModelError for rows that are not there."""
+    """Row `yes` of a matrix, less row `no`, as a float32 vector. Raises ModelError for missing rows."""
     if len(head.shape) != 2:
         raise ModelError(f"{what} is {head.shape}: a matrix expected")
     for row in (yes, no or 0):
