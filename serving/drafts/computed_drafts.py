@@ -99,7 +99,7 @@ class GuestHead(GuestRank):
 
 
 class DraftState:
-    """The newest draft of one request. agreement: rates of right drafts, by their place in a draft."""
+    """The newest draft of one request. `agreement`: rates of right drafts, by their place in a draft."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
@@ -108,7 +108,8 @@ class DraftState:
         """Tokens that the sequence had when `draft` was made."""
 
     def settle(self, sequence: LiveSequence) -> int:
-        """Count the leading tokens of the last draft that came, and note each outcome in `agreement`."""
+        """Count the leading tokens of the last draft that the sequence went on with; note outcomes in
+        `agreement`."""
         came_after = sequence.generated[self.drafted_at - len(sequence.request.prompt_token_ids) :]
         n_right = 0
         for drafted, came in zip(self.draft, came_after, strict=False):
@@ -143,7 +144,6 @@ class DraftedRow(ABC, Generic[State]):
         return self.state.agreement.rate(index)
 
     def tokens(self, start: int, end: int) -> Sequence[int]:
-        """The sequence's tokens [start, end)."""
         n_prompt = len(self.sequence.request.prompt_token_ids)
         if start >= n_prompt:
             return self.sequence.generated[start - n_prompt : end - n_prompt]
@@ -170,7 +170,7 @@ class DraftedRow(ABC, Generic[State]):
 
 
 class ComputedDrafter(DraftMemory[State]):
-    """The drafting that a model and a head have in common. `n_tokens`: as `DraftSource.n_tokens`."""
+    """Base of drafters by a model or by a head. `n_tokens`: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,

@@ -111,9 +111,8 @@ def is_made_for_embedding(
 def config_of_model(
     ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> ModelConfig:
-    """The config of the model that `ref` names. Packs nothing: a packed file tells it, or the source.
-
-    ref, cache_dir, report: as for `load_model`. Raises ModelError."""
+    """Read the config of the model that `ref` names, from a packed file or the source, without packing.
+    `ref`, `cache_dir`, `report`: as for `load_model`. Raises ModelError."""
     return _facts_of(ref, format, cache_dir, report)[0]
 
 
@@ -171,7 +170,7 @@ def _identity(located: Located, weight_format: str) -> str:
 
 
 def _file_name(located: Located, weight_format: str) -> str:
-    """One packed file per source and format: a changed source replaces its old one."""
+    """The name of a packed file, one for each source and format: a changed source replaces its old file."""
     place = hashlib.sha256(os.fsencode(located.path.resolve())).hexdigest()[:12]
     return f"{located.name[:80].replace('/', '--')}-{weight_format}-{place}.packed"
 

@@ -127,9 +127,8 @@ def packed_caches(root: Path) -> list[PackedCache]:
 
 
 def remove(name: str, root: Path, *, packed_only: bool = False) -> list[Removed]:
-    """Remove a fetched model and what was packed from it, or only the latter. ModelError if there is neither.
-
-    A file of the user's own is not removed, only what was packed from it."""
+    """Remove a fetched model and what was packed from it, or only the latter. Raises ModelError if both are
+    absent. A file of the user's own is not removed, only what was packed from it."""
     wanted = KNOWN_ON_HUB[name].ref if name in KNOWN_ON_HUB else name
     stored = [model for model in stored_models(root) if model.name in (name, wanted)]
     own = _resolved(name)

@@ -1,10 +1,10 @@
-"""Settings of embedding models and of rerankers in a Hugging Face directory: the files of sentence-
-transformers; and decoders that score a pair of texts by the row of its last token (Qwen3-Reranker and its
-kind), of GGUF files too.
+"""Settings of embedding models and of rerankers: sentence-transformers' files in a Hugging Face directory,
+and decoders that score a pair of texts by the row of its last token (Qwen3-Reranker and its kind), of GGUF
+files too.
 
-`modules.json` lists what follows what, `1_Pooling/config.json` says how rows become one,
-`sentence_bert_config.json` how long an input may be, `config_sentence_transformers.json` what stands before
-texts. A directory of an encoder without them gives means of length 1.
+`modules.json` lists the modules, `1_Pooling/config.json` gives the pooling, `sentence_bert_config.json` the
+longest input, `config_sentence_transformers.json` the prompts; an encoder's directory without these files
+gives means of length 1.
 
 A reranker's score is the logit of "yes" less that of "no", one product with a vector. A pair becomes one text
 by the model's own template, which is rendered once here and filled in for each pair."""
@@ -150,8 +150,9 @@ _README_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Reranker:
-    """How a decoder scores a pair of texts. `yes`, `no`: rows of the output head whose logits' difference is
-    the score. None for `yes`: the file has its own weight for the score; for `no`: the score is one logit."""
+    """A decoder's way to score a pair of texts: a template, and rows `yes` and `no` of the output head. The
+    score is the difference of the rows' logits. None for `yes`: the file has its own weight for the score;
+    for `no`: the score is one logit."""
 
     yes: int | None
     no: int | None

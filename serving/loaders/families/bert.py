@@ -30,7 +30,7 @@ _NOMIC_THETA = 1000.0
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """How files name and describe a family of encoders. `name`: the `architecture` of its configs."""
+    """A family of encoders: its names and settings in files. `name`: the `architecture` of its configs."""
 
     name: str
     hf: tuple[str, ...]

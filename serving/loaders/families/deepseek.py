@@ -1,5 +1,5 @@
-"""Mixtures as DeepSeek has them and others took over: groups of experts, a bias that chooses alone, shared
-experts, and first layers without any."""
+"""DeepSeek's latent attention, and mixtures in the form that others took over: groups of experts, a bias for
+the choice alone, shared experts, and first layers without experts."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def routed(
     groups: tuple[int, int],
     dense: tuple[int, ...],
 ) -> ModelConfig:
-    """Add a mixture to the config. `widths`: of one expert, and of the shared one, 0 for none. `scores`: the
-    function of logits, True if scores are normalised, and their factor. `groups`: the number of groups, and
-    of those that can be chosen."""
+    """Add a mixture to the config. `widths`: width of one expert, and of the shared one, 0: none. `scores`:
+    the function of logits, True if scores are normalised, and their factor. `groups`: number of groups, and
+    of groups that can be chosen."""
     if len(dense) == config.n_layers:
         return config
     width, shared = widths
@@ -171,7 +171,6 @@ def _v3(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def latent_of_hf(get: Get) -> LatentAttention:
-    """The latent attention of config.json."""
     return LatentAttention(
         kv_rank=get("kv_lora_rank", int, 512),
         rope_dim=get("qk_rope_head_dim", int, 64),
@@ -195,7 +194,8 @@ def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> ModelConfig:
-    """Add latent attention to the config. `weight`: of YaRN's stretch of positions in the scale of scores."""
+    """Add latent attention to the config. `weight`: of YaRN's magnitude in the scale of scores
+    (`mscale_all_dim`)."""
     if not 1 <= latent.query <= LARGEST["hidden"]:
         raise ModelError(f"queries of {latent.query} numbers")
     scale, scaling = latent.query**-0.5, config.rope.scaling

@@ -212,7 +212,7 @@ GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
 def _modern_bert(
     config: ModelConfig, windowed: list[bool], window: int, thetas: tuple[float, float]
 ) -> ModelConfig:
-    """`thetas`: RoPE's base in layers that see the whole text, and in layers with a window."""
+    """Add ModernBERT's layers. `thetas`: RoPE's base in layers that see all, and in layers with a window."""
     assert config.encoder is not None
     whole, local = (RopeSpec(theta, config.head_dim) for theta in thetas)
     kinds = tuple(LayerKind(window, local) if is_local else LayerKind(None, whole) for is_local in windowed)

@@ -97,7 +97,7 @@ class Family:
     """`general.architecture` in GGUF metadata; None: the family's name, (): no GGUF files are read."""
     from_hf: Adapt = unchanged
     from_gguf: Adapt | None = None
-    """None: `from_hf`, which reads the settings of `GGUF_KEYS` in either format."""
+    """The counterpart of `from_hf` for GGUF metadata; None: `from_hf` itself, by the names of `GGUF_KEYS`."""
     from_gguf_tensors: AdaptByTensors = unchanged_by_tensors
     """Replaces what a GGUF file says by its tensors alone; called behind `from_gguf`."""
     hf_names: Names = field(default_factory=dict)
@@ -296,7 +296,7 @@ def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | No
 
 
 def local_theta(get: Get, default: float) -> float:
-    """RoPE's base in layers with a window, in the words of transformers 5 or of 4. It is never scaled."""
+    """RoPE's base in layers with a window, never scaled, from the fields of transformers 5 or of 4."""
     by_kind = get("rope_parameters", dict) or {}
     local = by_kind.get(SLIDING)
     theta = get("rope_local_base_freq", float)

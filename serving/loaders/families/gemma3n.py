@@ -82,7 +82,7 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
 def _with_streams(
     config: ModelConfig, kinds: list[LayerKind], widths: list[int], streams: Streams
 ) -> ModelConfig:
-    """`kinds`, `widths`: of attention and of the feed-forward half of every layer."""
+    """Add streams to the config. `kinds`, `widths`: of every layer's attention and feed-forward half."""
     return replace(
         config,
         rope=kinds[-1].rope or config.rope,
@@ -111,7 +111,8 @@ def _hf_rope(get: Get, name: str, older: str, theta: float, head_dim: int) -> Ro
 
 
 def _hf_deviations(get: Get, n_layers: int) -> tuple[float, ...]:
-    """Standard deviations above the mean, by layer, below which the stated share of normal gates lies."""
+    """Standard deviations above the mean, by layer, below which the stated share of gates lies if they are
+    normal."""
     shares = get("activation_sparsity_pattern", list)
     if shares is None:
         shares = _usual_shares(n_layers)
@@ -183,7 +184,7 @@ def _gguf_deviations(get: Get, n_layers: int) -> tuple[float, ...]:
 
 
 def _by_gguf_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
-    """Set the rank of the way round attention, which only its tensors tell."""
+    """Set the rank of the way round attention, which a file's tensors alone tell."""
     laurel, streams = shapes.get("blk.0.laurel_l.weight"), config.streams
     if laurel is None or streams is None:
         return config

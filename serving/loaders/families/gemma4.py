@@ -102,8 +102,8 @@ def _with_layers(
     wide: bool,
     mixture: tuple[Experts, int] | None,
 ) -> ModelConfig:
-    """`kinds`: of every layer, with heads. `wide`: True if layers that share keys and values have twice the
-    width."""
+    """Add the layers' own settings. `kinds`: of every layer, with heads. `wide`: True if layers that share
+    keys and values have twice the width."""
     heads = [kind.heads for kind in kinds if kind.heads is not None]
     for shape in heads:
         if not all(type(n) is int and n > 0 for n in (shape.n_kv_heads, shape.head_dim)):

@@ -177,8 +177,8 @@ def _inner(get: Get, hidden: int) -> int:
 
 
 def _multiplied(get: Get, config: ModelConfig) -> ModelConfig:
-    """Add multipliers to the config. Values have that of attention's output too, and so queries and keys, of
-    the same norm; the scale of scores divides it out."""
+    """Add multipliers to the config. Queries, keys and values have one norm, which holds the multiplier of
+    attention's output; the scale of scores divides that out of queries and keys."""
     into, out = positive(get, "attention_in_multiplier", 1.0), positive(get, "attention_out_multiplier", 1.0)
     gate, down = _numbers(get, "mlp_multipliers", 2)
     into_state = positive(get, "ssm_in_multiplier", 1.0)

@@ -1,11 +1,11 @@
 """Models by hub name: `org/name`, a directory of safetensors, and `org/name:Q4_K_M`, one of its GGUF files.
 
-The hub is asked once which files of which sizes and digests there are. What it says is checked before a name
-of its choosing becomes a path of ours. A model that is whole in the cache is used without asking again.
+The hub is asked once for names, sizes and digests of the files, and its answer is checked before a name in it
+becomes a path here. A model that is whole in the cache is used without asking again.
 
 A part of a file lies beside its place as `.NAME.part` until it is whole, and is kept only if size and digest
-are right. `hf_hub_download` of the client (`huggingface_hub`) throws away what an earlier process left of it;
-its `http_get` goes on from there."""
+are right. `hf_hub_download` of the client (`huggingface_hub`) throws away a part that an earlier process
+left; its `http_get` goes on from there."""
 
 from __future__ import annotations
 

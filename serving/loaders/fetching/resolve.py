@@ -44,7 +44,7 @@ def cache_root(override: Path | None = None) -> Path:
 
 
 def locate(ref: str, root: Path, report: Report) -> Located:
-    """Find `ref`, fetching it where it is a known or a hub name that is not here yet."""
+    """Find `ref` on disk, fetching it where it is a known or a hub name that is not here yet."""
     if ref in KNOWN:
         here = is_here(KNOWN[ref], root)
         return Located(ref, known_path(KNOWN[ref], root) if here else pull(KNOWN[ref], root, report))

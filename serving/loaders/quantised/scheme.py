@@ -324,14 +324,15 @@ class PartReader:
         return from_bf16(numbers) if dtype == "BF16" else numbers.astype(np.float32)
 
     def some(self, part: str, dtype: str, first: int, count: int) -> Array:
-        """Entries of a part from one on, without their places in rows. ModelError where there are fewer."""
+        """`count` entries of a part from `first` on, regardless of rows. Raises ModelError where there are
+        fewer."""
         (file, entry), size = self._parts[part], np.dtype(dtype).itemsize
         if (first + count) * size > entry.n_bytes:
             raise ModelError(f"{self.what} has too few numbers in {part}")
         return np.frombuffer(file.read(entry.offset + first * size, count * size), dtype)
 
     def stated_shape(self, part: str) -> tuple[int, int]:
-        """Two sizes, which a part holds."""
+        """The two sizes of the weight, which a part holds."""
         entry = self.entry(part, ("I64", "I32"), (1, 2))
         sizes = self.raw(part, "<i8" if entry.dtype == "I64" else "<i4").ravel().tolist()
         if len(sizes) != 2 or not all(1 <= size < MAX_DIM for size in sizes):

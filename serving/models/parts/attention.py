@@ -33,7 +33,7 @@ class QueryGrowth:
         return np.array([1 + self.beta * logarithm(1 + step) for step in range(steps)], np.float32)
 
     def check(self, context_length: int) -> None:
-        """ModelError unless the factors are numbers, and few enough to be kept."""
+        """Raise ModelError unless the factors are numbers, and few enough to be kept."""
         if type(self.span) is not int or not 1 <= self.span <= 1 << 30:
             raise ModelError(f"queries that grow every {self.span!r:.80} positions: 1 to 2^30 expected")
         if not 0 <= self.beta <= 1e3:
@@ -93,7 +93,7 @@ class Attending(Mixer):
 
     @property
     def numbers(self) -> int:
-        """Numbers of one position that a head reads, for its score and for its result."""
+        """Numbers of one position that a head multiplies, for its score and for its result."""
         return 2 * self.heads.head_dim
 
     def copies(self, teams: Teams) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Product:
 
 
 class LayerPart(ABC):
-    """A part of a layer."""
+    """A part of a layer: a mixer, a feed-forward layer, a mixture of experts, streams or layer inputs."""
 
     @property
     @abstractmethod
@@ -124,7 +124,7 @@ class ActivationArena:
     region."""
 
     hidden: Place
-    """The stream."""
+    """The residual stream."""
     mixing: MixingRows[Place]
     gate_up: Place
     given: Place
@@ -137,7 +137,7 @@ class ActivationArena:
     summed: Place
     """The sum of the experts' outputs, where it is normalised before it is added."""
     inputs: Place
-    """Inputs of all layers."""
+    """Layer inputs, which layers read beside the stream, of all layers."""
     aside: Place
     """Rows of the low-rank way round attention (LAuReL)."""
     streams: Place
@@ -224,7 +224,7 @@ class Mixer(LayerPart):
     """A part of a layer that reads other positions."""
 
     takes_no_adapters: ClassVar[str] = ""
-    """The clause of an error that says why the mixer's products take no adapters; "": they take some."""
+    """The clause of an error that says why the mixer's products take no adapters; "": they take adapters."""
 
     @property
     @abstractmethod
