@@ -61,9 +61,8 @@ def load_model(
 def load_head(
     model: PackedModel, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> PackedModel | None:
-    """Load the draft head in the files of `model`, with the embeddings that both share; None where the files
-    have no head of a supported kind. `format`, `cache_dir`, `report`: as for `load_model`. Raises
-    ModelError."""
+    """Load the draft head in the files of `model`, with the embeddings that both share; None where there is
+    no supported one. `format`, `cache_dir`, `report`: as for `load_model`. Raises ModelError."""
     from phasewise.serving.models.draft_head import with_own_head
 
     located = head_place(model.config.architecture, model.name, model.source)
@@ -84,8 +83,7 @@ def load_head(
 
 
 def head_place(architecture: str, name: str, source: Path | str) -> Located | None:
-    """The files in which a model's draft head may lie; None for a family or file format without supported
-    heads."""
+    """The files in which a draft head may lie; None for a family or file format without supported heads."""
     from phasewise.serving.loaders.families import family_named
 
     family, path = family_named(architecture), Path(source)
@@ -131,8 +129,7 @@ def _facts_of(
 
 
 def open_source(located: Located) -> ModelSource:
-    """Open a model in its own file format, checked against its config. Close the source, or use it in
-    `with`."""
+    """Open a model in its own format, checked against its config. Close the source, or use it in `with`."""
     return _checked(_open(located))
 
 

@@ -105,8 +105,8 @@ class Layer:
         return next((part for part in self.mixers if isinstance(part, Attending)), None)
 
     def vectors(self, has_bias: bool) -> dict[str, int]:
-        """Lengths of the layer's vectors by name, before any are joined. `has_bias`: True if queries, keys
-        and values have biases."""
+        """Lengths of vectors by name, before any are joined. `has_bias`: queries, keys and values have
+        biases."""
         lengths = dict.fromkeys(self.norms, self.hidden)
         if self.scaled:
             lengths["out_scale"] = 1

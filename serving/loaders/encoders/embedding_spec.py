@@ -98,8 +98,7 @@ def stated_prompts(directory: ModelDirectory) -> StatedPrompts:
 
 
 def modules_of(directory: ModelDirectory) -> list[tuple[str, str]] | None:
-    """Read (kind, folder) of each module; None without a list. Raises ModelError for a kind that cannot
-    run."""
+    """Read each module's (kind, folder); None without a list. Raises ModelError for an unsupported kind."""
     listed = directory.json_list(MODULES, _MOST_MODULES)
     if listed is None:
         return None
@@ -163,9 +162,8 @@ class Reranker:
 def reranker_of(
     directory: ModelDirectory, fields: Mapping[str, Any], chat_template: str | None, name: str
 ) -> Reranker | None:
-    """The reranker in a decoder's directory; None where there is none. Raises ModelError. It is found by
-    sentence-transformers' modules, by a classifier's head, or by the name of Qwen's own directories, which
-    say nothing else of it."""
+    """The reranker in a decoder's directory, found by sentence-transformers' modules, by a classifier's head,
+    or by the name of Qwen's own directories; None where there is none. Raises ModelError."""
     modules, is_qwen = modules_of(directory), field(fields, "model_type", str) == "qwen3"
     where = next((path for kind, path in modules or () if kind == "LogitScore"), None)
     if where is not None:
@@ -296,8 +294,8 @@ def gguf_score(head: SourceTensor | None, what: str) -> SourceTensor:
 
 
 def gguf_template(stated: str | None, architecture: str, what: str) -> tuple[str, str]:
-    """The text of a pair with PAIR_PLACES in it, and its instruction. Raises ModelError without a
-    template."""
+    """The text of a pair with PAIR_PLACES in it, and its instruction. Raises ModelError where it is
+    missing."""
     if stated is not None:
         if any(stated.count(place) != 1 for place in PAIR_PLACES[1:]):
             raise ModelError(f"{what} has a rerank template without {{query}} or {{document}}")

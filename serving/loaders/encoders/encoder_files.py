@@ -155,7 +155,7 @@ MATRICES = ("positions", "segments", "score_dense", "score_out")
 
 
 def _flat(tensor: SourceTensor, length: int, first: int, what: str, *, repeats: bool) -> SourceTensor:
-    """`length` numbers of the rows from `first` on as one vector. `repeats`: True if one row may stand for
+    """`length` numbers of rows from `first` on as one vector. `repeats`: True if one row may stand for
     all."""
     read, width, n_there = tensor.rows, tensor.shape[-1], math.prod(tensor.shape[:-1])
     n_rows, is_one = length // width, repeats and n_there == 1
@@ -230,8 +230,7 @@ def hf_tensors(
 
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
-    """The pooling of the directory's model; a cross-encoder's is the row of the first token, or as
-    config.json says."""
+    """The pooling of the directory's model; a cross-encoder's is "first", or as config.json says."""
     embedding = embedding_of(directory, config.context_length, encoder=True)
     assert embedding is not None
     assert config.encoder is not None

@@ -94,8 +94,7 @@ def family_named(name: str) -> Family | None:
 
 
 def family_of_gguf(architecture: str, what: str) -> Family:
-    """The family of `general.architecture` in the file `what`. Raises ModelError for a model that cannot
-    run."""
+    """The family of `general.architecture` in the file `what`. Raises ModelError if it cannot run."""
     if architecture in REFUSED:
         raise ModelError(
             f"{what} holds a {architecture} model, which has {REFUSED[architecture]}: it cannot run"

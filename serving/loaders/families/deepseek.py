@@ -121,9 +121,9 @@ def routed(
     groups: tuple[int, int],
     dense: tuple[int, ...],
 ) -> ModelConfig:
-    """Add a mixture to the config. `widths`: width of one expert, and of the shared one, 0: none. `scores`:
-    the function of logits, True if scores are normalised, and their factor. `groups`: number of groups, and
-    of groups that can be chosen."""
+    """Add a mixture to the config. `widths`: of one expert, and of the shared one, 0: none. `scores`: the
+    function of logits, True if scores are normalised, and their factor. `groups`: of experts, and those that
+    can be chosen."""
     if len(dense) == config.n_layers:
         return config
     width, shared = widths
@@ -194,8 +194,7 @@ def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> ModelConfig:
-    """Add latent attention to the config. `weight`: of YaRN's magnitude in the scale of scores
-    (`mscale_all_dim`)."""
+    """Add latent attention. `weight`: of YaRN's magnitude in the scale of scores (`mscale_all_dim`)."""
     if not 1 <= latent.query <= LARGEST["hidden"]:
         raise ModelError(f"queries of {latent.query} numbers")
     scale, scaling = latent.query**-0.5, config.rope.scaling

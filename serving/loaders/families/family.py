@@ -21,8 +21,7 @@ from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardFo
 from phasewise.serving.models.rope import RopeSpec
 
 Get = Callable[..., Any]
-"""get(key, type, default=None): the file's value if it has that type, the default if it is absent; else
-raises ModelError."""
+"""get(key, type, default=None): the file's value, `default` if absent; ModelError for another type."""
 
 Adapt = Callable[[Get, ModelConfig], ModelConfig]
 TensorShapes = Mapping[str, tuple[int, ...]]
@@ -138,8 +137,7 @@ class Family:
     hf_interleaved_heads: bool = False
     """True if RoPE rotates neighbours (2 i, 2 i + 1) of a head of safetensors, not (i, i + half)."""
     gguf_interleaved_heads: bool = False
-    """True if RoPE rotates neighbours of a head of GGUF files, which llama.cpp's converter may make of
-    halves."""
+    """True if RoPE rotates neighbours of a head of GGUF files: llama.cpp's converter may reorder rows."""
 
 
 FED = ("gate", "up", "down")
@@ -245,8 +243,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
-    """True for each layer with a window, by config.json's `layer_types`; without it, for all but every
-    `period`-th."""
+    """True for each layer with a window, by config.json or else for all but every `period`-th layer."""
     named = get("layer_types", list)
     if named is None:
         return all_but_every(period, config.n_layers)

@@ -125,8 +125,7 @@ def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_scale(config: ModelConfig, largest: int) -> float:
-    """The scale of scores, which files do not state; llama.cpp knows the largest model of a family by its
-    layers."""
+    """The scale of scores, which files lack; llama.cpp knows a family's largest model by its layers."""
     return 1 / math.sqrt(config.hidden / config.n_heads if config.n_layers == largest else config.head_dim)
 
 

@@ -111,8 +111,7 @@ def _hf_rope(get: Get, name: str, older: str, theta: float, head_dim: int) -> Ro
 
 
 def _hf_deviations(get: Get, n_layers: int) -> tuple[float, ...]:
-    """Standard deviations above the mean, by layer, below which the stated share of gates lies if they are
-    normal."""
+    """Standard deviations above the mean, by layer, below which the stated share of normal gates lies."""
     shares = get("activation_sparsity_pattern", list)
     if shares is None:
         shares = _usual_shares(n_layers)

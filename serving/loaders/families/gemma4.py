@@ -210,8 +210,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_mixture(get: Get, config: ModelConfig) -> tuple[Experts, int] | None:
-    """The mixture of a GGUF file, which states its sizes alone; other settings must be those that llama.cpp
-    assumes."""
+    """The mixture of a GGUF file, which states its sizes; other settings must be llama.cpp's."""
     if not get("expert_count", int, 0):
         return None
     for key, kind, usual in (("expert_gating_func", int, 1), ("expert_weights_scale", float, 1.0)):

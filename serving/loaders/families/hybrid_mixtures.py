@@ -75,8 +75,7 @@ def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> tuple[int, ...]:
-    """Layers with a state: of `layer_types`, of lists of numbers from 1 on, or the first and all but every
-    fourth."""
+    """Layers with a state: by `layer_types`, by lists from 1 on, or the first and all but every fourth."""
     if get("layer_types", list) is not None:
         return state_layer_types(get, config, LINEAR, FULL)
     full, linear = stated.get("full_attn_layers"), stated.get("kda_layers")

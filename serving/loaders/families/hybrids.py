@@ -113,8 +113,7 @@ def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _state_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """Layers with a state, under either of two keys, in the words of older or newer releases of
-    transformers."""
+    """Layers with a state, under either of two keys, in the words of either release of transformers."""
     names = get("layer_types", list, get("layers_block_type", list))
     old = {"mamba": "linear_attention", "attention": "full_attention"}
     renamed = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]

@@ -151,8 +151,7 @@ def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
-    """The hybrid of GGUF metadata. `tiled`: True if heads are in the order that llama.cpp's converter gives
-    Qwen 3.5."""
+    """The hybrid of GGUF metadata. `tiled`: True if heads are in the order that files of Qwen 3.5 have."""
     config = replace(config, n_layers=config.n_layers - get("nextn_predict_layers", int, 0))
     layers = _recurrent_layers(get, config.n_layers)
     state = replace(state_gguf(get, DELTA, layers), tiled=tiled)

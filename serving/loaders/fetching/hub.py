@@ -37,8 +37,8 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """The promise of a server about a file. `sha256` in hex; else `git_sha1`, the SHA-1 of git's header and
-    the content."""
+    """A server's promise about a file. `git_sha1`: of git's header and the content, where `sha256` is
+    None."""
 
     url: str
     name: str
@@ -220,8 +220,7 @@ HUB_NAME = re.compile(
 )
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,199}", re.ASCII)
 _WANTED = re.compile(r"(?!consolidated)[^/]*\.safetensors|.*\.json|[^/]*\.jinja")
-"""Files to fetch. Left out are the same weights in other forms: in folders, or under their author's own
-names."""
+"""Files to fetch, without the same weights in other forms: in folders, or under their author's own names."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -246,8 +245,7 @@ def is_hub_name(ref: str) -> bool:
 
 
 def here(ref: str, root: Path) -> Path | None:
-    """The path of a hub name's whole file or directory, in our cache or the hub's own; None: it is not
-    here."""
+    """The path of a hub name's whole file or directory, in our cache or the hub's own; None where absent."""
     folder = folder_of(ref, root)
     try:
         main = read_json(read_file(folder / ".whole", MOST_WHOLE_BYTES))["main"]

@@ -81,8 +81,7 @@ def known_names(root: Path) -> set[str]:
 
 
 def known_name(ref: str, root: Path) -> str:
-    """The name of a model that is known here, from its name, file or folder. Raises ModelError for any
-    other."""
+    """The name of a model known here, from its name, file or folder. Raises ModelError for any other."""
     from phasewise.serving.loaders.fetching import hub
     from phasewise.serving.loaders.inspection import packed_caches
 

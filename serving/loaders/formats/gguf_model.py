@@ -221,8 +221,7 @@ def _most(get: Callable[..., Any], key: str, default: Any, family: Family) -> An
 
 
 def _one_for_all(get: Callable[..., Any], key: str, default: Any) -> Any:
-    """The number under `key`, where files may give a list by layer: equal numbers, or 0 for layers without
-    it."""
+    """The number under `key`, or of a list by layer the one number that is not 0."""
     stated = get(key)
     if not isinstance(stated, list):
         return get(key, int, default)

@@ -29,13 +29,11 @@ _NEXTN = {
     "nextn.shared_head_head.weight": "",
     "nextn.embed_tokens.weight": "",
 }
-"""Names within a GGUF file's head block to those of a model that is the head alone; "": a copy of the model's
-tensor."""
+"""Names within a GGUF file's head block to those of a model that is the head alone; "": left out."""
 
 
 def open_head(path: Path, name: str) -> ModelSource | None:
-    """Open the first draft head in a model's own files; None where they hold no supported one. Close the
-    result."""
+    """Open the first draft head in a model's files; None without a supported one. Close the result."""
     with ExitStack() as stack:
         head = _beside(path, stack) if path.is_dir() else _behind(path, stack)
         if head is None:

@@ -109,8 +109,7 @@ def text_fields(fields: Fields, family: Family) -> Fields:
 
 
 def _by_other_names(given: Fields, family: Family) -> dict[str, Any]:
-    """Fields of the family that the file has under another release's name. Raises ModelError where both
-    differ."""
+    """The family's fields under another release's name. Raises ModelError where both names differ."""
     renamed: dict[str, Any] = {}
     for key in family.hf_defaults:
         other = OTHER_NAMES.get(key, "")

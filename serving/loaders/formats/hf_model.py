@@ -57,8 +57,7 @@ DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the conf
 
 
 def open_hf_model(path: Path, name: str) -> ModelSource:
-    """Open a model's directory and read the headers of every shard. Close the result, which holds the shards
-    open."""
+    """Open a model's directory, and read every shard's header. Close the result: it holds shards open."""
     directory = ModelDirectory(path)
     directory.source_files()  # one that leads out is refused now, whoever would open it later
     fields = directory.json("config.json")
@@ -218,8 +217,7 @@ def tensors_of(
 def _file_tensors(
     opened: Shards, family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield tensors, by names without the language model's prefix; quantised ones are composed of their
-    parts."""
+    """Yield tensors by names without the language model's prefix, quantised ones composed of parts."""
     composed, used = made_tensors(opened, quantisation)
     plain = (
         (theirs, tensor_of(file, theirs, entry))

@@ -41,8 +41,7 @@ _MOST_ENTRIES = 100_000
 
 
 class ModelDirectory:
-    """A model's directory. Opens only files that lie in it; raises ModelError for others. Names are relative
-    to it."""
+    """A model's directory. Raises ModelError for files that lie outside. Names are relative to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,8 +149,7 @@ READABLE: dict[str, WeightForm] = {"F32": F32, "F16": F16, "BF16": BF16}
 
 
 def read_entries(file: SourceFile) -> dict[str, TensorEntry]:
-    """Read the table of a safetensors header. Every entry has a known size, lies in the file and overlaps no
-    other."""
+    """Read the table of a safetensors header, whose entries lie in the file and overlap no other."""
     try:
         length = header_bytes(file.read(0, min(file.size, LENGTH_BYTES)), file.size)
         table = parse_json_object(file.read(LENGTH_BYTES, length), f"the header of {file.path}")
@@ -193,8 +191,7 @@ def open_all(directory: ModelDirectory, names: list[str], stack: ExitStack) -> S
 
 
 def renamed(entries: Mapping[str, TensorEntry], beginnings: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """Entries whose names have one of the `beginnings`, each replaced by its value; "": the entry is left
-    out."""
+    """Entries whose names have one of the `beginnings`, each replaced by its value; "": left out."""
     chosen = {}
     for theirs, entry in entries.items():
         stem = next((stem for stem in beginnings if theirs.startswith(stem)), None)

@@ -101,8 +101,7 @@ def _of_rows(array: Array, start: int, stop: int) -> Array:
 
 
 def spread(array: Array, group: int, k: int, packed_group: int) -> Array:
-    """Turn entries of each `group` inputs into entries of each `packed_group`, which divides it or is all of
-    k."""
+    """Turn entries of each `group` inputs into entries of each `packed_group`, a divisor or all of k."""
     count = packing.groups_of(k, packed_group)
     if array.shape[1] == 1:
         return np.ascontiguousarray(np.broadcast_to(array, (array.shape[0], count)))

@@ -90,8 +90,7 @@ class Quantisation:
 def quantisation_of(
     config: Any, quantize_config: Fields | None, what: str = "config.json"
 ) -> Quantisation | None:
-    """Read the scheme that a directory states; None: its weights are plain. Raises ModelError for one that
-    cannot run."""
+    """The scheme that a directory states; None: plain weights. Raises ModelError if it cannot run."""
     if config is None and quantize_config is not None:
         config, what = {"quant_method": "gptq", **quantize_config}, "quantize_config.json"
     if not config:
@@ -107,8 +106,7 @@ def quantisation_of(
 
 
 def check_compression(config: Mapping[str, Any], what: str) -> None:
-    """Raise ModelError unless a compressed-tensors config asks for nothing but the formats that are read
-    here."""
+    """Raise ModelError for a compressed-tensors config that asks for a format that is not read here."""
     own, sparsity, can = config.get("format"), config.get("sparsity_config"), ", ".join(SPARSE_FORMATS)
     sparse_format = sparsity.get("format") if isinstance(sparsity, Mapping) else None
     if config.get("config_groups") or own not in (None, "dense", *SPARSE_FORMATS):
@@ -324,8 +322,7 @@ class PartReader:
         return from_bf16(numbers) if dtype == "BF16" else numbers.astype(np.float32)
 
     def some(self, part: str, dtype: str, first: int, count: int) -> Array:
-        """`count` entries of a part from `first` on, regardless of rows. Raises ModelError where there are
-        fewer."""
+        """`count` entries of a part from `first` on, regardless of rows. Raises ModelError for fewer."""
         (file, entry), size = self._parts[part], np.dtype(dtype).itemsize
         if (first + count) * size > entry.n_bytes:
             raise ModelError(f"{self.what} has too few numbers in {part}")

@@ -229,8 +229,7 @@ def bitmask_tensor(name: str, parts: Parts) -> SourceTensor:
 
 
 def _first_value(read: PartReader, kept: Array, n: int, total: int, start: int, stop: int) -> int:
-    """The place of the first row's first value. Raises ModelError for offsets that are not what the bits
-    count."""
+    """The place of the first row's first value. Raises ModelError for offsets that contradict the bits."""
     offsets = read.some("row_offsets", "<i8", start, min(stop + 1, n) - start).tolist()
     offsets += [total] if stop == n else []
     counts = [after - before for before, after in pairwise(offsets)]
@@ -246,8 +245,7 @@ def _first_value(read: PartReader, kept: Array, n: int, total: int, start: int, 
 def made_tensors(
     opened: Opened, quantisation: Quantisation | None
 ) -> tuple[Iterator[tuple[str, SourceTensor]], set[str]]:
-    """Names and tensors that are composed of several, made one by one, and the names of all tensors of the
-    files that they use."""
+    """Names and tensors that are composed of several, made one by one, and the names of those they use."""
     sparse, stacks = parts_in(opened, SPARSE), parts_in(opened, STACK, "_")
     stacks = {stem: own for stem, own in stacks.items() if len(own) == len(STACK)}
     quantised: dict[str, dict[str, Found]] = {}

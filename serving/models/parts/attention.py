@@ -52,8 +52,7 @@ class HeadShape:
     n_kv_heads: int
     head_dim: int
     keys_are_values: bool = False
-    """True if one product gives keys and values, which then get norms of their own, and keys their
-    rotation."""
+    """True if one product gives keys and values, which differ in their norms, and RoPE rotates keys alone."""
 
     def check(self, n_kv_heads: int, head_dim: int) -> None:
         """Raise ModelError for more KV heads than `n_kv_heads` or heads larger than `head_dim`."""
@@ -255,8 +254,7 @@ class LatentAttention:
     value_dim: int
     """Numbers of a head's value."""
     q_rank: int = 0
-    """Numbers of the normalised product of the stream from which queries are computed; 0: queries are a
-    product of the stream itself."""
+    """Width of the normalised product of which queries are a product; 0: queries are one of the stream."""
     norm_eps: float = 1e-6
 
     def check(self, heads: HeadShape) -> None:

@@ -105,8 +105,7 @@ Entry = TypeVar("Entry", Place, int)
 
 @dataclass(frozen=True, slots=True)
 class MixingRows(Generic[Entry]):
-    """An entry for each kind of a mixer's rows: their place, or the numbers of one row; 0: a mixer has no
-    such rows."""
+    """An entry for each kind of a mixer's rows: their place, or the numbers of one row; 0: no such rows."""
 
     products: Entry
     """Products of the stream."""
@@ -120,8 +119,7 @@ class MixingRows(Generic[Entry]):
 
 @dataclass(frozen=True, slots=True)
 class ActivationArena:
-    """Places of a step's rows, in floats. Rows of mixers and of feed-forward layers take turns in one
-    region."""
+    """Places of a step's rows, in floats. Rows of mixers and of feed-forward layers share one region."""
 
     hidden: Place
     """The residual stream."""
