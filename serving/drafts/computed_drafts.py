@@ -32,9 +32,8 @@ from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
 
 
 class GuestRank:
-    """A rank that computes `model`, a small one, on the thread teams of the served model's first rank, while
-    the other ranks' cores rest. `host`: returns the first rank, another one once ranks were started anew.
-    Errors: those of `open_ranks`."""
+    """A rank that computes `model`, a small one, on the thread teams of the first rank, which `host` returns:
+    another one once ranks were started anew. Other ranks' cores rest. Errors: those of `open_ranks`."""
 
     def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
         kv_format = resolve_kv_format(model, options.kv.format)
@@ -99,7 +98,7 @@ class GuestHead(GuestRank):
 
 
 class DraftState:
-    """The newest draft of one request. agreement: rates of right drafts, by their place in a draft."""
+    """The newest draft of one request. `agreement`: rates of right drafts, by their place in a draft."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
@@ -108,7 +107,8 @@ class DraftState:
         """Tokens that the sequence had when `draft` was made."""
 
     def settle(self, sequence: LiveSequence) -> int:
-        """Count the leading tokens of the last draft that came, and note each outcome in `agreement`."""
+        """Count the first tokens of the last draft that came in the sequence; note outcomes in
+        `agreement`."""
         came_after = sequence.generated[self.drafted_at - len(sequence.request.prompt_token_ids) :]
         n_right = 0
         for drafted, came in zip(self.draft, came_after, strict=False):
@@ -143,7 +143,6 @@ class DraftedRow(ABC, Generic[State]):
         return self.state.agreement.rate(index)
 
     def tokens(self, start: int, end: int) -> Sequence[int]:
-        """The sequence's tokens [start, end)."""
         n_prompt = len(self.sequence.request.prompt_token_ids)
         if start >= n_prompt:
             return self.sequence.generated[start - n_prompt : end - n_prompt]
@@ -170,7 +169,7 @@ class DraftedRow(ABC, Generic[State]):
 
 
 class ComputedDrafter(DraftMemory[State]):
-    """The drafting that a model and a head have in common. `n_tokens`: as `DraftSource.n_tokens`."""
+    """Base of drafters by a model or by a head. `n_tokens`: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,
@@ -258,9 +257,8 @@ class _ModelRow(DraftedRow[_Computed]):
 
 
 class ModelDrafter(ComputedDrafter[_Computed]):
-    """A Drafter by a small model. `most_rows`: rows of one step of the served model. `vocab_size`: columns of
-    the served model's logits; the draft model's may have fewer or more. `n_tokens`: as
-    `DraftSource.n_tokens`."""
+    """A Drafter by a small model. `most_rows`, `vocab_size`: of the served model's steps and logits; the
+    draft model may know fewer or more tokens. `n_tokens`: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,
@@ -423,8 +421,7 @@ def _slice(
 
 class HeadDrafter(ComputedDrafter[_Followed]):
     """A Drafter by a head of the served model. `take_rows`: returns the served model's newest rows.
-    `most_rows`: rows of one step of the served model, and of the head. `n_tokens`: as
-    `DraftSource.n_tokens`."""
+    `most_rows`: rows of one step of either model. `n_tokens`: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,
@@ -480,8 +477,7 @@ class HeadDrafter(ComputedDrafter[_Followed]):
         return [row.finish() for row in rows]
 
     def _taken(self, batch: Batch) -> list[tuple[SequenceSlice, _Followed]]:
-        """Let the served model's rows of a computed batch wait; returns each slice with its request's
-        record."""
+        """Queue the served model's rows of a computed batch: each slice with its request's record."""
         fed = self._take_rows(batch.n_tokens)
         if fed is None:
             return []

@@ -161,8 +161,7 @@ Known = TypeVar("Known")
 
 
 class DraftMemory(Generic[Known]):
-    """A Drafter's step costs and its record of each request. `begun`: makes the record of a new request by
-    its id."""
+    """A Drafter's step costs and request records. `begun`: makes the record of a new request by its id."""
 
     def __init__(self, costs: StepCosts, begun: Callable[[str], Known]) -> None:
         self._costs = costs

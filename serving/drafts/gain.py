@@ -14,8 +14,7 @@ LEAST_GAIN = 1.02
 
 
 def fixed_lengths(rooms: Sequence[int], length: int, most_rows: int) -> list[int]:
-    """Give each sequence `length` drafts, fewer where its room ends or earlier sequences have used up the
-    step's rows."""
+    """Give each sequence `length` drafts, fewer where its room or, after earlier sequences, the step ends."""
     left, lengths = most_rows - len(rooms), []
     for room in rooms:
         lengths.append(max(0, min(length, room, left)))
@@ -70,9 +69,8 @@ class Drafting(NamedTuple):
 
 
 class DraftGain:
-    """Chooses the length of computed drafts, one for all sequences of a step. `costs`: nanoseconds of the
-    served model's steps by rows. `most_rows`: rows of one such step. `n_tokens`: as
-    `DraftSource.n_tokens`."""
+    """Chooses the length of computed drafts, one for all sequences of a step. `costs`: of the served model's
+    steps, of at most `most_rows` rows. `n_tokens`: as `DraftSource.n_tokens`."""
 
     def __init__(self, costs: StepCosts, most_rows: int, n_tokens: int | None) -> None:
         self._costs = costs
@@ -85,8 +83,7 @@ class DraftGain:
         self.pays = True
         """False if no drafts paid in the last step."""
         self.expected = 1.0
-        """Expected tokens in a nanosecond with drafts of the chosen length, as a multiple of those without
-        drafts."""
+        """Expected tokens in a nanosecond at the chosen length, as a multiple of those without drafts."""
 
     def length(self, rows: Sequence[Drafting]) -> int:
         """Drafts of each sequence that give the most tokens in a nanosecond; 0: none pay."""

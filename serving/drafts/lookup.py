@@ -65,8 +65,7 @@ class Repeats:
         self._enter()
 
     def following(self, most: int) -> tuple[int, ...]:
-        """The `most` tokens that followed the match, () without one; a match that overlaps the end repeats
-        itself."""
+        """The `most` tokens that followed the match, () without one; a match at the end repeats itself."""
         start, tokens = self._next, self._tokens
         if start is None:
             return ()

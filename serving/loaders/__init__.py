@@ -61,9 +61,8 @@ def load_model(
 def load_head(
     model: PackedModel, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> PackedModel | None:
-    """Load the draft head in the files of `model`, with the embeddings that both share; None where the files
-    have no head of a supported kind. `format`, `cache_dir`, `report`: as for `load_model`. Raises
-    ModelError."""
+    """Load the draft head in the files of `model`, with the embeddings that both share; None where there is
+    no supported one. `format`, `cache_dir`, `report`: as for `load_model`. Raises ModelError."""
     from phasewise.serving.models.draft_head import with_own_head
 
     located = head_place(model.config.architecture, model.name, model.source)
@@ -84,8 +83,7 @@ def load_head(
 
 
 def head_place(architecture: str, name: str, source: Path | str) -> Located | None:
-    """The files in which a model's draft head may lie; None for a family or file format without supported
-    heads."""
+    """The files in which a draft head may lie; None for a family or file format without supported heads."""
     from phasewise.serving.loaders.families import family_named
 
     family, path = family_named(architecture), Path(source)
@@ -111,9 +109,8 @@ def is_made_for_embedding(
 def config_of_model(
     ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> ModelConfig:
-    """The config of the model that `ref` names. Packs nothing: a packed file tells it, or the source.
-
-    ref, cache_dir, report: as for `load_model`. Raises ModelError."""
+    """Read the config of the model that `ref` names, from a packed file or the source, without packing.
+    `ref`, `cache_dir`, `report`: as for `load_model`. Raises ModelError."""
     return _facts_of(ref, format, cache_dir, report)[0]
 
 
@@ -132,8 +129,7 @@ def _facts_of(
 
 
 def open_source(located: Located) -> ModelSource:
-    """Open a model in its own file format, checked against its config. Close the source, or use it in
-    `with`."""
+    """Open a model in its own format, checked against its config. Close the source, or use it in `with`."""
     return _checked(_open(located))
 
 
@@ -171,7 +167,7 @@ def _identity(located: Located, weight_format: str) -> str:
 
 
 def _file_name(located: Located, weight_format: str) -> str:
-    """One packed file per source and format: a changed source replaces its old one."""
+    """The name of a packed file, one for each source and format: a changed source replaces its old file."""
     place = hashlib.sha256(os.fsencode(located.path.resolve())).hexdigest()[:12]
     return f"{located.name[:80].replace('/', '--')}-{weight_format}-{place}.packed"
 

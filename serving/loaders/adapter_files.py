@@ -76,7 +76,7 @@ def _numbers(tensor: SourceTensor, whose: str) -> Matrix:
 
 
 def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[str, LowRank]:
-    """Read the numbers of all pairs, by our names of weights. `what`: their file, in errors. Raises
+    """Read the numbers of all pairs, by our names of weights. `what`: the file in errors. Raises
     ModelError."""
     if not pairs:
         raise ModelError(f"{what} changes no weight")
@@ -342,8 +342,7 @@ def load_adapter(name: str, path: Path, config: ModelConfig) -> Adapter:
 
 
 def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
-    """Load the numbers of an adapter, by our names of the weights that they are added to. Raises
-    ModelError."""
+    """Load an adapter's numbers, by our names of the weights they are added to. Raises ModelError."""
     check_takes_adapters(config, path)
     if path.suffix == ".safetensors" and not path.is_dir():
         raise ModelError(f"{path} is only the numbers of an adapter: give the directory that holds it")
@@ -381,8 +380,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """The name and the path of `NAME=PATH` or `PATH`. Raises ModelError for a name that no request could
-    say."""
+    """The name and path of `NAME=PATH` or `PATH`. Raises ModelError for a name that requests cannot say."""
     name, equals, path = text.partition("=")
     if not equals or "/" in name:
         path = text

@@ -27,8 +27,8 @@ _TURNED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
 @dataclass(frozen=True)
 class CutFor:
     """The layer and the config that a tensor is cut for. `stem`: the beginning of the layer's names,
-    "layers.3.". `shapes`: shapes of the config's tensors by our names. `what`: the tensor, in errors.
-    `turns`: `ModelConfig.turns`."""
+    "layers.3.". `shapes`: of the config's tensors by our names. `what`: the tensor, in errors. `turns`:
+    `ModelConfig.turns`."""
 
     stem: str
     shapes: Shapes
@@ -54,8 +54,7 @@ Names = Mapping[str, str | Cut]
 def our_tensors(
     name: str, names: Names, tensor: SourceTensor, cut_for: CutFor, family: str
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield our names and tensors of a file's tensor `name`. Raises ModelError where the family has no such
-    name."""
+    """Yield our names and tensors of a file's tensor. Raises ModelError for a name that the family lacks."""
     ours = names.get(name)
     if ours is None:
         raise ModelError(f"{cut_for.what} {family} models do not use")
@@ -165,8 +164,7 @@ def _in_turns(begin: int, of_turn: int, own: int) -> Callable[[Array], Array]:
 
 @dataclass(frozen=True)
 class ColumnCut(Cut):
-    """Cuts a file's matrix that reads several inputs one behind the other: its columns are those of `parts`,
-    as many of each."""
+    """Cuts the columns of a file's matrix, which reads several inputs, into `parts` of equal width."""
 
     parts: tuple[str, ...]
 

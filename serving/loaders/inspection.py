@@ -127,9 +127,8 @@ def packed_caches(root: Path) -> list[PackedCache]:
 
 
 def remove(name: str, root: Path, *, packed_only: bool = False) -> list[Removed]:
-    """Remove a fetched model and what was packed from it, or only the latter. ModelError if there is neither.
-
-    A file of the user's own is not removed, only what was packed from it."""
+    """Remove a fetched model and what was packed from it, or only the latter. Raises ModelError if both are
+    absent. A file of the user's own is not removed, only what was packed from it."""
     wanted = KNOWN_ON_HUB[name].ref if name in KNOWN_ON_HUB else name
     stored = [model for model in stored_models(root) if model.name in (name, wanted)]
     own = _resolved(name)
@@ -219,12 +218,9 @@ class HeadFacts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model's shape and sizes.
-
-    `format_bytes`: bytes of packed weights, by user-facing format. `state_bytes`: bytes of a sequence's state
-    beside keys and values; 0: no layer keeps a state. `head`: sizes of the files' draft head; None: no
-    supported one. `turns`: the forms in which the chat template writes thoughts and calls; None: no
-    template."""
+    """A model's shape and sizes. `format_bytes`: of packed weights, by user-facing format. `state_bytes`: of
+    a sequence's state beside keys and values. `head`: None without a supported draft head. `turns`: the forms
+    in which the chat template writes thoughts and calls; None without a template."""
 
     name: str
     path: Path
@@ -313,8 +309,7 @@ def to_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def known_models(root: Path) -> list[dict[str, Any]]:
-    """The registry's models as JSON values. `path` is None for a model that is not here; `file_bytes` of
-    models on the hub are rounded."""
+    """The registry as JSON values. `path`: None for absent models. `file_bytes`: rounded for hub models."""
     models: list[tuple[KnownModel | HubModel, Path | None, int]] = [
         (model, known_path(model, root) if is_here(model, root) else None, model.file_bytes)
         for model in KNOWN.values()

@@ -161,8 +161,7 @@ def shapes_of_all(config: ModelConfig, has_bias: bool) -> dict[str, tuple[int, .
 
 
 def check_tensors(source: ModelSource) -> None:
-    """Raise ModelError unless the source has each tensor that its config calls for, in its shape, and no
-    other."""
+    """Raise ModelError unless the source has exactly the tensors, by shape, that its config calls for."""
     biased = _must_have_bias(source.config) or has_bias(source.tensors)
     expected = shapes_of_all(source.config, biased)
     for name, shape in expected.items():
@@ -183,8 +182,7 @@ def _must_have_bias(config: ModelConfig) -> bool:
 def check_packed(
     config: ModelConfig, weights: Mapping[str, tuple[int, int]], vectors: Mapping[str, int]
 ) -> None:
-    """Raise ModelError unless packed weights (outputs, inputs) and vectors (lengths) are those that the
-    config calls for."""
+    """Raise ModelError unless weights (outputs, inputs) and vectors (lengths) are those of the config."""
     expected, parts_of = weight_shapes(config), _parts(config)
     for name, shape in weights.items():
         shapes = [expected.pop(part, None) for part in parts_of.get(name, (name,))]

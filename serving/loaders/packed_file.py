@@ -151,8 +151,8 @@ def read_packed(
     target: Path, identity: str, source: Path, *, choice: StorageChoice | None = None, checksum: bool = False
 ) -> PackedModel | None:
     """Map the packed file if it is whole and was made from what `identity` names; None otherwise. `choice`:
-    the storage that weights must have; None: any. `checksum`: True to read all arrays and compare their
-    checksum with the written one."""
+    the storage that weights must have; None: any. `checksum`: True to compare all arrays with their
+    checksum."""
     try:
         with open_file(target) as file:
             status = os.fstat(file.fileno())
@@ -210,8 +210,7 @@ def versions() -> str:
 
 
 def _text(source: ModelSource) -> tuple[bytes, bytes]:
-    """Tokenizer and chat template as UTF-8. Raises ModelError for half characters, which JSON can smuggle
-    in."""
+    """Tokenizer and chat template as UTF-8. Raises ModelError for half characters, which JSON can hold."""
     try:
         return source.tokenizer_json().encode(), (source.chat_template or "").encode()
     except UnicodeEncodeError as error:
@@ -308,8 +307,7 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
 
 
 def _make_directory(path: Path) -> None:
-    """Make a directory for this user alone: other writers could give another file the name of a packed
-    one."""
+    """Make a directory for this user alone, since a writer could replace a packed file in it."""
     path.mkdir(parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != _DIRECTORY_MODE:

@@ -35,9 +35,8 @@ Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds p
 
 @dataclass(frozen=True)
 class WeightForm:
-    """The form of a weight in memory, apart from its size.
-
-    scale_dtype is "float16", "float32", or None: without scales, or with scales inside its blocks."""
+    """The form of a weight in memory, apart from its size. `scale_dtype`: "float16" or "float32"; None: no
+    scales, or scales inside blocks."""
 
     kind: Kind
     group: int = 0
@@ -135,7 +134,7 @@ def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
 
 
 def _in_wider_form(rows: QuantRows, form: WeightForm) -> QuantRows:
-    """The same numbers with a byte for each, or with wider scales."""
+    """The same rows with a byte for each number, or with wider scales."""
     assert form.scale_dtype is not None
     dtype, shift = np.dtype(form.scale_dtype), np.uint8(form.zero_point - rows.zero_point)
     return QuantRows(

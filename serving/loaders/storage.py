@@ -16,8 +16,7 @@ WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
 neither one row nor eight wait longer for it (benchmarks/notes/sparse.md)."""
 
 UNMEASURED_SEQUENCES = 8
-"""Most sequences that decode together by sparse weights where nothing was measured: for more arithmetic is
-the limit."""
+"""Most sequences that decode together by sparse weights that were not measured; arithmetic limits more."""
 
 NEARLY_DENSE = 0.95
 """The share of kept numbers in a weight's first rows above which `auto` stores the weight dense."""

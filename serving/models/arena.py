@@ -1,5 +1,4 @@
-"""Layout of the activation arena of a step: the places of its rows, by the widths that parts of layers
-need."""
+"""Layout of a step's activation arena: the places of its rows, by the widths that layers' parts need."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ def add_layer_norm(
     factor: float = 1.0,
     bias: Vector | None = None,
 ) -> None:
-    """Add a LayerNorm of `source` plus `bias`, times `factor`, into `target`. `norm`: the name of its
-    weight."""
+    """Add the LayerNorm with the weight `norm` of `source` plus `bias`, times `factor`, into `target`."""
     weight, own = model.vectors[norm] * np.float32(factor), model.vectors.get(f"{norm}_bias")
     norm_bias = np.zeros_like(weight) if own is None else own * np.float32(factor)
     eps = model.config.stream_eps
@@ -96,8 +95,7 @@ class DecoderLayer:
 
     @property
     def last(self) -> bool:
-        """True if no later layer mixes rows, so that rows that want no logits end with this layer's
-        mixers."""
+        """True if no later layer mixes rows: behind its mixers only rows that want logits are computed."""
         return self.number >= self.config.last_mixing and not self.is_read
 
     @property
@@ -157,8 +155,7 @@ class DecoderLayer:
         self.linears.add(self.site.parts(product), reads, source, target, reader, **options)
 
     def _ffn_reading(self, rows: Rows) -> tuple[ReadRows, Rows]:
-        """Input of the second half: the stream behind attention, or attention's input where both halves read
-        one norm."""
+        """Input of the second half: the stream behind attention or, with one norm for both, attention's."""
         if self.config.parallel:
             normed = self.arena.normed
             return ReadRows(normed), "gathered" if self.last else "every"

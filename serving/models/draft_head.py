@@ -26,8 +26,7 @@ RowVectors = npt.NDArray[np.float32]
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The config of a draft head of this model: one layer of the kind of the last that attends, with its
-    experts."""
+    """The config of a draft head of this model: one layer like the last that attends, with its experts."""
     experts = config.experts
     if experts is not None:
         experts = replace(experts, dense_layers=(), dense_ffn=0)
@@ -43,8 +42,7 @@ def with_own_head(head: PackedModel, model: PackedModel) -> PackedModel:
 
 
 def check_feeds(config: ModelConfig) -> None:
-    """Raise ModelError for a model whose rows a draft head cannot read: with LayerNorms, several streams, or
-    an encoder."""
+    """Raise ModelError for a model with LayerNorms, several streams or an encoder: no head reads its rows."""
     if config.layer_norms or config.streams is not None or config.encoder is not None:
         raise ModelError("a head that drafts reads the rows of a model with plain norms and one stream")
 

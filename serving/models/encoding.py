@@ -85,8 +85,7 @@ class Embedding:
     default_prompt: str | None = None
     """The name of the prompt of a text whose request names none."""
     pair_template: str | None = None
-    """The text that a pair becomes, with PAIR_PLACES for its parts; None: a pair is tokenized as two
-    texts."""
+    """The text that a pair becomes, with PAIR_PLACES for its parts; None: it is tokenized as two texts."""
     instruction: str = ""
     """The template's instruction for a request without one."""
 

@@ -77,7 +77,7 @@ def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO, teams: Teams = 
 
 
 def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> tuple[int, int]:
-    """Bytes of one position's keys and values in layers that see every position, and in layers with a
+    """Bytes of one position's keys and values, in layers that see every position and in those with a
     window."""
     try:
         stored = resolve_kv_format(model, kv_format)

@@ -66,8 +66,7 @@ class Adapter:
 
 
 def update_of(parts: Sequence[tuple[int, LowRank]]) -> Update:
-    """Join adapters of weights that read the same rows, each with the first column of its outputs, to one
-    update."""
+    """Join adapters of weights that read the same rows, each with its first output column, to one update."""
     down = np.concatenate([part.a for _, part in parts])
     scales = np.concatenate([np.full(part.rank, part.scale, np.float32) for _, part in parts])
     ups = tuple((column, pack_thin(part.b, _kind(part.b))) for column, part in parts)
@@ -158,8 +157,8 @@ class Linears:
         reader: str | None = None,
         **options: Any,
     ) -> None:
-        """Add `Program.linear` with the arithmetic, schedules and adapters of its weights. `reader`: the
-        operation's name in adapters."""
+        """Add `Program.linear` with its weights' arithmetic, schedules and adapters. `reader`: its name in
+        adapters."""
         options |= reads
         options["arithmetics"] = [self._arithmetic(weight) for weight, _ in parts]
         kind = options.pop("source")
@@ -199,8 +198,7 @@ class Linears:
             self._schedule(op, 0, table, head)
 
     def _schedule(self, op: int, part: int, table: int, weight: PackedWeight | None) -> None:
-        """Set the schedules of a weight from one table; `weight` None: this rank has no part of the
-        weight."""
+        """Set a weight's schedules from one table; `weight` None: this rank has no part of the weight."""
         ranges = [] if weight is None else self.lookups[table].products(weight, self.most_rows)
         self.program.set_schedules(op, part, [(rows.last_m, rows.schedule) for rows in ranges], table)
         if weight is not None:

@@ -105,8 +105,8 @@ class Layer:
         return next((part for part in self.mixers if isinstance(part, Attending)), None)
 
     def vectors(self, has_bias: bool) -> dict[str, int]:
-        """Lengths of the layer's vectors by name, before any are joined. `has_bias`: True if queries, keys
-        and values have biases."""
+        """Lengths of vectors by name, before any are joined. `has_bias`: queries, keys and values have
+        biases."""
         lengths = dict.fromkeys(self.norms, self.hidden)
         if self.scaled:
             lengths["out_scale"] = 1
@@ -148,7 +148,7 @@ class LayerKind:
     window: int | None
     """Positions that a token sees, itself included; None: all. Of an encoder half of them on each side."""
     rope: RopeSpec | None
-    """None: queries and keys carry no positions."""
+    """RoPE of queries and keys; None: queries and keys carry no positions."""
     heads: HeadShape | None = field(default=None, metadata=LATER)
     """The KV heads of the layer; None: the model's."""
 
@@ -156,9 +156,8 @@ class LayerKind:
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model. Construction refuses shapes that no model can have. Without `encoder` a decoder:
-
-    A layer is h += r A(norm(h)), h += r F(norm(h)): attention A, feed-forward F, r the residual scale. Where
-    `pre_norms` is false their inputs are h itself; with `post_norms` their outputs are normalised."""
+    A layer is h += r A(norm(h)), h += r F(norm(h)): attention A, feed-forward F, r the residual scale.
+    Without `pre_norms` A and F read h itself; with `post_norms` their outputs are normalised."""
 
     architecture: str
     n_layers: int

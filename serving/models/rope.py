@@ -43,7 +43,7 @@ class YarnScaling:
     kept, those that turn seldom divided by `factor`, with a ramp from `beta_fast` to `beta_slow` turns
     between them.
 
-    magnitude: what cosines and sines are multiplied by. truncate: whether the ramp's ends are whole pairs."""
+    `magnitude`: factor of cosines and sines. `truncate`: True if the ramp's ends are whole pairs."""
 
     factor: float
     original_context: int

@@ -1,10 +1,10 @@
-"""Settings of embedding models and of rerankers in a Hugging Face directory: the files of sentence-
-transformers; and decoders that score a pair of texts by the row of its last token (Qwen3-Reranker and its
-kind), of GGUF files too.
+"""Settings of embedding models and of rerankers: sentence-transformers' files in a Hugging Face directory,
+and decoders that score a pair of texts by the row of its last token (Qwen3-Reranker and its kind), of GGUF
+files too.
 
-`modules.json` lists what follows what, `1_Pooling/config.json` says how rows become one,
-`sentence_bert_config.json` how long an input may be, `config_sentence_transformers.json` what stands before
-texts. A directory of an encoder without them gives means of length 1.
+`modules.json` lists the modules, `1_Pooling/config.json` gives the pooling, `sentence_bert_config.json` the
+longest input, `config_sentence_transformers.json` the prompts; an encoder's directory without these files
+gives means of length 1.
 
 A reranker's score is the logit of "yes" less that of "no", one product with a vector. A pair becomes one text
 by the model's own template, which is rendered once here and filled in for each pair."""
@@ -47,8 +47,7 @@ _OTHER_POOLINGS = (
 
 
 def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: bool) -> Embedding | None:
-    """The embedding that the directory describes; None for a decoder that it does not call an embedding
-    model."""
+    """The embedding that a directory describes; None for a decoder that is not called an embedding model."""
     modules = modules_of(directory)
     if modules is None and not encoder:
         return None
@@ -65,7 +64,7 @@ def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: boo
 
 
 def most_tokens(directory: ModelDirectory, context_length: int) -> int:
-    """The longest input: what the directory says, as far as the model has positions."""
+    """The most tokens of an input: what the directory says, at most `context_length`."""
     own = directory.json("sentence_bert_config.json") or {}
     stated = field(own, "max_seq_length", int)
     if stated is None:
@@ -74,14 +73,14 @@ def most_tokens(directory: ModelDirectory, context_length: int) -> int:
 
 
 class StatedPrompts(NamedTuple):
-    """`default`: the name of the prompt of texts for which none is asked."""
+    """Prompts by name. `default`: the name of the prompt of a text whose request names none."""
 
     prompts: tuple[tuple[str, str], ...]
     default: str | None
 
 
 def stated_prompts(directory: ModelDirectory) -> StatedPrompts:
-    """The prompts of the directory, none where it names none. ModelError for what is no text."""
+    """Read the prompts of a directory. Raises ModelError for a prompt that is no short text."""
     fields, where = directory.json(SETTINGS) or {}, directory.path / SETTINGS
     prompts = field(fields, "prompts", dict) or {}
     default = field(fields, "default_prompt_name", str)
@@ -99,7 +98,7 @@ def stated_prompts(directory: ModelDirectory) -> StatedPrompts:
 
 
 def modules_of(directory: ModelDirectory) -> list[tuple[str, str]] | None:
-    """(kind, folder) of each, None without a list; ModelError for a kind that cannot run."""
+    """Read each module's (kind, folder); None without a list. Raises ModelError for an unsupported kind."""
     listed = directory.json_list(MODULES, _MOST_MODULES)
     if listed is None:
         return None
@@ -150,8 +149,9 @@ _README_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Reranker:
-    """`yes`, `no`: the rows of the output head that a score is made of; without `yes` the file has its own
-    weight for it, without `no` the score is one logit."""
+    """A decoder's way to score a pair of texts: a template, and rows `yes` and `no` of the output head. The
+    score is the difference of the rows' logits. None for `yes`: the file has its own weight for the score;
+    for `no`: the score is one logit."""
 
     yes: int | None
     no: int | None
@@ -162,10 +162,8 @@ class Reranker:
 def reranker_of(
     directory: ModelDirectory, fields: Mapping[str, Any], chat_template: str | None, name: str
 ) -> Reranker | None:
-    """The reranker that the directory of a decoder holds; None where it holds something else. ModelError.
-
-    By sentence-transformers' modules, by a classifier's head, or by the name of Qwen's own directories, which
-    say nothing else of it."""
+    """The reranker in a decoder's directory, found by sentence-transformers' modules, by a classifier's head,
+    or by the name of Qwen's own directories; None where there is none. Raises ModelError."""
     modules, is_qwen = modules_of(directory), field(fields, "model_type", str) == "qwen3"
     where = next((path for kind, path in modules or () if kind == "LogitScore"), None)
     if where is not None:
@@ -182,7 +180,7 @@ def reranker_of(
 
 
 def is_classifier(fields: Mapping[str, Any]) -> bool:
-    """True if the model gives a pair of texts one score. ModelError for several."""
+    """True if the model gives a pair of texts one score. Raises ModelError for several scores."""
     named = field(fields, "architectures", list) or []
     if not any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
         return False
@@ -201,7 +199,7 @@ def _is_called_reranker(directory: ModelDirectory, fields: Mapping[str, Any], na
 
 
 def _readme(directory: ModelDirectory) -> str:
-    """Empty where it is no text of a page's length, and so says nothing of the model."""
+    """The README; "" where it is no text of a page's length."""
     try:
         return directory.text("README.md", _README_BYTES)
     except ModelError:
@@ -226,7 +224,7 @@ def _answers(directory: ModelDirectory) -> tuple[int, int]:
 def _templated(
     directory: ModelDirectory, is_qwen: bool, chat_template: str | None, yes: int | None, no: int | None
 ) -> Reranker:
-    """By the chat template where that has the roles of a pair, else by the text of Qwen's models."""
+    """Make a reranker with the chat template's text of a pair, else with that of Qwen's models."""
     stated = stated_prompts(directory)
     theirs = None if chat_template is None else pair_template(chat_template)
     if theirs is None and not is_qwen:
@@ -240,9 +238,8 @@ def _templated(
 
 
 def pair_template(chat_template: str) -> tuple[str, str] | None:
-    """The text of a pair with PAIR_PLACES in it, and the instruction that the template has of its own.
-
-    None where the template does not show both texts of a pair. ModelError where it cannot be read."""
+    """The text of a pair with PAIR_PLACES in it, and the chat template's own instruction. None where the
+    template does not show both texts of a pair. Raises ModelError where it cannot be read."""
     from phasewise.serving.text.chat import Conversation, Conversations
     from phasewise.serving.text.chat_template import ChatTemplateError
 
@@ -270,7 +267,7 @@ def pair_template(chat_template: str) -> tuple[str, str] | None:
 def with_score(
     reranker: Reranker, config: ModelConfig, tensors: dict[str, SourceTensor], path: Path
 ) -> tuple[ModelConfig, dict[str, SourceTensor]]:
-    """The config and tensors of a decoder whose only output is the score."""
+    """Replace the output head of a decoder's config and tensors by the score's vector."""
     tensors = dict(tensors)
     head = tensors.pop("lm_head", None)
     if reranker.yes is not None:
@@ -286,7 +283,7 @@ def scoring_embedding(reranker: Reranker, max_tokens: int) -> Embedding:
 
 
 def gguf_score(head: SourceTensor | None, what: str) -> SourceTensor:
-    """The vector of a file's own head, whose rows are yes and no, or yes alone. ModelError."""
+    """The vector of a file's own head, whose rows are yes and no, or yes alone. Raises ModelError."""
     if head is None:
         raise ModelError(f"{what} is a reranker by its pooling type, and lacks the tensor cls.output.weight")
     if len(head.shape) == 1:
@@ -297,7 +294,8 @@ def gguf_score(head: SourceTensor | None, what: str) -> SourceTensor:
 
 
 def gguf_template(stated: str | None, architecture: str, what: str) -> tuple[str, str]:
-    """The text of a pair with PAIR_PLACES in it, and the instruction to put there. ModelError without one."""
+    """The text of a pair with PAIR_PLACES in it, and its instruction. Raises ModelError where it is
+    missing."""
     if stated is not None:
         if any(stated.count(place) != 1 for place in PAIR_PLACES[1:]):
             raise ModelError(f"{what} has a rerank template without {{query}} or {{document}}")
@@ -308,7 +306,7 @@ def gguf_template(stated: str | None, architecture: str, what: str) -> tuple[str
 
 
 def score_vector(head: SourceTensor, yes: int, no: int | None, what: str) -> SourceTensor:
-    """Row `yes` of a matrix, less row `no`, as a float32 vector. ModelError for rows that are not there."""
+    """Row `yes` of a matrix, less row `no`, as a float32 vector. Raises ModelError for missing rows."""
     if len(head.shape) != 2:
         raise ModelError(f"{what} is {head.shape}: a matrix expected")
     for row in (yes, no or 0):

@@ -35,7 +35,7 @@ from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
 
 ReadField = Callable[[str, Any, Any], Any]
-"""(key, type, default): a value of the metadata, checked."""
+"""read(key, type, default): the checked value of the metadata."""
 
 POOLINGS = {1: "mean", 2: "first", 3: "last", 4: "first"}  # the last one is "rank", a cross-encoder's
 RANK = 4
@@ -51,7 +51,7 @@ _KEYS = {  # of config.json, which `encoder_config` asks for
 def gguf_config(
     family: EncoderFamily, read: ReadField, infos: Mapping[str, TensorInfo], what: str
 ) -> ModelConfig:
-    """From the metadata; the vocabulary and the position embeddings tell their own sizes."""
+    """Make the config from GGUF metadata; the size of the vocabulary is that of the embeddings' tensor."""
     if "token_embd.weight" not in infos:
         raise ModelError(f"{what} lacks the tensor token_embd.weight")
     if read(f"{family.gguf}.attention.causal", bool, False):
@@ -86,7 +86,7 @@ def gguf_config(
 
 
 def pooling_type(architecture: str, read: ReadField) -> int | None:
-    """The number that the metadata give; None where they give none, or no pooling."""
+    """The number of the metadata's pooling type; None where it gives none, or no pooling."""
     pooling: int | None = read(f"{architecture}.pooling_type", int, None)
     return pooling or None
 
@@ -94,7 +94,7 @@ def pooling_type(architecture: str, read: ReadField) -> int | None:
 def gguf_embedding(
     architecture: str, read: ReadField, context_length: int, *, encoder: bool
 ) -> Embedding | None:
-    """The pooling of rows to a vector of length 1; None for a decoder whose file says nothing of it."""
+    """The pooling of rows to a vector of length 1; None for a decoder whose file states none."""
     pooling = pooling_type(architecture, read)
     if pooling is None:
         return Embedding("mean", True, context_length) if encoder else None
@@ -108,7 +108,7 @@ def gguf_embedding(
 def gguf_tensors(
     family: EncoderFamily, tensors: Mapping[str, SourceTensor], config: ModelConfig, what: str
 ) -> dict[str, SourceTensor]:
-    """Every tensor of a GGUF file by our name, as views."""
+    """Views of every tensor of a GGUF file, by our names."""
     in_layers = {**GGUF_NAMES, **family.gguf_names}
     if "blk.0.ffn_gate.weight" in tensors:
         in_layers |= {"ffn_up.weight": GGUF_NAMES["ffn_up.weight"]}
@@ -125,8 +125,9 @@ def _tensors(
     config: ModelConfig,
     what: str,
 ) -> dict[str, SourceTensor]:
-    """Every tensor by our name. files: names in errors, names, and tensors. layer: the pattern of names in
-    layers, which the first of `names` are for. ModelError where a tensor is there twice or has no use."""
+    """Every tensor by our names. Raises ModelError for a tensor that is there twice or has no use. `files`:
+    names in errors, names, and readers of tensors. `layer`: the pattern of names in layers. `names`: those in
+    layers, and those outside."""
     shapes, encoder = shapes_of_all(config, has_bias=True), config.encoder
     stacks = task_shapes(config, encoder.tasks) if encoder and encoder.tasks else {}
     tensors: dict[str, SourceTensor] = {}
@@ -150,11 +151,12 @@ def _tensors(
 
 
 MATRICES = ("positions", "segments", "score_dense", "score_out")
-"""Vectors of ours that files may have as matrices."""
+"""Our vectors that files may hold as matrices."""
 
 
 def _flat(tensor: SourceTensor, length: int, first: int, what: str, *, repeats: bool) -> SourceTensor:
-    """So many numbers of the rows from `first` on as one vector. repeats: one row may stand for all."""
+    """`length` numbers of rows from `first` on as one vector. `repeats`: True if one row may stand for
+    all."""
     read, width, n_there = tensor.rows, tensor.shape[-1], math.prod(tensor.shape[:-1])
     n_rows, is_one = length // width, repeats and n_there == 1
     if length % width or tensor.form.is_quantised or (n_there < first + n_rows and not is_one):
@@ -175,7 +177,6 @@ SCORE_POOLINGS = {"cls": "first", "mean": "mean"}
 
 
 def hf_encoder_config(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
-    """From config.json."""
     renamed = {ours: given[theirs] for ours, theirs in family.hf_fields.items() if theirs in given}
     fields: dict[str, Any] = {**family.defaults, **given, **renamed}
     for key in family.hf_must_be_off:
@@ -209,7 +210,7 @@ def hf_encoder_config(family: EncoderFamily, given: Mapping[str, Any]) -> ModelC
 def hf_tensors(
     opened: Shards, family: EncoderFamily, config: ModelConfig, directory: Path
 ) -> dict[str, SourceTensor]:
-    """Every tensor of a directory by our name, as views."""
+    """Views of every tensor of a directory, by our names."""
     scores = config.encoder is not None and config.encoder.scores
     names = family.hf_names, family.hf_global_names
 
@@ -229,8 +230,7 @@ def hf_tensors(
 
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
-    """The pooling of the directory's model; a cross-encoder scores by the row of the first token, or as its
-    config says."""
+    """The pooling of the directory's model; a cross-encoder's is "first", or as config.json says."""
     embedding = embedding_of(directory, config.context_length, encoder=True)
     assert embedding is not None
     assert config.encoder is not None

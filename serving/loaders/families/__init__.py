@@ -70,14 +70,14 @@ REFUSED = {
     ),
     "gemma-embedding": "a decoder's layers whose attention looks both ways",
 }
-"""Architectures that are asked for, in words of either format, and what there is no arithmetic for."""
+"""Architectures that users ask for, in names of either format, and what in them has no arithmetic here."""
 
 BY_HF = {name: family for family in FAMILIES for name in _names(family.hf, family)}
 BY_GGUF = {name: family for family in FAMILIES for name in _names(family.gguf, family)}
 
 
 def family_of_hf(model_type: str) -> Family:
-    """By config.json's `model_type`; ModelError for one that cannot run."""
+    """The family of config.json's `model_type`. Raises ModelError for a model that cannot run."""
     if model_type in REFUSED:
         raise ModelError(
             f"config.json describes a {model_type} model, which has {REFUSED[model_type]}: it cannot run"
@@ -89,12 +89,12 @@ def family_of_hf(model_type: str) -> Family:
 
 
 def family_named(name: str) -> Family | None:
-    """By a config's `architecture`; None for an encoder's."""
+    """The family of a config's `architecture`; None for an encoder's."""
     return next((family for family in FAMILIES if family.name == name), None)
 
 
 def family_of_gguf(architecture: str, what: str) -> Family:
-    """By `general.architecture` of the file `what`; ModelError for one that cannot run."""
+    """The family of `general.architecture` in the file `what`. Raises ModelError if it cannot run."""
     if architecture in REFUSED:
         raise ModelError(
             f"{what} holds a {architecture} model, which has {REFUSED[architecture]}: it cannot run"

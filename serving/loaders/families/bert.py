@@ -30,33 +30,33 @@ _NOMIC_THETA = 1000.0
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """`name` is that of its configs' `architecture`."""
+    """A family of encoders: its names and settings in files. `name`: the `architecture` of its configs."""
 
     name: str
     hf: tuple[str, ...]
     """`model_type` in config.json."""
     gguf: str | None
-    """`general.architecture` in GGUF metadata; None: llama.cpp does not have it."""
+    """`general.architecture` in GGUF metadata; None: llama.cpp does not have the family."""
     hf_layer: str
     """The pattern of a layer's tensor names; the first group is the layer's number, the second the rest."""
     hf_names: Names
     hf_global_names: Names
     first_position: int = 0
-    """In safetensors: rows of the position embeddings before a text's first."""
+    """Rows of the position embeddings in safetensors before that of a text's first token."""
     has_gate: bool = False
     positions: bool = True
     biases: bool = True
     gguf_scores: bool = True
     """True if GGUF files may hold a cross-encoder."""
     position_kinds: tuple[str, ...] = ("absolute",)
-    """The `position_embedding_type` that config.json may ask for."""
+    """Values of `position_embedding_type` in config.json that can run."""
     activations: tuple[str, ...] = ("gelu", "gelu_tanh", "silu", "relu")
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Fields that config.json may leave out."""
     hf_fields: Mapping[str, str] = field(default_factory=dict)
     """BERT's names of fields to this family's."""
     hf_must_be_off: tuple[str, ...] = ()
-    """Fields that ask for arithmetic that there is not."""
+    """Fields of config.json that ask for arithmetic which is missing here."""
     from_hf: Adapt = unchanged
     from_gguf: Adapt = unchanged
     gguf_names: Names = field(default_factory=dict)
@@ -68,7 +68,7 @@ _LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
 
 
 def biased(names: Mapping[str, str]) -> dict[str, str]:
-    """Weights and biases of layers; those of norms have other names in files of 2018."""
+    """Add the endings of weights and biases to names; norms of files of 2018 end in gamma and beta."""
     ends = {"weight": "", "bias": "_bias", "gamma": "", "beta": "_bias"}
     return {f"{theirs}.{part}": ours + end for theirs, ours in names.items() for part, end in ends.items()}
 
@@ -112,7 +112,7 @@ GGUF_GLOBAL_NAMES = {
 
 
 def stated_theta(fields: Mapping[str, Any], default: float) -> float:
-    """`rope_theta` where RoPE's own fields have it as a number."""
+    """`rope_theta` of RoPE's own fields where it is a number, else `default`."""
     own = fields.get("rope_theta")
     return float(own) if isinstance(own, int | float) and abs(own) < 1 << 53 else default
 
@@ -181,7 +181,7 @@ NOMIC_BERT = EncoderFamily(
 def encoder_config(
     family: EncoderFamily, get: Get, *, context_length: int, activation: str, scores: bool
 ) -> ModelConfig:
-    """The config of an encoder whose sizes `get` reads under the names of BERT's config.json."""
+    """Make the config of an encoder whose sizes `get` reads under the names of BERT's config.json."""
     heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
     if not heads or not hidden or hidden % heads:
         raise ModelError(f"{hidden!r:.40} hidden numbers do not divide into {heads!r:.40} heads")

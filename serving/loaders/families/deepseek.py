@@ -1,5 +1,5 @@
-"""Mixtures as DeepSeek has them and others took over: groups of experts, a bias that chooses alone, shared
-experts, and first layers without any."""
+"""DeepSeek's latent attention, and mixtures in the form that others took over: groups of experts, a bias for
+the choice alone, shared experts, and first layers without experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
 from phasewise.serving.models.rope import YarnScaling
 
 GATING = {1: SOFTMAX, 2: LOGISTIC}
-"""GGUF's numbers of what scores are of logits."""
+"""The function from logits to scores, by its number in GGUF files."""
 LOGISTIC_GATING = 2
 
 
@@ -36,9 +36,9 @@ def routed_hf(
     dense: tuple[int, ...] | None = None,
     shared: int | None = None,
 ) -> ModelConfig:
-    """The config with the mixture of config.json. scores: "logistic" has a bias of choices, and groups by
-    their two best; "softmax" neither. dense, shared: layers without experts, and the width of the shared one,
-    in place of what the common keys say."""
+    """Add the mixture of config.json to the config. `scores`: "logistic", with a bias for the choice and
+    groups ranked by their two best, or "softmax", with neither. `dense`, `shared`: layers without experts,
+    and the shared expert's width, in place of what the common keys say."""
     normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
     width, of_all = _widths(get("moe_intermediate_size", int), get("n_shared_experts", int, 0))
     return routed(
@@ -60,8 +60,8 @@ def routed_gguf(
     normalised: bool | None = None,
     shared: int | None = None,
 ) -> ModelConfig:
-    """The config with the mixture of GGUF metadata; without any, as it is. gating: what a file means that has
-    no number of it. normalised, shared: in place of what it says."""
+    """Add the mixture of GGUF metadata to the config, if there is one. `gating`: the number of a file that
+    states none. `normalised`, `shared`: in place of what the file says."""
     if not get("expert_count", int, 0):
         return config
     gating = get("expert_gating_func", int, 0) or gating
@@ -82,8 +82,8 @@ def routed_gguf(
 
 
 def hf_dense_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """Layers without experts: the first ones, or those that a list names, and of the others all but every
-    `moe_layer_freq`-th."""
+    """Layers without experts in config.json: those of a list, or the first ones and of the others all but
+    every `moe_layer_freq`-th."""
     named = get("mlp_layer_types", list)
     if named is not None:
         if len(named) != config.n_layers or any(kind not in ("dense", "sparse") for kind in named):
@@ -106,7 +106,7 @@ def _first(count: int, n_layers: int) -> tuple[int, ...]:
 
 
 def _widths(width: int | None, n_shared: int) -> tuple[int | None, int]:
-    """The widths of one expert, and of as many of them that are shared, as one."""
+    """The width of one expert, and the summed width of the shared experts."""
     if width is not None and 1 <= width <= MOST_WIDTH and not 0 <= n_shared <= MOST_WIDTH:
         raise ModelError(f"{n_shared!r:.60} experts are shared: 0 or more expected")
     return width, n_shared * (width or 0)
@@ -121,9 +121,9 @@ def routed(
     groups: tuple[int, int],
     dense: tuple[int, ...],
 ) -> ModelConfig:
-    """The config with a mixture. widths: of one expert, and of the one that is shared, 0 for none. scores: of
-    logits, whether they are normalised, and what multiplies them. groups: all, and those that can be
-    chosen."""
+    """Add a mixture to the config. `widths`: of one expert, and of the shared one, 0: none. `scores`: the
+    function of logits, True if scores are normalised, and their factor. `groups`: of experts, and those that
+    can be chosen."""
     if len(dense) == config.n_layers:
         return config
     width, shared = widths
@@ -146,7 +146,7 @@ def routed(
 
 
 NORM_EPS = 1e-6
-"""The epsilon of the norms of queries and vectors, which config.json does not state."""
+"""The epsilon of the norms of queries and latent vectors, which config.json does not state."""
 GREEDY, BY_GROUPS = "greedy", "group_limited_greedy"
 
 
@@ -171,7 +171,6 @@ def _v3(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def latent_of_hf(get: Get) -> LatentAttention:
-    """Latent attention by the names that config.json has for it."""
     return LatentAttention(
         kv_rank=get("kv_lora_rank", int, 512),
         rope_dim=get("qk_rope_head_dim", int, 64),
@@ -195,7 +194,7 @@ def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> ModelConfig:
-    """weight: of the stretch of positions in the scale of scores."""
+    """Add latent attention. `weight`: of YaRN's magnitude in the scale of scores (`mscale_all_dim`)."""
     if not 1 <= latent.query <= LARGEST["hidden"]:
         raise ModelError(f"queries of {latent.query} numbers")
     scale, scaling = latent.query**-0.5, config.rope.scaling
@@ -212,8 +211,7 @@ def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> 
 
 
 def latent_of_gguf(get: Get, norm_eps: float) -> LatentAttention:
-    """Latent attention of GGUF metadata, whose lengths of keys are those of latent vectors where there are
-    others."""
+    """The latent attention of GGUF metadata, where `key_length` may be that of latent vectors."""
     turned = get("rope.dimension_count", int, 64)
     return LatentAttention(
         kv_rank=get("attention.kv_lora_rank", int, 0),

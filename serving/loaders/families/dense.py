@@ -113,7 +113,7 @@ def _norm_last(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _one(get: Get, key: str, default: int | None = None) -> Any:
-    """A number, or that of a list whose entries are all the same."""
+    """The number under `key`, or the equal numbers of a list as one."""
     stated = get(key, None, default)
     if isinstance(stated, list) and stated and stated.count(stated[0]) == len(stated):
         stated = stated[0]

@@ -100,7 +100,7 @@ def _tasks_of(get: Get) -> EncoderTasks | None:
 
 
 def instructions_of(fields: Mapping[str, Any], tasks: EncoderTasks) -> tuple[tuple[str, str], ...]:
-    """The text before the texts of each task. ModelError for what is no short text."""
+    """The text to put before the texts of each task. Raises ModelError for anything but a short text."""
     given: Any = next((fields[name] for name in _INSTRUCTIONS if fields.get(name) is not None), {})
     for name in tasks.names:
         text = given.get(name) if isinstance(given, dict) else None
@@ -212,7 +212,7 @@ GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
 def _modern_bert(
     config: ModelConfig, windowed: list[bool], window: int, thetas: tuple[float, float]
 ) -> ModelConfig:
-    """thetas: of layers that see all, and of the others."""
+    """Add ModernBERT's layers. `thetas`: RoPE's base in layers that see all, and in layers with a window."""
     assert config.encoder is not None
     whole, local = (RopeSpec(theta, config.head_dim) for theta in thetas)
     kinds = tuple(LayerKind(window, local) if is_local else LayerKind(None, whole) for is_local in windowed)
@@ -234,7 +234,7 @@ def _modern_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _theta(get: Get, own: object, key: str, default: float) -> float:
-    """By the fields of one kind of layers, or what earlier files have in their place."""
+    """RoPE's base from the fields of one kind of layers, or from the key of earlier files."""
     fields = {} if own is None else own
     scaling = fields.get("rope_type", "default") if isinstance(fields, dict) else fields
     if not isinstance(fields, dict) or scaling != "default":

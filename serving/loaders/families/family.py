@@ -1,9 +1,9 @@
-"""A family of models for the loaders: how files name its tensors, what its configs mean, and readings that
-several families share.
+"""A family of models for the loaders: its tensors' names in files, the meaning of its configs, and readings
+that several families share.
 
-A reader of config.json or of GGUF metadata makes a plain `ModelConfig`, that of a Llama; the family's
-function for the format replaces what is different in it. Tensors that no family mentions go by the common
-names below; what one family alone has, or has in another form, is in its own file, and holds before these."""
+A reader of config.json or of GGUF metadata makes the plain `ModelConfig` of a Llama; the family's function
+for the format replaces what is different. Tensors go by the common names below, unless a family's own file
+names them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardFo
 from phasewise.serving.models.rope import RopeSpec
 
 Get = Callable[..., Any]
-"""get(key, type, default=None): the file's value if it has that type, the default if it is absent;
-ModelError else.
-"""
+"""get(key, type, default=None): the file's value, `default` if absent; ModelError for another type."""
 
 Adapt = Callable[[Get, ModelConfig], ModelConfig]
 TensorShapes = Mapping[str, tuple[int, ...]]
@@ -36,7 +34,7 @@ ACTIVATION_NAMES = {
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "relu2": ("relu2",),
 }
-"""Activations, and what config.json calls them."""
+"""Activations, and their names in config.json."""
 
 HEAD_STEM = "head.projection."
 HEAD_NAMES: Names = {
@@ -44,7 +42,7 @@ HEAD_NAMES: Names = {
     "head.embed_norm.weight": "head_embed_norm",
     "head.rows_norm.weight": "head_rows_norm",
 }
-"""Names of what heads that draft have beside a layer and a last norm."""
+"""Names of a draft head's tensors beside those of its layer and its last norm."""
 MTP_HEAD = {
     "mtp.pre_fc_norm_embedding.": "head.embed_norm.",
     "mtp.pre_fc_norm_hidden.": "head.rows_norm.",
@@ -52,7 +50,7 @@ MTP_HEAD = {
     "mtp.norm.": "model.norm.",
     "mtp.fc.": HEAD_STEM,
 }
-"""A head beside the model, as Qwen 3 Next and later ones have it."""
+"""Beginnings of names of a draft head beside the model, as in Qwen 3 Next and later."""
 LAYER_HEAD = {
     "model.layers.{n}.shared_head.norm.": "model.norm.",
     "model.layers.{n}.shared_head.head.": "",
@@ -62,7 +60,8 @@ LAYER_HEAD = {
     "model.layers.{n}.hnorm.": "head.rows_norm.",
     "model.layers.{n}.": "model.layers.0.",
 }
-"""A head as the layer behind the last one, as DeepSeek has it, with copies of the model's embeddings."""
+"""Beginnings of names of a draft head as the layer behind the last one, as in DeepSeek, with copies of the
+model's embeddings."""
 
 
 TEXT_PREFIXES = ("language_model.", "model.language_model.")
@@ -70,75 +69,75 @@ TEXT_PREFIXES = ("language_model.", "model.language_model.")
 
 
 def other_parts(*names: str) -> tuple[str, ...]:
-    """Beginnings of the names of such a model's other parts."""
+    """Beginnings of the names of parts of a larger model beside its language model."""
     return tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in names)
 
 
 def unchanged(get: Get, config: ModelConfig) -> ModelConfig:
-    """The config of a Llama."""
+    """Return the config of a Llama as it is."""
     del get
     return config
 
 
 def unchanged_by_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
-    """The config that the metadata says."""
+    """Return the config of the metadata as it is."""
     del shapes
     return config
 
 
 @dataclass(frozen=True)
 class Family:
-    """One entry of the table. `name` is that of its configs' `architecture`."""
+    """One family of models. `name`: the `architecture` of its configs."""
 
     name: str
     hf: tuple[str, ...] | None = None
     """`model_type` in config.json; None: the family's name."""
     gguf: tuple[str, ...] | None = None
-    """`general.architecture` in GGUF metadata; None: the family's name, (): there are no such files."""
+    """`general.architecture` in GGUF metadata; None: the family's name, (): no GGUF files are read."""
     from_hf: Adapt = unchanged
     from_gguf: Adapt | None = None
-    """None: `from_hf`, which reads the settings of `names.GGUF_KEYS` in either format."""
+    """The counterpart of `from_hf` for GGUF metadata; None: `from_hf` itself, by the names of `GGUF_KEYS`."""
     from_gguf_tensors: AdaptByTensors = unchanged_by_tensors
-    """Replaces what a GGUF file says by its tensors alone, behind `from_gguf`."""
+    """Replaces what a GGUF file says by its tensors alone; called behind `from_gguf`."""
     hf_names: Names = field(default_factory=dict)
     gguf_names: Names = field(default_factory=dict)
     hf_biases: str = "attention_bias"
-    """The field of config.json that gives queries, keys and values biases; "" where they always have them."""
+    """The field of config.json by which queries, keys and values have biases; "": they always have biases."""
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that config.json may leave out, other than Llama's."""
+    """Fields that config.json may leave out, where their values are not Llama's."""
     global_names: Names = field(default_factory=dict)
     """Names of tensors outside layers, of either format, beside the common ones."""
     ffn_form: FeedForwardForm = SILU_GATE
     """The form of feed-forward layers; the activation is one of `ACTIVATION_NAMES`."""
     hf_activations: tuple[str, ...] = ()
-    """More of what config.json calls that activation."""
+    """Further names in config.json of the activation."""
     hf_text_prefixes: tuple[str, ...] = ()
-    """The prefix of the names of a language model that is part of a larger one."""
+    """Beginnings of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()
-    """Beginnings of names of what is not the language model."""
+    """Beginnings of the names of tensors that are not the language model's."""
     partial_rope: bool = False
-    """True if config.json may say that RoPE turns a part of each head."""
+    """True if config.json may say that RoPE rotates a part of each head."""
     own_layers: bool = False
-    """True if heads, widths and RoPE may differ by layers: its functions read them."""
+    """True if heads, widths and RoPE may differ by layers; the family's functions read them."""
     more_layers: bool = False
-    """True if files hold layers beyond the model's, which predict more tokens and are no part of it."""
+    """True if files hold layers behind the model's own, which predict more tokens."""
     hf_head: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of names of a head that drafts, the longest first, and what they are of a model that has it
-    alone: `HEAD_NAMES`, or ours of a first layer; "": left out. "{n}": the number of the model's layers."""
+    """Beginnings of names of a draft head, the longest first, and their names in a model that is the head
+    alone (`HEAD_NAMES`, or a first layer's); "": left out. "{n}": the number of the model's layers."""
     gguf_head: bool = False
-    """True if GGUF files may have such a head as the block behind the last one."""
+    """True if GGUF files may have a draft head as the block behind the last one."""
     gguf_optional_qk_norm: bool = False
     """True if a GGUF file says by its tensors alone that queries and keys are normalised by heads."""
     gguf_optional_state_norm: bool = False
-    """True if a GGUF file says by its tensors alone that what is read of a state is normalised."""
+    """True if a GGUF file says by its tensors alone that results of a state are normalised."""
     latent: bool = False
-    """True if attention is over one vector of each token, whose length files state (`kv_lora_rank`)."""
+    """True if attention is over one latent vector of each token (`kv_lora_rank`)."""
     hf_unit_norms: bool = False
     """True if safetensors hold norm weights less one (GGUF files never do)."""
     hf_interleaved_heads: bool = False
-    """True if RoPE turns neighbours (2 i, 2 i + 1) of a head of safetensors, not (i, i + half)."""
+    """True if RoPE rotates neighbours (2 i, 2 i + 1) of a head of safetensors, not (i, i + half)."""
     gguf_interleaved_heads: bool = False
-    """The same of GGUF files: llama.cpp's converter may bring halves there."""
+    """True if RoPE rotates neighbours of a head of GGUF files: llama.cpp's converter may reorder rows."""
 
 
 FED = ("gate", "up", "down")
@@ -146,12 +145,12 @@ FED = ("gate", "up", "down")
 
 
 def fed(stem: str, ours: str = "", theirs: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Names:
-    """Those of one whose names begin with `stem`."""
+    """Names of a feed-forward layer's weights, which begin with `stem`, to ours."""
     return {f"{stem}.{name}.weight": ours + part for name, part in zip(theirs, FED, strict=True)}
 
 
 def stacked(stem: str) -> Names:
-    """Those of all experts: gates and ups of each in one matrix."""
+    """Names of all experts' weights, gate and up of each in one matrix, to ours."""
     pair = TensorCut(("gate", "up"), of_experts=True)
     return {f"{stem}.gate_up_proj": pair, f"{stem}.down_proj": TensorCut(("down",), of_experts=True)}
 
@@ -235,18 +234,16 @@ GGUF_KEYS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
-"""Settings that mean the same in both formats: families read them by their names in config.json."""
+"""Settings that mean the same in both formats, by their names in config.json, which families use for both."""
 GGUF_NONE = {"sliding_window": 0}
-"""The values that llama.cpp writes where a model has none."""
+"""The values by which llama.cpp says that a model has no such setting."""
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
-    """The layers that have a window, by config.json; all but every `period`-th where the file does not
-    say.
-    """
+    """True for each layer with a window, by config.json or else for all but every `period`-th layer."""
     named = get("layer_types", list)
     if named is None:
         return all_but_every(period, config.n_layers)
@@ -265,7 +262,8 @@ def all_but_every(period: int, n_layers: int) -> list[bool]:
 
 
 def gguf_windows(get: Get, n_layers: int, period: int | None = None) -> tuple[list[bool], int]:
-    """The layers that have a window, and the window. period: of files that say none or one; None: refused."""
+    """True for each layer with a window, and the window. `period`: for files with no pattern, or a number
+    alone; None: such files are refused."""
     stated, window = get("attention.sliding_window_pattern"), get("attention.sliding_window", int)
     if period is not None and (stated is None or type(stated) is int):
         stated = all_but_every(period if stated is None else stated, n_layers)
@@ -277,7 +275,7 @@ def gguf_windows(get: Get, n_layers: int, period: int | None = None) -> tuple[li
 def with_windows(
     config: ModelConfig, sliding: list[bool], window: int | None, rope: RopeSpec | None = None
 ) -> ModelConfig:
-    """The config with a window in some layers, where `rope` holds too (None: the rope of all layers)."""
+    """Add a window to some layers, with the RoPE `rope` (None: that of all layers)."""
     local_rope = rope or config.rope
     local = LayerKind(window, local_rope)
     whole = LayerKind(None, config.rope)
@@ -287,7 +285,7 @@ def with_windows(
 
 
 def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | None) -> ModelConfig:
-    """The config with a window in some layers, and RoPE in these alone."""
+    """Add a window to some layers, and leave RoPE to these alone."""
     if window is None and any(sliding):
         raise ModelError("the config has layers with a window and sliding_window = None: a number expected")
     local, whole = LayerKind(window, config.rope), LayerKind(None, None)
@@ -295,7 +293,7 @@ def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | No
 
 
 def local_theta(get: Get, default: float) -> float:
-    """RoPE's base in layers with a window, in the words of transformers 5 or of 4. It is never scaled."""
+    """RoPE's base in layers with a window, never scaled, from the fields of transformers 5 or of 4."""
     by_kind = get("rope_parameters", dict) or {}
     local = by_kind.get(SLIDING)
     theta = get("rope_local_base_freq", float)
@@ -315,7 +313,7 @@ def number_of(value: object) -> float:
 
 
 def by_layer(stated: Any, n_layers: int, key: str) -> list[int]:
-    """A number for every layer, where a file gives one for all or a list."""
+    """The number of every layer, where a file gives one for all or a list."""
     listed = stated if isinstance(stated, list) else [stated] * n_layers
     if len(listed) != n_layers or not all(type(number) is int and number > 0 for number in listed):
         raise ModelError(f"the file gives {key} = {stated!r:.60}: a number above 0 for every layer expected")
@@ -323,7 +321,7 @@ def by_layer(stated: Any, n_layers: int, key: str) -> list[int]:
 
 
 def listed(get: Get, key: str, n_layers: int) -> list[int]:
-    """A number for every layer, of GGUF metadata that have a list of them."""
+    """The number of every layer, where GGUF metadata has a list."""
     stated = get(key)
     if not isinstance(stated, list) or len(stated) != n_layers:
         raise ModelError(
@@ -334,18 +332,18 @@ def listed(get: Get, key: str, n_layers: int) -> list[int]:
 
 
 def headless_layers(get: Get, n_layers: int) -> tuple[int, ...]:
-    """Layers that GGUF metadata give no KV heads."""
+    """Layers to which GGUF metadata gives no KV heads."""
     heads = listed(get, "attention.head_count_kv", n_layers)
     return tuple(layer for layer, number in enumerate(heads) if number == 0)
 
 
 def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:
-    """A number that must be above zero where the file gives one."""
+    """The number under `key`, which must be above zero; None where the file has none."""
     return None if get(key, float, default) is None else positive(get, key, default or 0.0)
 
 
 def positive(get: Get, key: str, default: float) -> float:
-    """A number that must be above zero."""
+    """The number under `key`, which must be above zero."""
     value: float = get(key, float, default)
     if not 0 < value < float("inf"):
         raise ModelError(f"the config has {key} = {value!r:.80}: a number above 0 expected")
@@ -355,7 +353,7 @@ def positive(get: Get, key: str, default: float) -> float:
 def experts_of(
     get: Get, count: str, chosen: str, normalised: bool, biases: bool = False, shared_ffn: int = 0
 ) -> Experts:
-    """The mixture whose numbers the file gives under these keys."""
+    """The mixture with the numbers of experts under the keys `count` and `chosen`."""
     numbers = get(count, int), get(chosen, int)
     for key, value in zip((count, chosen), numbers, strict=True):
         if value is None:
@@ -364,7 +362,7 @@ def experts_of(
 
 
 def must_be_off(get: Get, *keys: str) -> None:
-    """Fields for whose other values there is no arithmetic here."""
+    """Raise ModelError for fields that are set: no arithmetic here does what they ask for."""
     for key in keys:
         if value := get(key):
             raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")

@@ -29,7 +29,7 @@ from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec
 
 LOCAL_THETA = 10000.0
-"""The base of layers with a window."""
+"""RoPE's base in layers with a window."""
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "num_attention_heads": 8,
@@ -125,7 +125,7 @@ def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_scale(config: ModelConfig, largest: int) -> float:
-    """Files do not say it; llama.cpp knows the largest model of each family by its layers."""
+    """The scale of scores, which files lack; llama.cpp knows a family's largest model by its layers."""
     return 1 / math.sqrt(config.hidden / config.n_heads if config.n_layers == largest else config.head_dim)
 
 

@@ -47,7 +47,7 @@ GLOBAL_THETA = 1e6
 SPARSE_LAYERS, SPARSE_SHARE = 10, 0.95
 LEAST_DEVIATION = 1e-30  # for none, which would mean that all gates count
 KEEPING_LAYERS = 20
-"""Layers that keep keys and values in all published models: what llama.cpp takes."""
+"""Layers that keep keys and values in all published models, where a GGUF file states no number."""
 GGUF_STREAMS, GGUF_INPUT_SIZE, GGUF_LAUREL_RANK = 4, 256, 64
 ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 
@@ -82,7 +82,7 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
 def _with_streams(
     config: ModelConfig, kinds: list[LayerKind], widths: list[int], streams: Streams
 ) -> ModelConfig:
-    """kinds, widths: of attention and of the feed-forward half of every layer."""
+    """Add streams to the config. `kinds`, `widths`: of every layer's attention and feed-forward half."""
     return replace(
         config,
         rope=kinds[-1].rope or config.rope,
@@ -96,7 +96,7 @@ def _with_streams(
 
 
 def _hf_rope(get: Get, name: str, older: str, theta: float, head_dim: int) -> RopeSpec:
-    """Frequencies of layers of one kind, as transformers 5 gives them, or `older` keys."""
+    """RoPE of layers of one kind, from the fields of transformers 5 or the `older` key."""
     fields = (get("rope_parameters", dict) or {}).get(name) or {}
     if (
         not isinstance(fields, Mapping)
@@ -111,7 +111,7 @@ def _hf_rope(get: Get, name: str, older: str, theta: float, head_dim: int) -> Ro
 
 
 def _hf_deviations(get: Get, n_layers: int) -> tuple[float, ...]:
-    """Deviations above the mean, by layer, below which this share of gates lies, were they normal."""
+    """Standard deviations above the mean, by layer, below which the stated share of normal gates lies."""
     shares = get("activation_sparsity_pattern", list)
     if shares is None:
         shares = _usual_shares(n_layers)
@@ -130,7 +130,7 @@ def _usual_shares(n_layers: int) -> list[float]:
 
 
 def _deviations(share: float) -> float:
-    """0: all gates count."""
+    """The deviations of a share of gates; 0: all gates count."""
     return (NormalDist().inv_cdf(share) or LEAST_DEVIATION) if share else 0.0
 
 
@@ -160,7 +160,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_shared(get: Get, n_layers: int) -> int:
-    """Files of 2025 have it as a fraction."""
+    """The number of layers that share keys and values, which files of 2025 have as a fraction."""
     stated = get("attention.shared_kv_layers")
     if stated is None:
         return max(0, n_layers - KEEPING_LAYERS)
@@ -170,7 +170,7 @@ def _gguf_shared(get: Get, n_layers: int) -> int:
 
 
 def _gguf_deviations(get: Get, n_layers: int) -> tuple[float, ...]:
-    """As files give them: minus infinity where all gates count."""
+    """Standard deviations by layer; files have minus infinity where all gates count."""
     stated = get("activation_sparsity_scale", list)
     if stated is None:
         return tuple(_deviations(float(np.float32(share))) for share in _usual_shares(n_layers))
@@ -183,7 +183,7 @@ def _gguf_deviations(get: Get, n_layers: int) -> tuple[float, ...]:
 
 
 def _by_gguf_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
-    """The rank of the way round attention is nowhere but in its tensors."""
+    """Set the rank of the way round attention, which a file's tensors alone tell."""
     laurel, streams = shapes.get("blk.0.laurel_l.weight"), config.streams
     if laurel is None or streams is None:
         return config
@@ -215,7 +215,7 @@ _GGUF_NAMES: Names = {
 
 
 def _streams_named(stem: str, count: int) -> tuple[str, ...]:
-    """Products of all streams but the first one."""
+    """Names of products of all streams but the first."""
     return tuple(f"{stem}.{number}" for number in range(1, count))
 
 

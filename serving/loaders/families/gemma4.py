@@ -45,7 +45,7 @@ from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
 PERIOD = 6
 GLOBAL_HEAD_DIM = 512
 UNTURNED = 1e30
-"""The divisor of a frequency that turns nothing: what llama.cpp's converter writes."""
+"""The divisor of a frequency that rotates nothing, as llama.cpp's converter writes it."""
 USUAL_ROPE: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -102,7 +102,8 @@ def _with_layers(
     wide: bool,
     mixture: tuple[Experts, int] | None,
 ) -> ModelConfig:
-    """kinds: of every layer, with heads. wide: layers that share keys and values have twice the width."""
+    """Add the layers' own settings. `kinds`: of every layer, with heads. `wide`: True if layers that share
+    keys and values have twice the width."""
     heads = [kind.heads for kind in kinds if kind.heads is not None]
     for shape in heads:
         if not all(type(n) is int and n > 0 for n in (shape.n_kv_heads, shape.head_dim)):
@@ -141,7 +142,7 @@ def _with_layers(
 
 
 def _overrides(get: Get, layer: int, slides: bool) -> dict[str, Any]:
-    """Fields of config.json on one layer's heads, as transformers 5 saves it, or as published files do."""
+    """Fields of one layer's heads in config.json, as transformers 5 saves them, or as published files do."""
     overrides = get("per_layer_config", dict)
     if overrides is None:
         if slides:
@@ -186,7 +187,6 @@ def _hf_rope(get: Get, slides: bool, head_dim: int) -> RopeSpec:
 
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    """Files give lists of numbers by layer, or one for all."""
     n_layers = config.n_layers
     sliding, window = gguf_windows(get, n_layers)
     local_dim = get("attention.key_length_swa", int, config.head_dim)
@@ -210,7 +210,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_mixture(get: Get, config: ModelConfig) -> tuple[Experts, int] | None:
-    """Files say no more of it than its sizes; whatever else they say must be what llama.cpp takes for it."""
+    """The mixture of a GGUF file, which states its sizes; other settings must be llama.cpp's."""
     if not get("expert_count", int, 0):
         return None
     for key, kind, usual in (("expert_gating_func", int, 1), ("expert_weights_scale", float, 1.0)):
@@ -222,7 +222,7 @@ def _gguf_mixture(get: Get, config: ModelConfig) -> tuple[Experts, int] | None:
 
 
 def _by_gguf_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
-    """Layers without a product for values have that of keys for both."""
+    """Let layers without a product for values use that of keys for both."""
     without = {
         config.kind_of(layer)
         for layer in config.attention_layers

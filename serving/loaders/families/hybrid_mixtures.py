@@ -75,7 +75,7 @@ def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> tuple[int, ...]:
-    """By a list of all layers, by numbers from 1 on, or all but every fourth one after the first."""
+    """Layers with a state: by `layer_types`, by lists from 1 on, or the first and all but every fourth."""
     if get("layer_types", list) is not None:
         return state_layer_types(get, config, LINEAR, FULL)
     full, linear = stated.get("full_attn_layers"), stated.get("kda_layers")
@@ -115,7 +115,8 @@ _HF: Names = {
     "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"), **fed("block_sparse_moe.shared_experts"),
     **fed("block_sparse_moe"),
 }  # fmt: skip
-"""No row changes its place: nothing turns it. The last: dense layers as saved by transformers."""
+"""Rows of latent attention keep their places, since nothing rotates them. The last names are of dense layers
+as transformers saves them."""
 
 KIMI_LINEAR = Family(
     "kimilinear",
@@ -173,7 +174,7 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _kinds(get: Get) -> list[str]:
-    """Every layer's half, by a list or by a pattern of letters."""
+    """The half of every layer, from a list or a pattern of letters."""
     pattern = get("hybrid_override_pattern", str)
     stated: list[Any] | None = get("layers_block_type", list, get("layer_types", list))
     if stated is None and pattern is not None:
@@ -193,7 +194,7 @@ def _layers_of(kinds: list[str], *wanted: str) -> tuple[int, ...]:
 
 
 def _of_halves(config: ModelConfig, kinds: list[str], state: StateLayers) -> ModelConfig:
-    """The config with layers of these kinds, whose tokens leave their positions to the states."""
+    """Make the config's layers single halves of these kinds, without positions in attention."""
     return replace(
         config,
         n_layers=len(kinds),

@@ -27,11 +27,11 @@ from phasewise.serving.models.parts.site import ProductFactors
 from phasewise.serving.models.parts.states import MAMBA2, SHORT_CONV, StateLayers
 
 ANY_STEP = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
-"""No limit, as JSON with infinities has it and as transformers 5 writes it."""
+"""Limits of time steps that mean no limit, as JSON with infinities and as transformers 5 writes them."""
 
 
 def check_time_steps(get: Get, *keys: str) -> None:
-    """ModelError for limits of time steps: transformers takes them in prompts and not in answers."""
+    """Raise ModelError for limits of time steps, which transformers applies in prompts and not in answers."""
     for key in keys:
         limits = get(key, list)
         if limits is not None and limits not in ANY_STEP:
@@ -39,7 +39,7 @@ def check_time_steps(get: Get, *keys: str) -> None:
 
 
 def mamba_hf(get: Get, layers: tuple[int, ...], inner: int) -> StateLayers:
-    """The layers with a state of config.json. inner: values of all heads."""
+    """The Mamba 2 layers of config.json. `inner`: values of all heads."""
     must_be_off(get, "mamba_proj_bias")
     check_time_steps(get, "time_step_limit")
     heads = get("mamba_n_heads", int, 128)
@@ -58,12 +58,12 @@ def mamba_hf(get: Get, layers: tuple[int, ...], inner: int) -> StateLayers:
 
 
 def mamba_gguf(get: Get, layers: tuple[int, ...]) -> StateLayers:
-    """The layers with a state of GGUF metadata, one norm over all heads."""
+    """The Mamba 2 layers of GGUF metadata, with one norm over all heads."""
     return replace(state_gguf(get, MAMBA2, layers, groups=1), conv_bias=True)
 
 
 def state_gguf(get: Get, kind: str, layers: tuple[int, ...], groups: int = 0) -> StateLayers:
-    """The same of any kind. groups: those of a file that does not say."""
+    """The layers of GGUF metadata that keep a state of this kind. `groups`: for a file that states none."""
     heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
     if not heads or inner % heads:
         raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
@@ -113,7 +113,7 @@ def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _state_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """The layers by either of two keys, each in the words of one release of transformers or the other."""
+    """Layers with a state, under either of two keys, in the words of either release of transformers."""
     names = get("layer_types", list, get("layers_block_type", list))
     old = {"mamba": "linear_attention", "attention": "full_attention"}
     renamed = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]
@@ -169,15 +169,15 @@ def _falcon(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _inner(get: Get, hidden: int) -> int:
-    """Values of all heads: null is another word than none."""
+    """Values of all heads; a field that is null means another number than one that is absent."""
     if get("mamba_d_ssm", None, 1024) is None:
         return int(get("mamba_expand", int, 2)) * hidden
     return int(get("mamba_d_ssm", int, 1024))
 
 
 def _multiplied(get: Get, config: ModelConfig) -> ModelConfig:
-    """The config with its multipliers. Scores have those of queries and keys, whose norm has that of outputs
-    too, since what values give is multiplied by it."""
+    """Add multipliers to the config. Queries, keys and values have one norm, which holds the multiplier of
+    attention's output; the scale of scores divides that out of queries and keys."""
     into, out = positive(get, "attention_in_multiplier", 1.0), positive(get, "attention_out_multiplier", 1.0)
     gate, down = _numbers(get, "mlp_multipliers", 2)
     into_state = positive(get, "ssm_in_multiplier", 1.0)

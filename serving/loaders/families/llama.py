@@ -78,7 +78,7 @@ OLMO3_PERIOD, OLMO3_THETA = 4, 5e5
 
 
 def _olmo3(get: Get, config: ModelConfig) -> ModelConfig:
-    """RoPE is scaled in layers that see all alone."""
+    """Add windows; RoPE is scaled only in layers that see all positions."""
     sliding = layer_types(get, config, OLMO3_PERIOD)
     local = RopeSpec(local_theta(get, config.rope.theta), config.head_dim)
     return with_windows(_olmo2(get, config), sliding, get("sliding_window", int), local)
@@ -250,7 +250,7 @@ def _mistral3(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _growth(config: ModelConfig, beta: object) -> QueryGrowth | None:
-    """Queries grow by the original context of the model's YaRN."""
+    """The growth of queries, whose span is the original context of the model's YaRN."""
     if beta is None or beta == 0:
         return None
     if isinstance(beta, bool) or not isinstance(beta, int | float):

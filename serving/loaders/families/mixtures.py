@@ -94,7 +94,7 @@ GLM4_MOE = Family(
 STATED = {
     "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
 }  # fmt: skip
-"""Settings of published files for whose other values there is no arithmetic."""
+"""Settings whose other values have no arithmetic here; published files have these."""
 
 
 def _minimax(get: Get, config: ModelConfig) -> ModelConfig:
@@ -150,7 +150,7 @@ def _gpt_oss(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _smooth(rope: RopeSpec) -> RopeSpec:
-    """The ramp of its YaRN does not begin and end at whole pairs, which GGUF files do not say."""
+    """Let YaRN's ramp begin and end within pairs, which GGUF files do not state."""
     return (
         replace(rope, scaling=replace(rope.scaling, truncate=False))
         if isinstance(rope.scaling, YarnScaling)

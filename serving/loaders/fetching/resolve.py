@@ -17,22 +17,22 @@ KINDS_OF_NAMES = (
     ": give a .gguf file, a Hugging Face directory, a hub name (org/name)"
     " or a known name (phasewise models list)"
 )
-"""The end of a line about a name that nothing is like."""
+"""The end of an error about a name that resembles no known one."""
 
 Report = Callable[[str], None]
 DownloadProgress = Callable[[int, int], None]
-"""Told bytes here and bytes in all, of all files that are fetched."""
+"""Is called with bytes here and bytes in all, of all files that are fetched."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """A model on disk: a GGUF file or a Hugging Face directory, and what to call it."""
+    """A model on disk: a GGUF file or a Hugging Face directory, and its name."""
 
     name: str
     path: Path
 
     def files(self) -> list[Path]:
-        """Every file that the model is read from, sorted. ModelError for a link out of a directory."""
+        """Every file that the model is read from, sorted. Raises ModelError for a link out of a directory."""
         if self.path.is_dir():
             return ModelDirectory(self.path).source_files()
         return [path for path in part_paths(self.path) if path == self.path or path.exists()]
@@ -44,7 +44,7 @@ def cache_root(override: Path | None = None) -> Path:
 
 
 def locate(ref: str, root: Path, report: Report) -> Located:
-    """Find `ref`, fetching it where it is a known or a hub name that is not here yet."""
+    """Find `ref` on disk, fetching it where it is a known or a hub name that is not here yet."""
     if ref in KNOWN:
         here = is_here(KNOWN[ref], root)
         return Located(ref, known_path(KNOWN[ref], root) if here else pull(KNOWN[ref], root, report))
@@ -62,9 +62,8 @@ def locate(ref: str, root: Path, report: Report) -> Located:
 
 
 def fetch(ref: str, root: Path, report: Report, progress: DownloadProgress | None = None) -> Located:
-    """Bring a known or a hub name into the cache, or check and update what is there.
-
-    progress: told how far it is; None: lines of `report` tell it."""
+    """Bring a known or a hub name into the cache, or check and update what is there. `progress`: is called as
+    bytes come; None: lines of `report` tell of them."""
     if ref in KNOWN:
         return Located(ref, pull(KNOWN[ref], root, report))
     if (hub_name := _hub_name(ref)) is not None:
@@ -82,7 +81,7 @@ def known_names(root: Path) -> set[str]:
 
 
 def known_name(ref: str, root: Path) -> str:
-    """The name of a model that is known here, from its name, file or folder. ModelError for any other."""
+    """The name of a model known here, from its name, file or folder. Raises ModelError for any other."""
     from phasewise.serving.loaders.fetching import hub
     from phasewise.serving.loaders.inspection import packed_caches
 
@@ -106,7 +105,7 @@ def _hub_name(ref: str) -> str | None:
 
 
 def _in_tenths(ref: str, report: Report) -> DownloadProgress:
-    """A line for every tenth that has come."""
+    """Make a progress that reports a line for every tenth of the bytes."""
     told = 0
 
     def progress(n_bytes: int, total: int) -> None:
@@ -119,7 +118,7 @@ def _in_tenths(ref: str, report: Report) -> DownloadProgress:
 
 
 def _unknown(ref: str, root: Path) -> ModelError:
-    """One short line: the name that was meant, or the kinds of names that there are."""
+    """The error for an unknown name, one short line: the name that was meant, or the kinds of names."""
     is_path = ref.endswith(".gguf") or ref.startswith(("/", "./", "../", "~"))
     said = f"there is no file or folder {ref!r:.200}" if is_path else f"no model {ref!r:.200}"
     return ModelError(said + (meant(ref, _like(ref, is_path, root)) or KINDS_OF_NAMES))

@@ -31,19 +31,19 @@ ZERO = 128
 MOST_GRID_BYTES = 1 << 16
 _BITS = np.arange(8, dtype=np.uint8)
 _SEVEN_SIGNS = np.array([code | (code.bit_count() & 1) << 7 for code in range(128)], np.uint8)
-"""Eight signs for seven stored ones: the eighth makes their number even."""
+"""Eight sign bits for each code of seven: the eighth makes the number of set bits even."""
 _VALUES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), (8, 25, 43)),
     "IQ3_XXS": (4, 12, 20, 28, 36, 44, 52, 62),
     "IQ3_S": (1, 3, 5, 7, 9, 11, 13, 15),
     "IQ1": (-1, 0, 1),
 }
-"""Magnitudes, or values, of which a code of a grid names eight or four."""
+"""The magnitudes, or values, by index; a code of a grid names eight or four indices."""
 
 
 @cache
 def grid(name: str) -> Array:
-    """int16 [codes, values of a code]."""
+    """The grid of an IQ type, int16 [codes, values of a code]."""
     values = _VALUES[name]
     bits, width = (2, 8) if len(values) == 3 else (4, 4)
     written = read_json(read_file(Path(__file__).parent / "iq_grids.json", MOST_GRID_BYTES))[name]
@@ -54,19 +54,20 @@ def grid(name: str) -> Array:
 
 
 def half(raw: Array) -> Array:
-    """float32 [rows, blocks, 1] from the bytes of float16."""
+    """Read float16 bytes as float32 [rows, blocks, 1]."""
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
 def _times(top: Array, subs: Array) -> Array:
-    """Scales of groups; what is no number is refused where it is packed."""
+    """Scales of groups; NaN and infinity are refused where rows are packed."""
     with np.errstate(invalid="ignore"):
         scales: Array = half(top) * subs.astype(np.float32)
     return scales
 
 
 def _signed(magnitudes: Array, signs: Array) -> Array:
-    """magnitudes [rows, blocks, 256]; signs [rows, blocks, 32]: bit i of a byte for input i of eight."""
+    """Apply signs, uint8 [rows, blocks, 32], bit i of a byte for input i of eight, to magnitudes [rows,
+    blocks, 256]."""
     negative = (signs[..., None] >> _BITS) & 1
     return np.where(negative.reshape(magnitudes.shape), -magnitudes, magnitudes)
 
@@ -76,13 +77,13 @@ def _looked_up(name: str, codes: Array) -> Array:
 
 
 def _bytes(numbers: Array, scales: Array, group: int) -> QuantRows:
-    """numbers int16 [rows, blocks, 256]; scales float32 [rows, blocks, 256 / group]."""
+    """Quantised rows of numbers int16 [rows, blocks, 256] and scales float32 [rows, blocks, 256 / group]."""
     q = (numbers + ZERO).astype(np.uint8).reshape(numbers.shape[0], -1)
     return QuantRows(q, scales.astype(np.float32).reshape(q.shape[0], -1), None, ZERO, group, 8)
 
 
 def _nibble_scales(raw: Array) -> Array:
-    """Two a byte, the lower one first."""
+    """Sub-scales of four bits, two a byte, the lower one first."""
     return np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:2], -1)
 
 
@@ -91,7 +92,7 @@ def _words(raw: Array, dtype: str) -> Array:
 
 
 def iq2_xxs(raw: Array) -> QuantRows:
-    """Eights of bytes: four codes, then 4 times 7 signs and a scale of four bits."""
+    """Decode runs of eight bytes: four codes, then four times seven signs and a scale of four bits."""
     eights = np.ascontiguousarray(raw[..., 2:]).reshape(*raw.shape[:2], 8, 8)
     high = _words(eights[..., 4:], "<u4")[..., 0]
     signs = _SEVEN_SIGNS[(high[..., None] >> np.array([0, 7, 14, 21], np.uint32)) & 127]
@@ -101,14 +102,14 @@ def iq2_xxs(raw: Array) -> QuantRows:
 
 
 def iq2_xs(raw: Array) -> QuantRows:
-    """Words of nine bits of code and seven signs."""
+    """Decode words of nine bits of code and seven signs."""
     words = _words(raw[..., 2:66], "<u2")
     scales = _times(raw[..., :2], (np.float32(0.5) + _nibble_scales(raw[..., 66:])) * np.float32(0.25))
     return _bytes(_signed(_looked_up("IQ2_XS", words & 511), _SEVEN_SIGNS[words >> 9]), scales, 16)
 
 
 def iq2_s(raw: Array) -> QuantRows:
-    """Codes of ten bits, two of them apart, and eight signs."""
+    """Decode codes of ten bits, of which two lie apart, and eight signs."""
     high = (raw[..., 66:74, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
     codes = raw[..., 2:34].astype(np.uint16) | high.reshape(*raw.shape[:2], 32).astype(np.uint16) << 8
     scales = _times(raw[..., :2], (np.float32(0.5) + _nibble_scales(raw[..., 74:])) * np.float32(0.25))
@@ -116,7 +117,7 @@ def iq2_s(raw: Array) -> QuantRows:
 
 
 def iq3_xxs(raw: Array) -> QuantRows:
-    """Codes of four inputs; behind them signs and scales as of IQ2_XXS."""
+    """Decode codes for four inputs each; signs and scales follow as in IQ2_XXS."""
     high = _words(raw[..., 66:], "<u4")
     signs = _SEVEN_SIGNS[(high[..., None] >> np.array([0, 7, 14, 21], np.uint32)) & 127]
     scales = _times(raw[..., :2], (np.float32(0.5) + (high >> 28).astype(np.float32)) * np.float32(0.5))
@@ -125,7 +126,7 @@ def iq3_xxs(raw: Array) -> QuantRows:
 
 
 def iq3_s(raw: Array) -> QuantRows:
-    """Codes of nine bits, one of them apart."""
+    """Decode codes of nine bits, of which one lies apart."""
     high = (raw[..., 66:74, None] >> _BITS) & 1
     codes = raw[..., 2:66].astype(np.uint16) | high.reshape(*raw.shape[:2], 64).astype(np.uint16) << 8
     scales = _times(raw[..., :2], 1 + 2 * _nibble_scales(raw[..., 106:]))
@@ -133,7 +134,7 @@ def iq3_s(raw: Array) -> QuantRows:
 
 
 def iq1_s(raw: Array) -> QuantRows:
-    """-1, 0 or 1, and an eighth more or less for 32 inputs: eighths."""
+    """Decode -1, 0 or 1 plus or minus an eighth, the same for 32 inputs, in units of an eighth."""
     high = _words(raw[..., 34:], "<u2")
     own = (high[..., None] >> np.array([0, 3, 6, 9], np.uint16)) & 7
     codes = raw[..., 2:34].astype(np.uint16) | (own << 8).reshape(*raw.shape[:2], 32)
@@ -144,7 +145,8 @@ def iq1_s(raw: Array) -> QuantRows:
 
 
 def iq1_m(raw: Array) -> QuantRows:
-    """The same with a shift for every eight inputs, scales for sixteen, the block's in their high bits."""
+    """Decode as `iq1_s`, with a shift for every eight inputs and scales for 16, whose high bits hold the
+    block's scale."""
     high = _nibble_scales(raw[..., 32:48])
     codes = raw[..., :32].astype(np.uint16) | (high & 7).astype(np.uint16) << 8
     shift = np.where(high & 8, -1, 1).astype(np.int16)
@@ -157,14 +159,14 @@ def iq1_m(raw: Array) -> QuantRows:
 
 
 def _threes(q: Array, scale: Array) -> QuantRows:
-    """0, 1 and 2 above -1, with one float16 scale for a block."""
+    """Quantised rows of codes 0, 1 and 2, which are -1, 0 and 1, with one float16 scale for a block."""
     codes = q.reshape(q.shape[0], -1).astype(np.uint8)
     scales = np.repeat(np.ascontiguousarray(scale).view(np.float16)[..., 0], 8, axis=1)
     return QuantRows(codes, scales, None, 1, 32, 4)
 
 
 def tq1_0(raw: Array) -> QuantRows:
-    """Five digits of base three a byte, the first one highest, as a fraction of 256."""
+    """Decode five digits of base three a byte, the first one highest, as a fraction of 256."""
 
     def digits(part: Array, count: int) -> Array:
         powers = (3 ** np.arange(count)).astype(np.uint8)[:, None]
@@ -176,7 +178,7 @@ def tq1_0(raw: Array) -> QuantRows:
 
 
 def tq2_0(raw: Array) -> QuantRows:
-    """Two bits each: of 32 bytes the lowest, then the next ones."""
+    """Decode codes of two bits: the lowest bits of 32 bytes, then the next ones."""
     runs = raw[..., :64].reshape(*raw.shape[:2], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8)
     return _threes(runs & 3, raw[..., 64:])
 
@@ -214,7 +216,7 @@ def _q4_1(raw: Array) -> QuantRows:
 
 
 def _fifth_bits(raw: Array) -> Array:
-    """The fifth bit of 32 values from 4 bytes, moved to its place."""
+    """The fifth bit of 32 values from 4 bytes, shifted by four."""
     return np.unpackbits(raw, axis=-1, bitorder="little") << np.uint8(4)
 
 
@@ -264,7 +266,7 @@ def _q2_k(raw: Array) -> BlockRows:
 
 
 def _q3_k(raw: Array) -> BlockRows:
-    """As Q2_K, and a third bit: bit i of 32 bytes belongs to the i-th run of 32."""
+    """Codes as in Q2_K, and a third bit: bit i of 32 bytes belongs to the i-th run of 32."""
     low = raw[..., 32:96].reshape(*raw.shape[:2], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8)
     third = (raw[..., :32][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
     codes = (low & 3).reshape(*raw.shape[:2], 256) | (third << 2).reshape(*raw.shape[:2], 256)
@@ -296,7 +298,7 @@ def _q6_k(raw: Array) -> BlockRows:
 
 
 def _iq4_xs(raw: Array) -> BlockRows:
-    """A sub-scale has its low four bits in one place and its high two in another."""
+    """A sub-scale's low four bits and its high two lie apart."""
     low = np.stack([raw[..., 4:8] & 15, raw[..., 4:8] >> 4], axis=-1).reshape(*raw.shape[:2], 8)
     high = np.ascontiguousarray(raw[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     subs = low | (high & 3).astype(np.uint8) << 4
@@ -359,6 +361,6 @@ BLOCK_TYPES: dict[str, BlockType] = {
 
 
 def decode_rows(type_name: str, raw: bytes, n_rows: int) -> Rows:
-    """`n_rows` rows of one type from the bytes that hold exactly them."""
+    """Decode `n_rows` rows of one type from their bytes."""
     kind = BLOCK_TYPES[type_name]
     return kind.decode(np.frombuffer(raw, np.uint8).reshape(n_rows, -1, kind.block_bytes))

@@ -52,7 +52,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }  # fmt: skip
-"""By the number in the file: a type's name, the values of a block, and its bytes."""
+"""A type's name, the values of a block, and its bytes, by the type's number in files."""
 _LENGTH = struct.Struct("<Q")
 
 MOST_PARTS = 512
@@ -62,7 +62,7 @@ _COUNT, _NUMBER, _N_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of a tensor; shape outermost first (GGUF writes the innermost first)."""
+    """The place of a tensor; `shape` has the outermost dimension first (GGUF writes the innermost first)."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class _TooShort(Exception):
 
 
 def read_header(file: SourceFile) -> GgufHeader:
-    """Parse and check the header; every tensor it names lies inside the file and overlaps no other."""
+    """Parse and check a file's header; every tensor in it lies inside the file and overlaps no other."""
     length = min(file.size, FIRST_READ_BYTES)
     while True:
         try:
@@ -178,7 +178,7 @@ class _Parser:
         return list((values.astype(bool) if type_id == _BOOL else values).tolist())
 
     def _strings(self, count: int) -> list[str]:
-        """The loop over a vocabulary, a hundred times as long as all else here, so written flat."""
+        """Read the strings of a vocabulary: a hundred times as long as all else here, so written flat."""
         data, end = self.data, len(self.data)
         start = position = self.offset
         strings = []
@@ -216,7 +216,7 @@ class _Parser:
         return TensorInfo(name, shape, type_name, offset, n_values // block * block_bytes)
 
     def _placed(self, infos: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
-        """Absolute offsets, checked: aligned, inside the file, apart from each other."""
+        """Tensors at absolute offsets, checked: aligned, inside the file, apart from each other."""
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self._bad(
@@ -274,7 +274,7 @@ class GgufFiles:
         return self._ends[part] - self._files[part].size
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes, of one part."""
+        """Read exactly `length` bytes, all in one part."""
         part = bisect_right(self._ends, offset)
         return self._files[part].read(offset - self.start_of(part), length)
 
@@ -284,8 +284,8 @@ class GgufFiles:
 
 
 def open_gguf(path: Path) -> tuple[GgufFiles, GgufHeader]:
-    """The file, or all parts of the model that it is part of, open, and the checked header: the metadata of
-    the first part and the tensors of all. The caller closes the files."""
+    """Open a GGUF file, or all parts of its model, with the checked header: the metadata of the first part
+    and the tensors of all. The caller closes the files."""
     with ExitStack() as stack:
         named = SourceFile(path)
         stack.callback(named.close)

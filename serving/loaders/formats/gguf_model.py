@@ -57,7 +57,7 @@ LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long
 
 
 def open_gguf_model(path: Path, name: str) -> ModelSource:
-    """Read the header of the file at `path`, and of the other parts where it is one. Close the result."""
+    """Read the header of the file at `path`, and of the model's other parts. Close the result."""
     file, header = open_gguf(path)
     with ExitStack() as stack:
         stack.callback(file.close)
@@ -110,7 +110,7 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
 
 
 def config_of_gguf(file: GgufFiles, header: GgufHeader, family: Family) -> ModelConfig:
-    """The config of a model that generates text."""
+    """Make the config of a model that generates text."""
     factors = {
         name: _factors(file, header.tensors[theirs])
         for theirs, name in {ROPE_FACTORS: "factors", **LONG_FACTORS}.items()
@@ -135,7 +135,7 @@ def field(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | Non
 def tensors_in(
     file: GgufFiles, header: GgufHeader, family: Family, config: ModelConfig
 ) -> dict[str, SourceTensor]:
-    """Every tensor by our name, as views."""
+    """Views of every tensor of a file, by our names."""
     names = {**GGUF_LAYER, **family.gguf_names}
     outside = {**GGUF_OUTSIDE, **family.global_names, "cls.output.weight": SCORE_OUT}
     shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
@@ -213,7 +213,7 @@ def _config(
 
 
 def _most(get: Callable[..., Any], key: str, default: Any, family: Family) -> Any:
-    """A number, or the largest of those of layers where a family has such."""
+    """The number under `key`, or the largest of a list by layer in a family whose layers differ."""
     stated = get(key)
     if not family.own_layers or not isinstance(stated, list):
         return _one_for_all(get, key, default)
@@ -221,7 +221,7 @@ def _most(get: Callable[..., Any], key: str, default: Any, family: Family) -> An
 
 
 def _one_for_all(get: Callable[..., Any], key: str, default: Any) -> Any:
-    """A number of the layers that have any, such as KV heads: files may give one for each layer."""
+    """The number under `key`, or of a list by layer the one number that is not 0."""
     stated = get(key)
     if not isinstance(stated, list):
         return get(key, int, default)

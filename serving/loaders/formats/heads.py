@@ -1,5 +1,5 @@
-"""Heads that draft, as files have them: beside their model in a Hugging Face directory, or as the block
-behind its last layer in a GGUF file."""
+"""Readers of draft heads: beside their model in a Hugging Face directory, or as the block behind its last
+layer in a GGUF file."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ _NEXTN = {
     "nextn.shared_head_head.weight": "",
     "nextn.embed_tokens.weight": "",
 }
-"""Names within the block of a GGUF file, and what they are of a model that has the head alone; "": a copy of
-the model's."""
+"""Names within a GGUF file's head block to those of a model that is the head alone; "": left out."""
 
 
 def open_head(path: Path, name: str) -> ModelSource | None:
-    """The first head in a model's own files, to be closed; None where they hold none that is read."""
+    """Open the first draft head in a model's files; None without a supported one. Close the result."""
     with ExitStack() as stack:
         head = _beside(path, stack) if path.is_dir() else _behind(path, stack)
         if head is None:
@@ -56,8 +55,8 @@ def _behind(path: Path, stack: ExitStack) -> Head | None:
 
 
 def _block(header: GgufHeader, n_layers: int) -> GgufHeader:
-    """The table of what the head has, by the names of a model that has it alone; the model's own last norm
-    where the head has none."""
+    """The head's tensors by the names of a model that is the head alone, with the model's last norm where the
+    head has none."""
     tensors: dict[str, TensorInfo] = {}
     stem = f"blk.{n_layers}."
     for theirs, info in header.tensors.items():
@@ -70,7 +69,7 @@ def _block(header: GgufHeader, n_layers: int) -> GgufHeader:
 
 
 def _alone(family: Family) -> Family:
-    """The family of a model that has the head alone."""
+    """The family of a model that is the head alone."""
     return replace(family, hf_ignored=(), more_layers=False, global_names=HEAD_NAMES)
 
 

@@ -31,7 +31,7 @@ DEFAULT_THETA = 10000.0
 # Absent means off; any other value asks for arithmetic that we do not do.
 MUST_BE_OFF = ("mlp_bias",)
 OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-"""Names that one release of transformers writes and another reads."""
+"""Names of a field in one release of transformers to those in another."""
 LONG_TYPES = ("longrope", "su")  # two names of one scaling
 
 
@@ -48,7 +48,7 @@ def field(fields: Fields, key: str, kind: type[T], default: T | None = None) -> 
 
 
 def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
-    """From config.json and generation_config.json."""
+    """Make the config from the fields of config.json and generation_config.json."""
     family = family_of_hf(field(fields, "model_type", str, "nothing"))
     fields = text_fields(fields, family)
 
@@ -94,7 +94,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
 
 
 def _ffn(get: Callable[..., Any], family: Family) -> Any:
-    """The width of feed-forward layers, or the largest of theirs where a family has several."""
+    """The width of feed-forward layers, or the largest where the family's layers differ."""
     stated = get("intermediate_size")
     if not family.own_layers or not isinstance(stated, list):
         return get("intermediate_size", int)
@@ -102,14 +102,14 @@ def _ffn(get: Callable[..., Any], family: Family) -> Any:
 
 
 def text_fields(fields: Fields, family: Family) -> Fields:
-    """The family's defaults, under the fields of the language model where it is part of a larger one."""
+    """Fields of the language model, also where it is part of a larger one, over the family's defaults."""
     inner = field(fields, "text_config", dict) if family.hf_text_prefixes else None
     given = {**fields, **(inner or {})}
     return {**family.hf_defaults, **given, **_by_other_names(given, family)}
 
 
 def _by_other_names(given: Fields, family: Family) -> dict[str, Any]:
-    """Fields of the family that the file has under another release's name. ModelError where both differ."""
+    """The family's fields under another release's name. Raises ModelError where both names differ."""
     renamed: dict[str, Any] = {}
     for key in family.hf_defaults:
         other = OTHER_NAMES.get(key, "")
@@ -138,7 +138,7 @@ def _refuse_what_cannot_run(get: Callable[..., Any], family: Family) -> None:
 
 
 def quantisation_fields(get: Callable[..., Any]) -> Any:
-    """The word of config.json on quantised weights; older compressed-tensors have another key for it."""
+    """The part of config.json on quantised weights; older compressed-tensors have another key for it."""
     stated = get("quantization_config") or get("compression_config")
     if isinstance(stated, dict) and "quant_method" not in stated and get("compression_config") is stated:
         return {"quant_method": "compressed-tensors", **stated}
@@ -146,7 +146,7 @@ def quantisation_fields(get: Callable[..., Any]) -> Any:
 
 
 def _context_length(get: Callable[..., Any], scaling: Scaling | None) -> Any:
-    """Positions: those that the file states, or more where its scaling makes more of them."""
+    """The file's number of positions, or more where its YaRN makes more of them."""
     stated = get("max_position_embeddings", int, DEFAULT_CONTEXT)
     if not isinstance(scaling, YarnScaling) or not 1 <= scaling.factor <= 1 << 20:
         return stated
@@ -154,9 +154,8 @@ def _context_length(get: Callable[..., Any], scaling: Scaling | None) -> Any:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """`rope_parameters` of newer files, `rope_scaling` of older ones; empty where there is neither.
-
-    Where they are given by kinds of layers, those of layers that see all."""
+    """`rope_parameters` of newer files or `rope_scaling` of older ones; {} where there is neither. Of fields
+    by kind of layer, those of layers that see all positions."""
     newer, older = field(fields, "rope_parameters", dict), field(fields, "rope_scaling", dict)
     if newer and older and newer != older:
         raise ModelError(
@@ -250,7 +249,7 @@ def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[.
 
 
 def long_magnitude(factor: float, original_context: int) -> float:
-    """The factor that LongRoPE multiplies cosines and sines by where the file does not say."""
+    """LongRoPE's factor of cosines and sines where the file states none."""
     return math.sqrt(1 + logarithm(factor) / logarithm(original_context)) if factor > 1 else 1.0
 
 

@@ -57,7 +57,7 @@ DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the conf
 
 
 def open_hf_model(path: Path, name: str) -> ModelSource:
-    """Read the headers of every shard. The result holds the shards open: close it."""
+    """Open a model's directory, and read every shard's header. Close the result: it holds shards open."""
     directory = ModelDirectory(path)
     directory.source_files()  # one that leads out is refused now, whoever would open it later
     fields = directory.json("config.json")
@@ -106,12 +106,12 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
 
 
 def opened_shards(directory: ModelDirectory, stack: ExitStack) -> Shards:
-    """The weight files of a directory with their tables; `stack` closes them."""
+    """Open the weight files of a directory, with their tables; `stack` closes them."""
     return open_all(directory, _shards_of(directory), stack)
 
 
 def _shards_of(directory: ModelDirectory) -> list[str]:
-    """The weight files: the single one, those of the index, or the only one there is."""
+    """Names of the weight files: the single one, those of the index, or the only one there is."""
     if directory.has(SINGLE):
         return [SINGLE]
     if (index := directory.json(INDEX)) is not None:
@@ -126,7 +126,7 @@ def _shards_of(directory: ModelDirectory) -> list[str]:
 
 
 def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
-    """The index's files. Each must be a plain name inside the directory."""
+    """The index's files, each of which must be a plain name inside the directory."""
     names = field(index, "weight_map", dict) or {}
     for name in names.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name, re.ASCII):
@@ -142,7 +142,7 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
 
 
 def _has_own_head(opened: Shards, family: Family) -> bool:
-    """True where a config calls embeddings tied and the files hold another head: it is used then."""
+    """True if the files hold another head than the embeddings, whatever the config says; it is used then."""
     embeds = [
         "model.embed_tokens.weight",
         *(of for of, ours in family.global_names.items() if ours == "embed"),
@@ -176,8 +176,8 @@ def tensors_of(
     *,
     scores: bool = False,
 ) -> dict[str, SourceTensor]:
-    """Every tensor of the language model by our name, as views. fields: those of config.json. scores: the
-    head of a classifier is one of the tensors."""
+    """Views of every tensor of the language model, by our names. `fields`: those of config.json. `scores`:
+    True if a classifier's head is one of the tensors."""
     stated = text_fields(fields, family)
     biases = not family.hf_biases or field(stated, family.hf_biases, bool, False)
     n_more = field(stated, "num_nextn_predict_layers", int, 0)
@@ -217,7 +217,7 @@ def tensors_of(
 def _file_tensors(
     opened: Shards, family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Names without what precedes those of the language model; scales with the blocks that they belong to."""
+    """Yield tensors by names without the language model's prefix, quantised ones composed of parts."""
     composed, used = made_tensors(opened, quantisation)
     plain = (
         (theirs, tensor_of(file, theirs, entry))
@@ -231,7 +231,7 @@ def _file_tensors(
 
 
 def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
-    """True for a bias that some packages write for every layer that they quantise."""
+    """True for a bias of zeros, which some packages write for every layer that they quantise."""
     if not name.endswith(".bias") or len(tensor.shape) != 1:
         return False
     numbers = tensor.rows(0, 1)
@@ -249,8 +249,8 @@ def without_prefix(theirs: str, family: Family) -> str:
 
 
 def layer_place(theirs: str) -> tuple[str, str, str]:
-    """ "layers.3." (empty outside layers), the name within the layer, and the expert's number that "{e}"
-    replaces."""
+    """Split a name into its layer's "layers.3." ("" outside layers), the name within the layer, and the
+    expert's number, which "{e}" replaces."""
     match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
     if match is None:
         return "", theirs, ""

@@ -1,9 +1,8 @@
-"""The files of one model's directory, which a stranger wrote: the door that every loader opens them by.
+"""The files of one model's directory, which a stranger wrote: every loader opens them through this module.
 
-A link among them may name any file that the user can read, and what a loader reads, clients may see: a chat
-template's text is in `/tokenize`'s answer. So what is opened must lie in the directory itself, whatever its
-name says. The hub's client keeps its files beside: `models--X/snapshots/REVISION/NAME` is a link to
-`models--X/blobs/DIGEST`."""
+A link among them may name any file that the user can read, and clients may see what a loader reads: a chat
+template's text is in `/tokenize`'s answer. So a file must lie in the directory itself, or among the hub
+client's blobs: `models--X/snapshots/REVISION/NAME` is a link to `models--X/blobs/DIGEST`."""
 
 from __future__ import annotations
 
@@ -34,16 +33,15 @@ from phasewise.serving.loaders.source import (
 )
 
 _SOURCE_SUFFIXES = (".json", ".safetensors", ".jinja")
-"""Files that a model is read from."""
+"""Suffixes of files that a model is read from."""
 _MODULE_FILES = "*_*/config.json"
-"""The settings of sentence-transformers' modules, such as 1_Pooling."""
+"""Pattern of the settings of sentence-transformers' modules, such as 1_Pooling."""
 _README = "README.md"
 _MOST_ENTRIES = 100_000
 
 
 class ModelDirectory:
-    """A directory that a user called a model. What is opened through it lies in it, or ModelError says which
-    file does not. Names are relative to it."""
+    """A model's directory. Raises ModelError for files that lie outside. Names are relative to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +51,7 @@ class ModelDirectory:
         return os.path.exists(self.path / name)
 
     def open(self, name: str) -> SourceFile:
-        """A regular file, checked once it is open: what its name means may change."""
+        """Open a regular file; its place is checked once it is open, since a name's meaning may change."""
         file = SourceFile(self.path / name)
         try:
             self._refuse_outside(name, file.real_path())
@@ -63,24 +61,24 @@ class ModelDirectory:
         return file
 
     def text(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> str:
-        """A whole UTF-8 file that must not be larger than `max_bytes`."""
+        """Read a whole UTF-8 file that must not be larger than `max_bytes`."""
         with self.open(name) as file:
             return read_all(file, max_bytes)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """A JSON object; None where the file is absent."""
+        """Read a JSON object; None where the file is absent."""
         return parse_json_object(self.text(name), str(self.path / name)) if self.has(name) else None
 
     def json_list(self, name: str, most: int) -> list[Any] | None:
-        """A JSON list of at most `most` entries; None where the file is absent."""
+        """Read a JSON list of at most `most` entries; None where the file is absent."""
         return parse_json_list(self.text(name), str(self.path / name), most) if self.has(name) else None
 
     def names(self, suffix: str) -> list[str]:
-        """Names that end in `suffix`, sorted."""
+        """Names of files that end in `suffix`, sorted."""
         return sorted(path.name for path in self.path.glob(f"*{suffix}"))
 
     def source_files(self) -> list[Path]:
-        """Every file that a model is read from, sorted; none of them is a link that leaves the directory."""
+        """Every file that a model is read from, sorted. Raises ModelError for a link out of the directory."""
         own = [path for path in self.path.iterdir() if path.suffix in _SOURCE_SUFFIXES]
         own += [path for path in (*self.path.glob(_MODULE_FILES), self.path / _README) if path.is_file()]
         files = sorted(own)
@@ -89,7 +87,7 @@ class ModelDirectory:
         return files
 
     def refuse_links_out(self) -> None:
-        """For a library that is given the whole directory and opens what it likes."""
+        """Raise ModelError for any link out of the directory, before a library opens what it likes in it."""
         for seen, path in enumerate(self._entries()):
             if seen >= _MOST_ENTRIES:
                 raise ModelError(f"{self.path} has more than {_MOST_ENTRIES} files: not a model's directory")
@@ -127,8 +125,7 @@ class ModelDirectory:
 
     @cached_property
     def _blobs(self) -> list[Path]:
-        """The folder in which the hub's client keeps the files of this directory's repository, if that has
-        made it."""
+        """The folder in which the hub's client keeps this directory's files, if it made the directory."""
         repositories = (
             folder.parent.parent
             for folder in (self._real, *self._real.parents)
@@ -138,7 +135,7 @@ class ModelDirectory:
 
 
 def real_path(path: Path) -> Path:
-    """A file's or a directory's own path, whatever links lead to it. Opens nothing. OSError."""
+    """Follow all links to a file's or a directory's own path, without opening it. Raises OSError."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -147,12 +144,12 @@ def real_path(path: Path) -> Path:
 
 
 Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
-"""Weight files, open, each with its table."""
+"""Open weight files, each with its table of tensors."""
 READABLE: dict[str, WeightForm] = {"F32": F32, "F16": F16, "BF16": BF16}
 
 
 def read_entries(file: SourceFile) -> dict[str, TensorEntry]:
-    """The header's table. Every entry has a known size that fits, lies in the file and overlaps no other."""
+    """Read the table of a safetensors header, whose entries lie in the file and overlap no other."""
     try:
         length = header_bytes(file.read(0, min(file.size, LENGTH_BYTES)), file.size)
         table = parse_json_object(file.read(LENGTH_BYTES, length), f"the header of {file.path}")
@@ -162,7 +159,7 @@ def read_entries(file: SourceFile) -> dict[str, TensorEntry]:
 
 
 def tensor_of(file: SourceFile, name: str, entry: TensorEntry) -> SourceTensor:
-    """The tensor as rows of float32; a stack of matrices as the rows of all of them."""
+    """A view of the tensor as rows of float32; of a stack of matrices, the rows of all."""
     form, shape = READABLE.get(entry.dtype), entry.shape
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
@@ -188,13 +185,13 @@ def _numbers(raw: bytes, dtype: str) -> Array:
 
 
 def open_all(directory: ModelDirectory, names: list[str], stack: ExitStack) -> Shards:
-    """Every file, open until `stack` ends, with its table."""
+    """Open every file, until `stack` ends, with its table of tensors."""
     files = [stack.enter_context(directory.open(name)) for name in names]
     return [(file, read_entries(file)) for file in files]
 
 
 def renamed(entries: Mapping[str, TensorEntry], beginnings: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """Entries whose names have one of these beginnings, each replaced by another; "": they are left out."""
+    """Entries whose names have one of the `beginnings`, each replaced by its value; "": left out."""
     chosen = {}
     for theirs, entry in entries.items():
         stem = next((stem for stem in beginnings if theirs.startswith(stem)), None)

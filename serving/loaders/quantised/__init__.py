@@ -1,4 +1,3 @@
-"""Readers of quantised safetensors: compressed-tensors, AWQ, GPTQ and FP8.
-
-A weight of theirs is several tensors of the file. Each reader gives the same numbers as the package whose
-format it is, in the smallest packed form that holds them exactly (decision 0102)."""
+"""Readers of quantised safetensors: compressed-tensors, AWQ, GPTQ and FP8. A quantised weight is several
+tensors of a file. Each reader gives the same numbers as the package whose format it is, in the smallest
+packed form that holds them exactly (decision 0102)."""

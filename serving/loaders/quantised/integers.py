@@ -31,9 +31,9 @@ _SIGNIFICAND_BITS = 24
 class IntegerWeight:
     """A weight [n, k] of integers with one scale, and maybe one zero point, for each `group` inputs.
 
-    codes(start, stop), of outputs: uint8 [rows, k]. scales float32 and zeros int16, [n, groups]: one entry
-    where all rows or all groups have the same one. order: the group of each input, where they do not follow
-    one another. byte_rows: inputs may be rounded to bytes with one scale for each row."""
+    `codes(start, stop)`: uint8 [rows, k] of these outputs. `scales`, `zeros`: float32 and int16 [n, groups],
+    one entry where all rows or all groups have the same. `order`: the group of each input, where groups are
+    no runs. `byte_rows`: True if inputs may be rounded to bytes with one scale for each row."""
 
     n: int
     k: int
@@ -64,7 +64,7 @@ class IntegerWeight:
         return WeightForm("q8", group, INT8_ZERO_POINT, "float32") if self.bits < 8 else F32
 
     def reader(self) -> Callable[[int, int], Rows]:
-        """Rows in that form."""
+        """A reader of rows in the packed form."""
         form = self.form
 
         def rows(start: int, stop: int) -> Rows:
@@ -101,7 +101,7 @@ def _of_rows(array: Array, start: int, stop: int) -> Array:
 
 
 def spread(array: Array, group: int, k: int, packed_group: int) -> Array:
-    """Entries of each `group` inputs as entries of each `packed_group`, which divides it or is all of k."""
+    """Turn entries of each `group` inputs into entries of each `packed_group`, a divisor or all of k."""
     count = packing.groups_of(k, packed_group)
     if array.shape[1] == 1:
         return np.ascontiguousarray(np.broadcast_to(array, (array.shape[0], count)))
@@ -109,14 +109,14 @@ def spread(array: Array, group: int, k: int, packed_group: int) -> Array:
 
 
 def fits_half(numbers: Array) -> bool:
-    """True if float16 holds all of them. What is no number is refused where it is packed."""
+    """True if float16 holds all numbers. NaN and infinity are refused where rows are packed."""
     with np.errstate(over="ignore", invalid="ignore"):
         halves = numbers.astype(np.float16).astype(np.float32)
     return bool((halves == numbers).all())
 
 
 def significant_bits(numbers: Array) -> int:
-    """From the first to the last bit that is set, of float32 numbers; 1 for powers of two."""
+    """Bits from the first to the last that is set, of float32 numbers; 1 for powers of two."""
     finite = numbers[np.isfinite(numbers)]
     if not finite.size:
         return 1
@@ -131,7 +131,7 @@ WORD_BITS = 32
 
 
 def packed_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """`pack-quantized`."""
+    """Read a weight in `pack-quantized`."""
     read = PartReader(
         name, parts, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     )
@@ -159,7 +159,7 @@ def packed_tensor(name: str, parts: Parts, quantisation: Quantisation) -> Source
 
 
 def bytes_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """`int-quantized` and `naive-quantized` weights of int8."""
+    """Read an int8 weight in `int-quantized` or `naive-quantized`."""
     read = PartReader(name, parts, ("weight", "weight_scale", "weight_zero_point"))
     n, k = read.entry("weight", ("I8",)).shape
     scheme = quantisation.scheme_of(False, 8, read.what)
@@ -179,7 +179,7 @@ def bytes_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceT
 
 
 def awq_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """AWQ's `gemm` packing, of four bits."""
+    """Read a weight of four bits in AWQ's `gemm` packing."""
     read = PartReader(name, parts, ("qweight", "qzeros", "scales"))
     scheme = quantisation.scheme_of(False, 4, read.what)
     k, words = read.entry("qweight", ("I32",)).shape
@@ -201,7 +201,7 @@ def awq_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTen
 
 
 def gptq_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """GPTQ's packing, of 2, 4 or 8 bits."""
+    """Read a weight of 2, 4 or 8 bits in GPTQ's packing."""
     read = PartReader(name, parts, ("qweight", "qzeros", "scales", "g_idx"))
     bits = quantisation.schemes[0].bits
     words, n = read.entry("qweight", ("I32",)).shape
@@ -227,7 +227,7 @@ def _tensor(kind: str, read: PartReader, weight: IntegerWeight) -> SourceTensor:
 
 
 def _scales_by_output(read: PartReader, n: int) -> Array:
-    """[n, groups], or [1, 1] where all of the weight has one scale."""
+    """Scales [n, groups], or [1, 1] where the whole weight has one."""
     scales = read.floats("weight_scale")
     if scales.size == 1:
         return scales.reshape(1, 1)
@@ -277,7 +277,7 @@ def _plain_zeros(read: PartReader, n: int, groups: int, offset: int) -> Array:
 
 
 def _order(read: PartReader, part: str, k: int, group: int, groups: int) -> Array | None:
-    """The group of each input where they are not runs."""
+    """The group of each input; None where groups are runs."""
     if part not in read:
         return None
     order = read.group_order(part, k, groups)

@@ -49,13 +49,13 @@ _KEYS = {
     "fp8": "weight_block_size fmt weight_per_tensor quant_method activation_scheme modules_to_not_convert"
     " ignored_layers dequantize scale_fmt",
 }
-"""Keys that are known. Those that are not read say how a checkpoint was made, or which kernel others use: no
-number depends on them."""
+"""Keys that are known, by method. No number depends on a key that is not read: it says how a checkpoint was
+made, or which kernel others use."""
 
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """The numbers of some weights. block: outputs and inputs that share a scale, of strategy `block`."""
+    """The numbers of some weights. `block`: outputs and inputs that share a scale, of strategy `block`."""
 
     bits: int
     is_float: bool
@@ -63,20 +63,21 @@ class WeightScheme:
     strategy: str = "channel"
     block: tuple[int, int] | None = None
     byte_rows: bool = False
-    """Inputs are rounded to bytes, with a scale for each row."""
+    """True if inputs are rounded to bytes, with a scale for each row."""
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """All that tensors do not say themselves."""
+    """All that a quantised weight's tensors do not say themselves."""
 
     method: Method
     schemes: tuple[WeightScheme, ...]
     zero_offset: int = 0
-    """Taken off zero points where they are stored, by GPTQ's first format."""
+    """The number taken off zero points where they are stored, by GPTQ's first format."""
 
     def scheme_of(self, is_float: bool, bits: int, what: str) -> WeightScheme:
-        """The scheme of such weights; of several, that which rounds less. ModelError where none is."""
+        """The scheme of weights of this kind and these bits; of several, the one that rounds less. Raises
+        ModelError where there is none."""
         matching = [scheme for scheme in self.schemes if (scheme.is_float, scheme.bits) == (is_float, bits)]
         if not matching:
             kind = "floating-point" if is_float else "integer"
@@ -89,7 +90,7 @@ class Quantisation:
 def quantisation_of(
     config: Any, quantize_config: Fields | None, what: str = "config.json"
 ) -> Quantisation | None:
-    """The scheme that a directory states; None: its weights are plain. ModelError for what cannot run."""
+    """The scheme that a directory states; None: plain weights. Raises ModelError if it cannot run."""
     if config is None and quantize_config is not None:
         config, what = {"quant_method": "gptq", **quantize_config}, "quantize_config.json"
     if not config:
@@ -105,7 +106,7 @@ def quantisation_of(
 
 
 def check_compression(config: Mapping[str, Any], what: str) -> None:
-    """ModelError unless a compressed-tensors config asks for nothing but the formats that are read here."""
+    """Raise ModelError for a compressed-tensors config that asks for a format that is not read here."""
     own, sparsity, can = config.get("format"), config.get("sparsity_config"), ", ".join(SPARSE_FORMATS)
     sparse_format = sparsity.get("format") if isinstance(sparsity, Mapping) else None
     if config.get("config_groups") or own not in (None, "dense", *SPARSE_FORMATS):
@@ -238,14 +239,14 @@ PARTS = (
 )  # fmt: skip
 SPARSE = ("compressed", "bitmask", "shape", "row_offsets")
 OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
-"""Scales of inputs that others round once and for all; here rows are rounded one by one, or not at all."""
+"""Names of fixed scales of inputs, which are not read: here rows are rounded one by one, or not at all."""
 FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 MAX_DIM = 1 << 31
 
 
 def parts_in(opened: Opened, ends: Iterable[str], mark: str = ".") -> dict[str, dict[str, Found]]:
-    """Tensors whose names end in one of these, behind a mark, by what stands before it. ModelError for one
-    that is there twice."""
+    """Collect tensors whose names end in one of `ends` behind a mark, by the rest of the name. Raises
+    ModelError for one that is there twice."""
     parts: dict[str, dict[str, Found]] = {}
     for file, entries in opened:
         for theirs, entry in entries.items():
@@ -279,7 +280,7 @@ class PartReader:
     def entry(
         self, part: str, dtypes: Iterable[str], n_dims: Iterable[int] = (2,), *, may_be_empty: bool = False
     ) -> TensorEntry:
-        """The part's entry, of one of these types and numbers of dimensions."""
+        """The part's entry. Raises ModelError for another type or number of dimensions."""
         if part not in self._parts:
             raise ModelError(f"{self.what} lacks its {part}: the file is damaged")
         entry = self._parts[part][1]
@@ -301,7 +302,7 @@ class PartReader:
             raise ModelError(f"{self.what} has {part} as {actual}: {shape} expected")
 
     def raw(self, part: str, dtype: str, start: int = 0, stop: int | None = None) -> Array:
-        """Rows of a part as numpy has them; of a vector or a number, all of it."""
+        """Rows of a part as a numpy array; of a vector or a number, all of it."""
         file, entry = self._parts[part]
         if len(entry.shape) < 2 or stop is None:
             return np.frombuffer(file.read(entry.offset, entry.n_bytes), dtype).reshape(entry.shape)
@@ -321,14 +322,14 @@ class PartReader:
         return from_bf16(numbers) if dtype == "BF16" else numbers.astype(np.float32)
 
     def some(self, part: str, dtype: str, first: int, count: int) -> Array:
-        """Entries of a part from one on, without their places in rows. ModelError where there are fewer."""
+        """`count` entries of a part from `first` on, regardless of rows. Raises ModelError for fewer."""
         (file, entry), size = self._parts[part], np.dtype(dtype).itemsize
         if (first + count) * size > entry.n_bytes:
             raise ModelError(f"{self.what} has too few numbers in {part}")
         return np.frombuffer(file.read(entry.offset + first * size, count * size), dtype)
 
     def stated_shape(self, part: str) -> tuple[int, int]:
-        """Two sizes, which a part holds."""
+        """The two sizes of the weight, which a part holds."""
         entry = self.entry(part, ("I64", "I32"), (1, 2))
         sizes = self.raw(part, "<i8" if entry.dtype == "I64" else "<i4").ravel().tolist()
         if len(sizes) != 2 or not all(1 <= size < MAX_DIM for size in sizes):
@@ -336,7 +337,7 @@ class PartReader:
         return int(sizes[0]), int(sizes[1])
 
     def group_order(self, part: str, k: int, groups: int) -> Array | None:
-        """The group of each input; None where one is -1: compressed-tensors' word for runs."""
+        """The group of each input; None where one is -1, by which compressed-tensors means runs."""
         self.entry(part, ("I32", "I64"), (1,))
         self.expect(part, (k,))
         dtype = "<i4" if self._parts[part][1].dtype == "I32" else "<i8"
@@ -356,7 +357,7 @@ def in_order(order: Array, group: int) -> bool:
 
 
 def unpacked(words: Array, bits: int, count: int) -> Array:
-    """uint8 [rows, count] of codes from int32 [rows, words], the lowest bits first, without gaps."""
+    """Unpack codes, uint8 [rows, count], from int32 [rows, words], the lowest bits first, without gaps."""
     raw = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
     if bits == 8:
         return raw[:, :count]

@@ -55,7 +55,7 @@ MXFP4 = form_of(BlockRows("mxfp4", np.zeros((1, 32), np.uint8), np.zeros((1, 1),
 
 
 def _e4m3_values() -> Array:
-    """The numbers of all 256 codes; 0x7F and 0xFF are none."""
+    """The numbers of all 256 codes; 0x7F and 0xFF are NaN."""
     code = np.arange(256)
     exponent, fraction = code >> 3 & 15, code & 7
     magnitude = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
@@ -67,7 +67,7 @@ E4M3 = _e4m3_values()
 
 
 def fp8_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """FP8 with `weight_scale`, or with `weight_scale_inv`, which multiplies too."""
+    """Read an FP8 weight with `weight_scale`, or with `weight_scale_inv`, which multiplies too."""
     read = PartReader(name, parts, ("weight", "weight_scale", "weight_scale_inv"))
     n, k = read.entry("weight", ("F8_E4M3",)).shape
     scheme = quantisation.scheme_of(True, 8, read.what)
@@ -85,7 +85,7 @@ def fp8_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTen
 
 
 def nvfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """`nvfp4-pack-quantized`: as bytes, doubled, with float32 scales for each 16 inputs."""
+    """Read a weight in `nvfp4-pack-quantized`: as bytes, doubled, with float32 scales for each 16 inputs."""
     read = PartReader(name, parts, ("weight_packed", "weight_scale", "weight_global_scale"))
     n, k = _packed_shape(read)
     quantisation.scheme_of(True, 4, read.what)
@@ -108,7 +108,7 @@ def nvfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceT
 
 
 def mxfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """`mxfp4-pack-quantized`: blocks as they are."""
+    """Read a weight in `mxfp4-pack-quantized`, whose blocks stay as they are."""
     read = PartReader(name, parts, ("weight_packed", "weight_scale"))
     n, k = _packed_shape(read)
     quantisation.scheme_of(True, 4, read.what)
@@ -125,8 +125,8 @@ def mxfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceT
 
 
 def mxfp4_stack(name: str, parts: Parts) -> SourceTensor:
-    """A stack of matrices [experts, outputs, inputs] in MXFP4: blocks [experts, outputs, inputs / 32, 16] of
-    two numbers a byte, the even one low, and an exponent for each block."""
+    """Read a stack of matrices [experts, outputs, inputs] in MXFP4: blocks [experts, outputs, inputs / 32,
+    16] of two numbers a byte, the even one low, and an exponent for each block."""
     read = PartReader(name, parts, STACK)
     shape = read.entry("blocks", ("U8",), (4,)).shape
     read.expect("blocks", (*shape[:3], MXFP4_GROUP // 2))
@@ -153,14 +153,14 @@ def _nibbles(read: PartReader, start: int, stop: int) -> Array:
 
 
 def _in_pairs(raw: Array) -> Array:
-    """Two numbers a byte, the even one low."""
+    """Unpack two numbers a byte, the even one low."""
     return np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), -1)
 
 
 def _scale_reader(
     read: PartReader, scales: Array, n: int, k: int, block: tuple[int, int] | None
 ) -> Callable[[int, int], Array]:
-    """Scales of some rows, [rows, k] or what broadcasts to it."""
+    """A reader of the scales of some rows, [rows, k] or what broadcasts to it."""
     if scales.size == 1:
         return lambda start, stop: scales.reshape(1, 1)
     if scales.shape in ((n,), (n, 1)):
@@ -194,7 +194,7 @@ def _smallest_form(scales: Array) -> WeightForm:
 
 
 def bitmask_tensor(name: str, parts: Parts) -> SourceTensor:
-    """The matrix `name` from its parts. ModelError where they do not fit together."""
+    """Read the sparse matrix `name` from its parts. Raises ModelError where they do not fit together."""
     read = PartReader(name, parts, SPARSE)
     n, k = read.stated_shape("shape")
     values = read.entry("compressed", READABLE, (1, 2), may_be_empty=True)
@@ -229,7 +229,7 @@ def bitmask_tensor(name: str, parts: Parts) -> SourceTensor:
 
 
 def _first_value(read: PartReader, kept: Array, n: int, total: int, start: int, stop: int) -> int:
-    """The place where the first row's values begin. Offsets must be those that the bits count."""
+    """The place of the first row's first value. Raises ModelError for offsets that contradict the bits."""
     offsets = read.some("row_offsets", "<i8", start, min(stop + 1, n) - start).tolist()
     offsets += [total] if stop == n else []
     counts = [after - before for before, after in pairwise(offsets)]
@@ -245,7 +245,7 @@ def _first_value(read: PartReader, kept: Array, n: int, total: int, start: int, 
 def made_tensors(
     opened: Opened, quantisation: Quantisation | None
 ) -> tuple[Iterator[tuple[str, SourceTensor]], set[str]]:
-    """Names and tensors, made one by one, and the names of all tensors of the files that they are made of."""
+    """Names and tensors that are composed of several, made one by one, and the names of those they use."""
     sparse, stacks = parts_in(opened, SPARSE), parts_in(opened, STACK, "_")
     stacks = {stem: own for stem, own in stacks.items() if len(own) == len(STACK)}
     quantised: dict[str, dict[str, Found]] = {}

@@ -33,7 +33,7 @@ class QueryGrowth:
         return np.array([1 + self.beta * logarithm(1 + step) for step in range(steps)], np.float32)
 
     def check(self, context_length: int) -> None:
-        """ModelError unless the factors are numbers, and few enough to be kept."""
+        """Raise ModelError unless the factors are numbers, and few enough to be kept."""
         if type(self.span) is not int or not 1 <= self.span <= 1 << 30:
             raise ModelError(f"queries that grow every {self.span!r:.80} positions: 1 to 2^30 expected")
         if not 0 <= self.beta <= 1e3:
@@ -52,8 +52,7 @@ class HeadShape:
     n_kv_heads: int
     head_dim: int
     keys_are_values: bool = False
-    """True if one product gives keys and values, which then get norms of their own, and keys their
-    rotation."""
+    """True if one product gives keys and values, which differ in their norms, and RoPE rotates keys alone."""
 
     def check(self, n_kv_heads: int, head_dim: int) -> None:
         """Raise ModelError for more KV heads than `n_kv_heads` or heads larger than `head_dim`."""
@@ -93,7 +92,7 @@ class Attending(Mixer):
 
     @property
     def numbers(self) -> int:
-        """Numbers of one position that a head reads, for its score and for its result."""
+        """Numbers of one position that a head multiplies, for its score and for its result."""
         return 2 * self.heads.head_dim
 
     def copies(self, teams: Teams) -> tuple[int, ...]:
@@ -255,8 +254,7 @@ class LatentAttention:
     value_dim: int
     """Numbers of a head's value."""
     q_rank: int = 0
-    """Numbers of the normalised product of the stream from which queries are computed; 0: queries are a
-    product of the stream itself."""
+    """Width of the normalised product of which queries are a product; 0: queries are one of the stream."""
     norm_eps: float = 1e-6
 
     def check(self, heads: HeadShape) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the mixtures of experts in a model: the experts' number, and the choice of those that compute a
+"""Settings of a model's mixtures of experts: the experts' number, and the choice of those that compute a
 row."""
 
 from __future__ import annotations

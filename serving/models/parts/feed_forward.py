@@ -96,8 +96,7 @@ class FeedForward(LayerPart):
             column += self.width
 
     def add_weight(self, site: Site, reads: ReadRows, inner: Place, gate: Place, rows: Rows) -> None:
-        """Add the weight of each row, the logistic of one product: rows at `inner`, and so the output, are
-        multiplied."""
+        """Multiply each row at `inner`, and so its output, by the logistic of one product of the stream."""
         site.add(self.products[0], reads, gate, rows=rows)
         up = inner[0] + self.inner - self.width, inner[1]
         site.program.gate_rows(self.width, *up, *up, gate, rows=rows, one_gate=True)

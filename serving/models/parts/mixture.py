@@ -144,7 +144,7 @@ class Mixture(LayerPart):
 
 
 def first_expert(stack: PackedWeight, experts: Experts, name: str) -> PackedWeight:
-    """The first expert's weight of a stack. ModelError where experts begin within a panel."""
+    """The first expert's weight of a stack. Raises ModelError where experts begin within a panel."""
     if stack.n % (experts.count * PANEL):
         raise ModelError(
             f"a model has {experts.count} experts with {stack.n} outputs in all in {name}:"

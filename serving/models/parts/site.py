@@ -52,7 +52,7 @@ class Product:
 
 
 class LayerPart(ABC):
-    """A part of a layer."""
+    """A part of a layer: a mixer, a feed-forward layer, a mixture of experts, streams or layer inputs."""
 
     @property
     @abstractmethod
@@ -105,8 +105,7 @@ Entry = TypeVar("Entry", Place, int)
 
 @dataclass(frozen=True, slots=True)
 class MixingRows(Generic[Entry]):
-    """An entry for each kind of a mixer's rows: their place, or the numbers of one row; 0: a mixer has no
-    such rows."""
+    """An entry for each kind of a mixer's rows: their place, or the numbers of one row; 0: no such rows."""
 
     products: Entry
     """Products of the stream."""
@@ -120,11 +119,10 @@ class MixingRows(Generic[Entry]):
 
 @dataclass(frozen=True, slots=True)
 class ActivationArena:
-    """Places of a step's rows, in floats. Rows of mixers and of feed-forward layers take turns in one
-    region."""
+    """Places of a step's rows, in floats. Rows of mixers and of feed-forward layers share one region."""
 
     hidden: Place
-    """The stream."""
+    """The residual stream."""
     mixing: MixingRows[Place]
     gate_up: Place
     given: Place
@@ -137,7 +135,7 @@ class ActivationArena:
     summed: Place
     """The sum of the experts' outputs, where it is normalised before it is added."""
     inputs: Place
-    """Inputs of all layers."""
+    """Layer inputs, which layers read beside the stream, of all layers."""
     aside: Place
     """Rows of the low-rank way round attention (LAuReL)."""
     streams: Place
@@ -224,7 +222,7 @@ class Mixer(LayerPart):
     """A part of a layer that reads other positions."""
 
     takes_no_adapters: ClassVar[str] = ""
-    """The clause of an error that says why the mixer's products take no adapters; "": they take some."""
+    """The clause of an error that says why the mixer's products take no adapters; "": they take adapters."""
 
     @property
     @abstractmethod

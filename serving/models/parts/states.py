@@ -211,8 +211,7 @@ class Recurrence(Convolving):
         return MixingRows(more, self.channels, state.gates, state.values)
 
     def add_gates(self, site: Site, products: Place) -> int | None:
-        """Add operations that come before the gates; returns the column of factors, None: beside the time
-        steps."""
+        """Add operations before the gates; returns the column of factors, None: beside the time steps."""
         del site, products
         return None
 
@@ -251,7 +250,7 @@ class Recurrence(Convolving):
         return read
 
     def norm(self, site: Site) -> dict[str, Any]:
-        """Options of `Program.gate_rows`: the norm of results, before their gate or behind it, and their
+        """Options of `Program.gate_rows`: the norm of results, behind or before the gate, and their
         factor."""
         state, out = self.state, self.factors.state_out
         scale = site.needed("state_scale") if state.norm_groups else None

@@ -67,7 +67,7 @@ class InputsOfLayer(LayerPart):
         rows: Rows,
         scale: float,
     ) -> None:
-        """Add the part's output to each of `targets`, and multiply each sum by `scale`. `number`: the layer's
+        """Add the part's output to each of `targets`, all of it times `scale`. `number`: the layer's
         index."""
         gate, branch = arena.gate_up, arena.branch
         into, out = self.products
@@ -152,8 +152,7 @@ class StreamsOfLayer(LayerPart):
         return {**dict.fromkeys(names, self.hidden), **by_streams}
 
     def add_before(self, site: Site, arena: ActivationArena, stream: Place, last: bool) -> None:
-        """Add the prediction of streams, and the layer's way round attention: n + norm(R L n), n =
-        norm(h)."""
+        """Add the prediction of streams, and the way round attention: n + norm(R L n), n = norm(h)."""
         aside, branch = arena.aside, arena.branch
         low, norm = arena.gate_up, site.vector("attn_norm")
         self._add_streams(site, arena, "predict", stream, last)
@@ -164,8 +163,8 @@ class StreamsOfLayer(LayerPart):
         site.program.adjust(self.hidden, *branch, *aside, norm=site.vector("laurel_norm"), add=True)
 
     def add_between(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> None:
-        """Join attention's result and the way round it: their sum times 1 / root(2), in the last layer of
-        gathered rows."""
+        """Add attention's result and the way round it, times 1 / root(2); in the last layer of gathered
+        rows."""
         aside = arena.aside
         if last:
             site.program.adjust(
@@ -175,8 +174,7 @@ class StreamsOfLayer(LayerPart):
             site.program.adjust(self.hidden, *aside, *after, add=True, scale=HALF)
 
     def add_behind(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> list[Place]:
-        """Add the correction of streams by the halves' outputs; returns the places of all streams but the
-        first."""
+        """Add the correction of streams by the halves' outputs; returns the places of all but the first."""
         self._add_streams(site, arena, "correct", after, last)
         first, stride = arena.last_streams if last else arena.streams
         return [(first + number * self.hidden, stride) for number in range(1, self.streams.count)]
