@@ -1,4 +1,4 @@
-"""Shares of cores beside the fastest ones, and cores that are slow, measured while all of them work."""
+"""Shares of slower cores' rates, and cores slower than others of their kind, measured while all work."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from phasewise.topology import Machine
 from phasewise.tuner.config.rates import CoreShare
 
 Measure = Callable[[Sequence[int]], MemberRates]
-"""Measures the rates of some PUs while all of them work."""
+"""A measurement of the rates of some PUs while all of them work."""
 
 
 SLOW = 0.75
-"""Share of the median pace of its kind: a core below it in all of ROUNDS has a neighbour, or is throttled."""
+"""Share of its kind's median pace below which a core, in all of ROUNDS, counts as slow."""
 ROUNDS = 3
 LEAST_CORES = 3
-"""Cores of a kind that are needed to say which one is slow."""
+"""The fewest cores of a kind among which a slow one can be told."""
 
 
 def slow_pus(machine: Machine, measure: Measure = rates_of_pus) -> tuple[int, ...]:
-    """PUs that are slower than others of their kind in each of ROUNDS measurements, the slowest first."""
+    """PUs slower than others of their kind in each of ROUNDS measurements, slowest first."""
     firsts, kinds = _firsts_by_kind(machine)
     if max(kinds.count(kind) for kind in kinds) < LEAST_CORES:
         return ()
@@ -35,8 +35,7 @@ def slow_pus(machine: Machine, measure: Measure = rates_of_pus) -> tuple[int, ..
 
 
 def measured_shares(machine: Machine, measure: Measure = rates_of_pus) -> dict[int, CoreShare]:
-    """The share of each allowed PU of a machine with cores of several kinds; PUs of one kind have the same
-    share."""
+    """Rates of each allowed PU as shares of the fastest kind's, equal within a kind; empty for one kind."""
     firsts, kinds = _firsts_by_kind(machine)
     if len(set(kinds)) < 2:
         return {}
@@ -51,7 +50,7 @@ def measured_shares(machine: Machine, measure: Measure = rates_of_pus) -> dict[i
 
 
 def _firsts_by_kind(machine: Machine) -> tuple[list[int], list[int]]:
-    """The first allowed PU of every core, and the number of its kind."""
+    """The first allowed PU of every core, and the number of each core's kind (-1: none)."""
     number_of = {pu: number for number, kind in enumerate(machine.kinds) for pu in kind.cpus}
     firsts = [core[0] for core in machine.allowed_cores()]
     return firsts, [number_of.get(pu, -1) for pu in firsts]

@@ -1,9 +1,7 @@
-"""Export of service plans as other tools' flags: the same cores for llama.cpp, vLLM and whatever runs under a
-launcher.
+"""Export of service plans as flags of other tools: llama.cpp, vLLM, and whatever runs under a launcher.
 
-Few tools can say all that a plan does. Each emitter prints the nearest that its tool can, and a remark for
-everything that gets lost: ranks where there is one process, a phase where there is one set of cores.
-"""
+Few tools can express a whole plan. Each emitter prints the closest flags of its tool, and a note for
+everything that is lost: ranks where there is one process, a phase where there is one set of cores."""
 
 from __future__ import annotations
 
@@ -21,22 +19,22 @@ Plans = Mapping[Phase, ServicePlan]
 LLAMA_CPP_FLAGS: Mapping[Phase, tuple[str, str, str]] = MappingProxyType(
     {"decode": ("-t", "-C", "--cpu-strict"), "prefill": ("-tb", "-Cb", "--cpu-strict-batch")}
 )
-"""llama.cpp's flags for the number of threads, their CPU mask, and one CPU for each thread."""
+"""llama.cpp's flags for the number of threads, the CPU mask, and pinning each thread to one CPU."""
 
 LLAMA_CPP_MAX_CPUS = 512
-"""CPUs that llama.cpp's masks can name (GGML_MAX_N_THREADS)."""
+"""The number of CPUs that llama.cpp's masks can name (GGML_MAX_N_THREADS)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """The flags for the tool, and what of the plan it cannot express, a line each."""
+    """The flags for a tool, and notes, a line each, on parts of the plan that the tool cannot express."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
 def emit(tool: str, plans: Plans, machine: Machine) -> Emitted:
-    """The plans of `machine` as flags of one of `TOOLS`. PlanError if there are none, or for another tool."""
+    """The plans of `machine` as flags of one of `TOOLS`. PlanError for no plans, or an unknown tool."""
     if tool not in TOOLS:
         raise PlanError(f"plans are printed for {', '.join(TOOLS)}, not for {tool!r:.40}")
     if not plans:
@@ -52,7 +50,7 @@ def emit(tool: str, plans: Plans, machine: Machine) -> Emitted:
 
 
 def cpu_mask(pus: tuple[int, ...]) -> str:
-    """The PUs as one hexadecimal number, however many there are."""
+    """The PUs as a bit mask in hexadecimal."""
     return hex(sum(1 << pu for pu in set(pus)))
 
 
@@ -89,7 +87,7 @@ def _llama_cpp(plans: Plans, machine: Machine) -> Emitted:
 
 
 def _kubernetes(plans: Plans, machine: Machine) -> Emitted:
-    """A Guaranteed pod with whole CPUs of its own: what the static CPU manager asks for."""
+    """A Guaranteed pod with whole CPUs, as the static CPU manager requires."""
     cores = {pu for plan in plans.values() for pu in plan.cores}
     taken = [core for core in machine.nodes(Kind.CORE) if cores & set(core.cpus)]
     n_cpus = sum(len(core.cpus) for core in taken)
@@ -122,11 +120,11 @@ spec:
         limits: {{cpu: "{n_cpus}", memory: 8Gi}}"""
 
 
-# ---- tools with one set of cores for both ------------------------------------------------------------------
+# ---- tools with one set of cores for both phases -----------------------------------------------------------
 
 
 def _vllm(plans: Plans, machine: Machine) -> Emitted:
-    """vLLM's list of CPUs for every rank."""
+    """vLLM's lists of CPUs, one for every rank."""
     plan, notes = _one_plan(plans, "vLLM")
     lists = "|".join(list_cores(sorted(rank.cores)) for rank in plan.ranks)
     text = f"env VLLM_CPU_OMP_THREADS_BIND='{lists}' vllm serve --tensor-parallel-size {len(plan.ranks)}"
@@ -154,7 +152,7 @@ def _taskset(plans: Plans, machine: Machine) -> Emitted:
 
 
 def _openmp(plans: Plans, machine: Machine) -> Emitted:
-    """OpenMP's variables: one place for every thread, so that none moves."""
+    """OpenMP's variables, with one place for every thread, so that no thread moves."""
     plan, notes = _one_plan(plans, "OpenMP")
 
     def line(rank: RankCores) -> str:
@@ -165,8 +163,7 @@ def _openmp(plans: Plans, machine: Machine) -> Emitted:
 
 
 def _one_plan(plans: Plans, tool: str) -> tuple[ServicePlan, tuple[str, ...]]:
-    """The plan to print for a tool that takes one: decode's where both phases have one, because decode takes
-    most of a request's time and suffers from contention."""
+    """The plan for a tool that takes one: decode's if any, since decode takes most of a request's time."""
     chosen = plans.get("decode") or next(iter(plans.values()))
     other = plans.get("prefill")
     if other is None or other.ranks == chosen.ranks:
@@ -209,4 +206,4 @@ TOOLS: Mapping[str, Callable[[Plans, Machine], Emitted]] = MappingProxyType(
         "kubernetes": _kubernetes,
     }
 )
-"""The tools whose flags a plan can be printed as."""
+"""Emitters by tool."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 
 class TunerError(Exception):
-    """The tuner cannot do what was asked. The message names the thing, what is wrong and what to do."""
+    """The tuner cannot do what was asked. The message says what is wrong and what to do."""
 
     exit_code: ClassVar[int] = 1
 
@@ -24,11 +24,11 @@ class PlanError(TunerError):
 
 
 class EvaluationError(TunerError):
-    """An evaluator cannot run a configuration, or cannot time a step; or a machine's description is wrong."""
+    """An evaluator cannot run a configuration or time a step, or the description of a machine is wrong."""
 
 
 class TraceError(TunerError):
-    """A trace of requests, or what is to be asked of it, cannot be read."""
+    """A trace of requests, an SLO or an objective is invalid."""
 
 
 class TopoTreeError(TunerError):

@@ -1,9 +1,9 @@
-"""The order in which schedules that won elsewhere are tried here: where most seconds are at stake, first.
+"""The order in which schedules that won on other machines (hints) are tried on this one: most seconds at
+stake first.
 
-A claim is a stranger's word, so it does not count: what counts is the least time that a product takes on
-these cores, times the number of its uses in a step. At the load of one conversation a step has the fewest
-rows or the most, so those come before the numbers of rows between.
-"""
+A hint's claimed gain is not trusted: its worth is the least time that a product takes on these cores, times
+its uses in a step. At the load of one conversation a step has the fewest rows or the most, so these numbers
+of rows come before those between."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import Hinted
 
 FIRST_S = 60.0
-"""The most time that hints get: before a server's start, and at the beginning of a tuning run."""
+"""The most seconds spent on hints before a server's start, and at the beginning of a tuning run."""
 FIRST_SHARE = 0.5
-"""Largest share of a tuning run's budget that hints get."""
+"""The largest share of a tuning run's budget spent on hints."""
 
 
 def in_order_of_worth(
@@ -27,9 +27,9 @@ def in_order_of_worth(
     obstacle: Callable[[Problem, Schedule], str | None],
     step_s: Callable[[Problem], float],
 ) -> list[Hinted]:
-    """The hints for these tasks that can run here and are not the default, those with most seconds at stake
-    first. step_s: seconds that a product takes in a step. A hint in the default arithmetic is tried alone;
-    others of a weight together, which change all or none."""
+    """Hints for these tasks that can run on this machine and are not the default, most seconds at stake
+    first. `step_s`: seconds of a product in a step. A hint in the default arithmetic is tried alone; hints
+    for a weight in another one are tried together, since they change all of its rows or none."""
     hinted = [hint for task in tasks for hint in _hinted(task, hints, obstacle)]
 
     def worth(hint: Hinted) -> tuple[bool, float]:

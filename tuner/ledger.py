@@ -1,8 +1,7 @@
-"""The ledger of products of one kind of machine: the database's rows, and those that a run adds.
+"""The ledger of one kind of machine: the samples and verdicts in the database, and those that a run adds.
 
-A timing that was paid for is never paid for again: the i-th stored sample of a schedule answers the i-th
-time that a search asks for it. So a run resumes by asking again, and runs that share a database share work.
-"""
+A stored timing is never repeated: the i-th stored sample of a schedule answers the i-th time that a search
+asks for it. So a run resumes by asking again, and runs that share a database share work."""
 
 from __future__ import annotations
 
@@ -31,30 +30,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The keys under which a run's rows are kept, and the age of rows that it uses."""
+    """The keys of a run's rows in the database, and the age limit of rows that it uses."""
 
     machine: MachineKey
     kernel_abi: str
     program_version: str
     since_ms: int = 0
-    """Unix time; samples from before are not used: a run that does not resume begins now."""
+    """Unix time in ms before which samples are ignored; a run that does not resume begins now."""
 
 
 class Ledger:
-    """Samples and verdicts of a scope. Whatever is added is committed when the call returns."""
+    """Samples and verdicts of a scope. Additions are committed when the call returns."""
 
     def __init__(self, store: Store, scope: Scope) -> None:
         self._store = store
         self._scope = scope
         self._samples: dict[Problem, dict[Schedule, list[Sample]]] = {}
         self._weights_read: set[Problem] = set()
-        """Weights whose rows have been read, each as its problem of one row."""
+        """Weights whose rows have been read, each as a problem with m = 1."""
         self._row_counts: dict[Problem, int] = {}
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
-        """A problem's samples by schedule, oldest first. The first call for a weight reads the rows of all
-        its m, once."""
+        """A problem's samples by schedule, oldest first. The first call for a weight reads all of its
+        rows."""
         weight = replace(problem, m=1)
         if weight not in self._weights_read:
             problems = set(self._samples)
@@ -65,21 +64,21 @@ class Ledger:
         return self._samples.setdefault(problem, {})
 
     def begun_ms(self, problems: Sequence[Problem]) -> int | None:
-        """The time of the first stored sample of any problem of one weight; None: there is none."""
+        """Unix ms of the first stored sample of any of these problems of one weight; None: there is none."""
         return self._store.begun_ms(problems, *self._key, self._scope.since_ms)
 
     def settled_ms(self, problems: Sequence[Problem]) -> float:
-        """The time at which the last of these got its first verdict; infinite: not all have one."""
+        """Unix ms at which the last of these problems got its first verdict; infinite: not all have one."""
         firsts = (next(iter(self._own_verdicts(problem)), None) for problem in problems)
         return max((first.origin.created_at_ms if first else math.inf for first in firsts), default=math.inf)
 
     def in_use(self, problem: Problem, at_ms: float) -> Promotion:
-        """The verdict that was the last one at that time; there must be one."""
+        """The last verdict at that time; there must be one."""
         before = [row for row in self._own_verdicts(problem) if row.origin.created_at_ms <= at_ms]
         return before[-1]
 
     def _own_verdicts(self, problem: Problem) -> list[Promotion]:
-        """A problem's verdicts, without those that are too old for the scope."""
+        """A problem's verdicts that are new enough for the scope."""
         rows = self.verdicts(problem)
         return [row for row in rows if row.origin.created_at_ms >= self._scope.since_ms]
 
@@ -93,7 +92,7 @@ class Ledger:
             self._take(row)
 
     def add(self, problem: Problem, samples: Sequence[Sample]) -> None:
-        """Append samples, in one transaction, because they were taken together."""
+        """Store samples that were timed together, in one transaction."""
         origin = self._origin()
         rows = [Measurement(problem, sample, self._scope.kernel_abi, origin) for sample in samples]
         self._store.add(rows)
@@ -101,7 +100,7 @@ class Ledger:
             self._take(row)
 
     def verdicts(self, problem: Problem) -> Sequence[Promotion]:
-        """The outcomes of duels, oldest first: the last one's schedule is in use."""
+        """The outcomes of a problem's duels, oldest first: the last one's winner is in use."""
         if problem not in self._verdicts:
             machine, abi = self._key
             rows = self._store.rows(
@@ -113,8 +112,7 @@ class Ledger:
     def add_verdict(
         self, problem: Problem, winner: Schedule, loser: Schedule, comparison: Comparison
     ) -> None:
-        """Store that `winner` is in use from now on. `comparison` sets it, as the candidate, against the
-        loser."""
+        """Store that `winner` is in use from now on. `comparison`: `winner` as candidate against `loser`."""
         row = Promotion(problem, winner, loser, comparison, self._scope.kernel_abi, self._origin())
         self._store.add([row])
         self._verdicts.pop(problem, None)
@@ -134,7 +132,7 @@ class Ledger:
 
 
 def reversed_comparison(comparison: Comparison) -> Comparison:
-    """The same duel as the incumbent sees it."""
+    """A duel's comparison with candidate and incumbent exchanged."""
     return replace(
         comparison,
         gain=1 / comparison.gain,
@@ -145,8 +143,8 @@ def reversed_comparison(comparison: Comparison) -> Comparison:
 
 @dataclass(frozen=True)
 class MeasuredRatio:
-    """A measured gain over the kernels' own schedule, or of one thing over another, with its interval;
-    exactly 1 for the same."""
+    """A measured gain over the kernels' own schedule, or between two alternatives, with its interval; 1 for
+    no change."""
 
     gain: float = 1.0
     low: float = 1.0
@@ -172,15 +170,15 @@ def _mean(ratios: Iterable[float]) -> float:
 
 
 class ScheduleInUse(NamedTuple):
-    """The schedule in use for a product, and its gain."""
+    """The schedule in use for a product, and its gain over the default."""
 
     schedule: Schedule
     gain: MeasuredRatio
 
 
 def in_use_after(before: ScheduleInUse | None, won: Promotion, is_default: IsDefault) -> ScheduleInUse:
-    """The schedule in use after a duel. A first winner that is not proven faster, of a duel with something of
-    which `is_default` knows nothing, is taken for the default."""
+    """The schedule in use after a duel. If a first winner is not proven faster, and its opponent is not known
+    to be the default, the winner counts as the default."""
     winner, loser, comparison = won.schedule, won.incumbent, won.comparison
     if is_default(won.problem, winner):
         return ScheduleInUse(winner, MeasuredRatio())

@@ -1,18 +1,15 @@
-"""Choice of the schedule that a product runs with: the one tuned for it, else a near neighbour's, else the
+"""Choice of the schedule for a product: the one tuned for its rows, else a near neighbour's, else the
 kernels' default.
 
-Only what is in use counts: schedules that won a duel against the one before them, the default included.
-Results must not depend on how many rows are computed at once, so that all schedules of a weight share one
-arithmetic, that of the newest of them; those of another one are left out.
+Only schedules in use count: winners of a duel with the previous schedule, the default included. Results must
+not depend on the number of rows computed together, so all schedules of a weight have one arithmetic, that of
+the newest; schedules in another arithmetic are left out.
 
-A neighbour is near enough if its m is within a twentieth; and a slice that was tuned for many rows serves
-any larger number of them, since more rows only repeat it. Its tiles are made even for the rows at hand: 9
-rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken. Between two tuned m both must have come to the
-same tile and thread grid: where they disagree, one of them was a close win at its own m, and has been seen
-to lose between them. And where the default itself was found best, it is the default again that runs, made
-for the rows at hand. Where nothing is near, or neighbours disagree, the default is used; it needs no
-tuning.
-"""
+A neighbour is near if its m is within a twentieth; a slice tuned for many rows serves any larger number,
+since more rows only repeat it. Its tiles are made even for the actual rows: 9 rows on tiles of 8 would be 8
+and 1, so tiles of 5 are taken. Between two tuned m both must have the same tile and thread grid: where they
+disagree, one was a close win at its own m and loses between them. Where the default was found best, the
+default for the actual rows is used; so it is where no neighbour is near, or neighbours disagree."""
 
 from __future__ import annotations
 
@@ -41,26 +38,26 @@ from phasewise.tuner.weights import dense_format, format_name
 
 Kind = Literal["exact", "neighbour", "default"]
 WeightKey: TypeAlias = tuple[str, str, int, int]
-"""The identity of a weight's shape: family, format, n and k."""
+"""The shape of a weight: family, format, n and k."""
 IsDefault: TypeAlias = Callable[[Problem, Schedule], bool]
-"""True if a schedule is the kernels' own for a problem; `native.is_default_for` knows."""
+"""A predicate: True if a schedule is the kernels' own for a problem (`native.is_default_for`)."""
 
 NEAR = 1.05
-"""The largest ratio of an m and its neighbour's. Farther off, schedules have been seen to lose."""
+"""The largest ratio of an m to its neighbour's; schedules lose beyond it."""
 REPEAT_FROM = 128
-"""A schedule tuned for at least this many rows serves any larger m that has no nearer one."""
+"""A schedule tuned for at least this many rows serves any larger m without a nearer schedule."""
 NEIGHBOURS = ", and its neighbours"
 Obstacle: TypeAlias = Callable[[Problem, Schedule], str | None]
-"""The reason that a schedule cannot run here, None where it can; `native.obstacle` knows."""
+"""A function that gives the reason why a schedule cannot run here, or None (`native.obstacle`)."""
 
 MOST_TOLD = 5
-"""Most rows that are left out by name."""
+"""The most rows of the database that are reported one by one as left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """The schedules of products of one weight, from the choice before up to `last_m` rows. A range is exact
-    if it holds the m at which its schedule was tuned."""
+    """The schedule for products of one weight with up to `last_m` rows, from the previous choice's on. A
+    choice is exact if its range holds the m at which the schedule was tuned."""
 
     last_m: int
     schedule: Schedule | None
@@ -77,7 +74,7 @@ class _Weight:
     arithmetic: Arithmetic
     tuned: dict[int, Schedule]
     own: frozenset[int]
-    """The m where the kernels' own schedule is in use."""
+    """The m at which the kernels' own schedule is in use."""
 
     def at(self, m: int) -> ScheduleChoice:
         exact = self.tuned.get(m)
@@ -96,11 +93,11 @@ class _Weight:
         return ScheduleChoice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
 
     def _nearest(self, m: int) -> int:
-        """The tuned m nearest in ratio; the smaller of two that are as near."""
+        """The tuned m nearest in ratio; the smaller of two equally near."""
         return min(self._around(m), key=lambda tuned: max(tuned / m, m / tuned))
 
     def _around(self, m: int) -> list[int]:
-        """The tuned m before and after an m that was not; one of them at either end."""
+        """The tuned m before and after an m that was not tuned, or the only one at either end."""
         index = bisect.bisect(self._ms, m)
         return self._ms[max(0, index - 1) : index + 1]
 
@@ -110,11 +107,10 @@ class _Weight:
 
 
 class ScheduleTable(ScheduleLookup):
-    """The schedules in use on one kind of machine, of one build of the kernels."""
+    """The schedules in use on one kind of machine, for one build of the kernels."""
 
     def __init__(self, in_use: Iterable[Measurement] = (), is_default: IsDefault = lambda *_: False) -> None:
-        """Make the table of these schedules. `in_use`: `Store.promoted_measurements` of one machine key,
-        those of this build of the kernels."""
+        """`in_use`: `Store.promoted_measurements` of one machine key and this build of the kernels."""
         rows: dict[WeightKey, list[Measurement]] = {}
         for row in in_use:
             problem = row.problem
@@ -122,7 +118,7 @@ class ScheduleTable(ScheduleLookup):
         self._weights = {key: _weight(of_weight, is_default) for key, of_weight in rows.items()}
         self._ranges: dict[tuple[WeightKey, int], list[RowRange]] = {}
         self.asked_choice = ""
-        """The choice that `--arithmetic` asks for; empty: none is asked for."""
+        """The value of `--arithmetic`; empty: not given."""
         self._asked_path: str | None = None
         self._bands: tuple[ScheduleTable, ...] = ()
 
@@ -131,40 +127,39 @@ class ScheduleTable(ScheduleLookup):
         return self._bands
 
     def with_bands(self, bands: Sequence[ScheduleTable]) -> ScheduleTable:
-        """The same schedules, and those of the cores of a plan's bands."""
+        """A table with the same schedules, and the tables of a plan's bands."""
         other = copy.copy(self)
         other._bands = tuple(bands)
         return other
 
     @property
     def is_tuned(self) -> bool:
-        """True if any schedule is in use; else every product runs by the kernels' own."""
+        """True if any schedule is in use; else every product runs with the kernels' own."""
         return bool(self._weights)
 
     def asked(self, choice: str, path: str | None) -> ScheduleTable:
-        """The same schedules where `--arithmetic choice` is asked for. path: of weights with sub-scales; None
-        leaves it to the schedules. `canonical` is of all weights, `tiles` of all but f32, f16 and bytes with
-        a scale for a column."""
+        """A table with the same schedules under `--arithmetic choice`. `path`: the compute path for weights
+        with sub-scales; None leaves it to the schedules. `canonical` affects all weights, `tiles` all but
+        f32, f16 and bytes with one scale per column."""
         other = copy.copy(self)
         other.asked_choice, other._asked_path = choice, path
         return other
 
     def arithmetic_of(self, key: WeightKey) -> Arithmetic | None:
-        """The way of computing that its schedules share; None: the default one, nothing is tuned."""
+        """The arithmetic of a weight's schedules; None for the default, where nothing is tuned."""
         weight = self._weights.get(key)
         return None if weight is None else weight.arithmetic
 
     def choice(self, key: WeightKey, m: int) -> ScheduleChoice:
-        """The choice for exactly m rows of a weight."""
+        """The schedule for exactly m rows of a weight."""
         weight = self._weights.get(key)
         return (
             ScheduleChoice(m, None, "default", "default: nothing tuned") if weight is None else weight.at(m)
         )
 
     def choices(self, key: WeightKey, max_m: int) -> list[ScheduleChoice]:
-        """The choices for every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES. Where
-        there would be more, the ranges that differ least in m are joined and run with one of their
-        schedules."""
+        """The schedules for every m from 1 to `max_m`, as ascending ranges. Beyond MAX_ROW_RANGES ranges,
+        those that differ least in m are joined and run with one of their schedules."""
         ranges: list[ScheduleChoice] = []
         for m in range(1, max_m + 1):
             choice = self.choice(key, m)
@@ -176,18 +171,18 @@ class ScheduleTable(ScheduleLookup):
         return ranges
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        """Compute path (None: the default one) and number of k parts; the same whatever the storage."""
+        """A weight's compute path (None: the default) and number of k parts, in sparse and dense storage."""
         path = self._path_for(weight)
         return self._tuned_arithmetic(weight) if path is None else (path, 1)
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
-        """Ranges for products of 1 to `max_m` rows; kept, since a model has many weights and few shapes."""
+        """Ranges of rows with their schedules for products of 1 to `max_m` rows; cached by shape."""
         if self.arithmetic(weight) != self._tuned_arithmetic(weight):
             return [RowRange(max_m, None, f"--arithmetic {self.asked_choice}: the default")]
         return self._row_ranges(("gemm", format_name(weight), weight.n, weight.k), max_m)
 
     def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
-        """Ranges for slices of 1 to `max_m` query rows."""
+        """Ranges of query rows with their schedules for attention slices of 1 to `max_m` rows."""
         return self._row_ranges(("attention", kv_format, n, k), max_m)
 
     def _tuned_arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
@@ -195,8 +190,8 @@ class ScheduleTable(ScheduleLookup):
         return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
 
     def _path_for(self, weight: PackedWeight) -> str | None:
-        """The path that was asked for; None where none was, or where the weight has no sub-scales, or where
-        what is tuned has the bits that were asked for."""
+        """The compute path that `--arithmetic` forces; None where it forces none: no choice was given, the
+        weight has no sub-scales, or the tuned path gives the same bits."""
         if self.asked_choice in (CANONICAL, TILES):
             tuned, n_parts = self._tuned_arithmetic(weight)
             path = canonical_path(weight) if self.asked_choice == CANONICAL else tiles_path(weight)
@@ -232,8 +227,8 @@ def read_table(
     obstacle: Obstacle = lambda *_: None,
     report: Callable[[str], None] = lambda _: None,
 ) -> ScheduleTable:
-    """The schedules of a store for this kind of machine and this build; `abi_of` is `native.abi_of`. A row
-    that has an obstacle is left out, and reported."""
+    """The schedules of a store for this kind of machine and this build (`abi_of`: `native.abi_of`). Rows with
+    an obstacle are left out and reported."""
     rows = store.promoted_measurements(machine)
     of_build = [row for row in rows if row.kernel_abi == abi_of(row.problem.family)]
     obstacles = [obstacle(row.problem, row.sample.schedule) for row in of_build]
@@ -247,13 +242,13 @@ def read_table(
 
 
 def even_tiles(schedule: Schedule, m: int) -> Schedule:
-    """The schedule on the lowest tiles of rows that are as many for m rows; its slice holds as many tiles."""
+    """The schedule on the lowest tiles that are as many for m rows; its slice keeps its number of tiles."""
     mr = pieces(m, pieces(m, schedule.mr))
     return replace(schedule, mr=mr, block_m=pieces(schedule.block_m, schedule.mr) * mr)
 
 
 def _manner(schedule: Schedule) -> tuple[int, ...]:
-    """Micro-kernel and thread grid: what two neighbours must agree on."""
+    """Micro-kernel and thread grid, in which two neighbours must agree."""
     return (schedule.mr, schedule.panels, schedule.threads_m, schedule.threads_n, schedule.threads_k)
 
 
@@ -271,7 +266,7 @@ def _arithmetic(row: Measurement) -> Arithmetic:
 
 
 def _joined(before: ScheduleChoice, after: ScheduleChoice) -> ScheduleChoice:
-    """A range and the m after it, which runs with the same schedule."""
+    """A range extended by the m after it, which has the same schedule."""
     if "exact" not in (before.kind, after.kind):
         return replace(after, why=before.why)
     exact = before if before.kind == "exact" else after
@@ -280,7 +275,7 @@ def _joined(before: ScheduleChoice, after: ScheduleChoice) -> ScheduleChoice:
 
 
 def _join_nearest(ranges: list[ScheduleChoice]) -> None:
-    """Join the two ranges whose ends are nearest in ratio. The larger m, where more is at stake, decides."""
+    """Join the two ranges whose ends are nearest in ratio; the range of larger m keeps its schedule."""
     firsts = [1, *(choice.last_m + 1 for choice in ranges)]
     index = min(range(len(ranges) - 1), key=lambda i: ranges[i + 1].last_m / firsts[i])
     del ranges[index]

@@ -1,11 +1,8 @@
-"""The machine's measured limits: the peak FLOP/s and read bandwidth of some cores together.
+"""The machine's measured limits: the joint peak FLOP/s and read bandwidth of some cores.
 
-The loops are in `cython_kernels/families/limits.c`. Every core runs the same loop at the same time, as a
-team does; the rate of the slowest core counts, because a team waits for it. The best of several repeats
-is kept: other processes can only make a run slower.
-
-By its `Roofline` a product is bound by arithmetic, or by reading its operands once.
-"""
+The loops are in `cython_kernels/families/limits.c`. Every core runs the same loop at the same time, as a team
+does; the slowest core's rate counts, because a team waits for it. The best of several repeats is kept: other
+processes can only slow a run down."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ from phasewise.cython_kernels import limit_loops as loops
 CALIBRATION_ROUNDS = 1 << 16
 REPEAT_S = 0.05  # long against a timer tick, short against a neighbour's burst
 DEFAULT_READ_BYTES = 512 << 20
-LEAST_READ_BYTES = 512 << 20  # beside other timings: the start of a few threads must not count
+LEAST_READ_BYTES = 512 << 20  # beside other timings: the start of a few threads must not matter
 PIECES = (64, 256, 1024, 4096, 16384, 65536)
-"""Sizes of pieces in bytes, from a line of the cache to long runs of keys."""
+"""Sizes of pieces in bytes, from a cache line to long runs of keys."""
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The rates that a set of cores reaches when nothing but the limit stands in the way."""
+    """The rates that a set of cores reaches when only the measured limit slows them down."""
 
     cores: tuple[int, ...]
     isa: str
@@ -40,11 +37,11 @@ class MachineLimits:
     """Operations per second by compute type: f32, f16, bf16, int8. A multiply and an add are two."""
     read_bytes_per_s: float
     read_buffer_bytes: int
-    """Size of the buffer that each pass streamed, over all cores."""
+    """Bytes, over all cores, of the buffer that each pass streamed."""
 
 
 def peak_flops(kind: str, cores: Sequence[int], repeats: int = 5) -> float:
-    """Operations per second of `kind` over `cores` together."""
+    """Joint operations per second of `cores` in the multiply kind `kind`."""
 
     def prepare() -> Callable[[], int]:
         started = time.perf_counter_ns()
@@ -70,7 +67,7 @@ def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, 
 
 @dataclass(frozen=True)
 class PieceReads:
-    """Rates of reading memory in pieces of one size: in their order, and scattered (ODMA, section 2.2)."""
+    """Rates of reading memory in pieces of one size: in order, and scattered (ODMA, section 2.2)."""
 
     piece_bytes: int
     in_order_bytes_per_s: float
@@ -78,15 +75,15 @@ class PieceReads:
 
     @property
     def share(self) -> float:
-        """The scattered rate over the other one."""
+        """The scattered rate as a share of the in-order rate."""
         return self.scattered_bytes_per_s / self.in_order_bytes_per_s
 
 
 def read_in_pieces(
     cores: Sequence[int], piece_bytes: int, total_bytes: int = DEFAULT_READ_BYTES, repeats: int = 3
 ) -> PieceReads:
-    """Rates of reading memory in pieces, in order and scattered, by one loop: each core reads a buffer of its
-    own, together `total_bytes`."""
+    """Rates of reading memory in pieces, in order and scattered. Each core reads its own buffer, together
+    `total_bytes`."""
     share_words = max(2 * piece_bytes, total_bytes // len(cores)) // 8
 
     def rate(scattered: bool) -> float:
@@ -100,8 +97,8 @@ def read_in_pieces(
 
 
 class StreamingRead:
-    """Reads that can be repeated beside other timings: the same buffers again and again, one a core. Memory
-    changes its pace within a second, so a share of the bandwidth is taken of what was read beside it."""
+    """Repeated reads of the same buffers, one per core, to be timed beside other timings: memory changes its
+    pace within a second, so a share of bandwidth refers to reads at the same time."""
 
     def __init__(self, cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES) -> None:
         share_bytes = max(1 << 16, total_bytes // len(cores))
@@ -114,7 +111,7 @@ class StreamingRead:
         self._buffers = [opened.result() for opened in opening]
 
     def rate(self, repeats: int = 2) -> float:
-        """Bytes per second: the best of `repeats`, each over as many passes as read LEAST_READ_BYTES."""
+        """Bytes per second: the best of `repeats`, each of enough passes to read LEAST_READ_BYTES."""
         passes = -(-LEAST_READ_BYTES // sum(buffer.nbytes for buffer in self._buffers))
 
         def read(buffer: npt.NDArray[np.uint8]) -> int:
@@ -134,13 +131,13 @@ class StreamingRead:
 
 
 def _pinned_buffer(core: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """A buffer whose pages `core` has touched; the calling thread stays pinned to that core."""
+    """A buffer whose pages `core` has touched; pins the calling thread to that core."""
     os.sched_setaffinity(0, {core})  # 0 is the calling thread
     return np.ones(size_bytes, dtype=np.uint8)
 
 
 def measure_limits(cores: Sequence[int], read_buffer_bytes: int = DEFAULT_READ_BYTES) -> MachineLimits:
-    """All limits of `cores`, for the instruction set that the kernels use now."""
+    """All limits of `cores`, with the active instruction set."""
     return MachineLimits(
         cores=tuple(cores),
         isa=isa.active(),
@@ -151,7 +148,7 @@ def measure_limits(cores: Sequence[int], read_buffer_bytes: int = DEFAULT_READ_B
 
 
 def _best_rate(prepare: Callable[[], Callable[[], int]], cores: Sequence[int], repeats: int) -> float:
-    """The best of `repeats` rates: the work of all cores over the time until the last one is done."""
+    """The best of `repeats` rates: the work of all cores over the time until the last core is done."""
     gate = threading.Barrier(len(cores))
 
     def member(core: int) -> list[tuple[int, int, int]]:
@@ -182,14 +179,14 @@ def _rate(turn: Sequence[tuple[int, int, int]]) -> float:
 
 
 FLOAT_BYTES = 4
-"""Bytes of an activation, before and after a product."""
+"""Bytes of an activation before and after a product."""
 
 READ_PASSES = 12
 
 
 def peak_kinds(weight_format: str) -> tuple[str, ...]:
-    """The multiply rates (`limits.KINDS`) that weights of this format may be computed at. bf16 weights can be
-    widened or become float16, and not every CPU multiplies pairs of bf16 faster than float32."""
+    """The multiply rates (`limits.KINDS`) at which weights of this format may be computed. bf16 weights may
+    be widened or become float16, since not every CPU multiplies pairs of bf16 faster than float32."""
     match weight_format:
         case "f32" | "f16":
             return ("f32",)
@@ -201,21 +198,21 @@ def peak_kinds(weight_format: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The rates that some cores reach, operations and bytes a second; operations by kind (`limits.KINDS`)."""
+    """The rates of some cores: operations per second by kind (`limits.KINDS`), and bytes read per second."""
 
     peak_flops: Mapping[str, float]
     read_bytes_per_s: float
 
     def bound_ns(self, weight_format: str, n: int, k: int, m: int, weight_bytes: int) -> float:
-        """Least time of y[m, n] = x[m, k] W[n, k]^T with W read from memory once."""
+        """The least nanoseconds of y[m, n] = x[m, k] W[n, k]^T with W read from memory once."""
         peak = max(self.peak_flops[kind] for kind in peak_kinds(weight_format))
         moved_bytes = weight_bytes + FLOAT_BYTES * m * (n + k)
         return max(2 * m * n * k / peak, moved_bytes / self.read_bytes_per_s) * 1e9
 
 
 def measure_roofline(cores: Sequence[int], formats: Iterable[str], read_buffer_bytes: int) -> Roofline:
-    """Measure the limits of the instruction set in use, for weights of these formats; about 1 s.
-    `read_buffer_bytes` is what the timed weights take together."""
+    """Measure the limits for weights of these formats with the active instruction set; takes about 1 s.
+    `read_buffer_bytes`: the total of the timed weights."""
     kinds = dict.fromkeys(kind for weight_format in formats for kind in peak_kinds(weight_format))
     peaks = {kind: peak_flops(kind, cores) for kind in kinds}
     return Roofline(peaks, read_bandwidth(cores, read_buffer_bytes, READ_PASSES))

@@ -1,10 +1,8 @@
 """The lock by which one phasewise process of a user measures at a time.
 
-A process asks for a *turn* before it times anything, and has the machine to itself until the turn ends. A run
-that times again and again takes one turn for all of it; turns within a turn are part of it.
-
-The turn is a POSIX lock on a byte of one file of this user, so it ends with the process that holds it.
-"""
+A process takes a *turn* before it times anything, and has the machine to itself until the turn ends. A run
+takes one turn for all its timings; turns within a turn are part of it. The turn is a POSIX lock on a byte of
+one file of this user, so it ends with its process."""
 
 from __future__ import annotations
 
@@ -25,38 +23,37 @@ from phasewise.tuner.errors import TunerError
 
 LOCK_NAME = f"phasewise-measuring-{os.getuid()}.lock"
 TELL_AFTER_S = 1.0
-"""A wait that is shorter than this is not reported."""
+"""Seconds below which a wait is not reported."""
 
 POLL_S = 0.1
-"""Seconds between two attempts: one takes microseconds, which disturb no measurement."""
+"""Seconds between two attempts; an attempt takes microseconds, which disturb no measurement."""
 MOST_COMMAND_CHARS = 100
 
 _TURN = 0
-"""The byte of the file that is held to measure."""
+"""The byte of the file that a measuring process locks."""
 
 _FLOCK = struct.Struct("@hhqqi")
 """`struct flock` of Linux: type, whence, start, length, pid."""
 
 
 class CannotLockError(TunerError):
-    """The lock's file is not one that this user can use, so nothing can be measured."""
+    """The lock's file cannot be used by this user, so nothing can be measured."""
 
 
 class MeasurementLock:
-    """A measuring process's lock against the others of this user on this machine, where there are none, as
-    for a search that times nothing; see `FileLock`. Times are in seconds from the call; `math.inf` waits for
-    as long as it takes."""
+    """A lock that never waits, for searches that time nothing; `FileLock` is the real one. Times are in
+    seconds from the call; `math.inf` waits for ever."""
 
     def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
-        """Wait for the machine. Yields True if no other process measures until the end, False if one still
-        did after this time."""
+        """A turn on the machine. Yields True if no other process measures until its end, False if one still
+        did after `seconds`."""
         return nullcontext(True)
 
 
 class FileLock(MeasurementLock):
-    """The lock of all processes that open the same file. One object for a process and a file. report: told in
-    one line for which process this one waits, and afterwards how long it has waited. Raises CannotLockError
-    where the file cannot be used."""
+    """The lock of all processes that open the same file; one object per process and file. `report`: told, in
+    one line each, for which process this one waits, and afterwards how long it waited. CannotLockError where
+    the file cannot be used."""
 
     def __init__(self, path: Path, report: Callable[[str], None] = lambda line: None) -> None:
         # Closing any other descriptor of the file would end all locks, so this one stays open.
@@ -77,7 +74,7 @@ class FileLock(MeasurementLock):
             self._release()
 
     def holder(self) -> int | None:
-        """The process that has the turn; None if no other does, or one in another PID namespace."""
+        """The other process that has the turn; None if there is none, or it is in another PID namespace."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _TURN, 1, 0)
         kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
         return int(pid) if kind != fcntl.F_UNLCK and pid > 0 else None
@@ -111,8 +108,8 @@ class FileLock(MeasurementLock):
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of the file, which is made where there is none. Everybody may make files in a directory
-    for temporary ones, so links and whatever is no file are refused."""
+    """A descriptor of the file, created if missing. Links and special files are refused, since everybody may
+    create files in a directory for temporary files."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     why = "it is no file"
     try:
@@ -127,7 +124,7 @@ def _opened(path: Path) -> int:
 
 
 class _Notice:
-    """The notice of one wait: for which process, once it has lasted TELL_AFTER_S, and how long it was."""
+    """The reports of one wait: the awaited process after TELL_AFTER_S, and the duration at the end."""
 
     def __init__(
         self, report: Callable[[str], None], holder: Callable[[], int | None], deadline_s: float
@@ -154,7 +151,7 @@ class _Notice:
 
 
 def _described(pid: int | None) -> str:
-    """A process by its number and command line, without its path and interpreter."""
+    """A process's number and command line, without path and interpreter."""
     if pid is None:
         return "another phasewise"
     try:
@@ -168,12 +165,12 @@ def _described(pid: int | None) -> str:
 
 
 def lock_path() -> Path:
-    """The lock file of this user, in the directory for temporary files."""
+    """The path of this user's lock file, in the directory for temporary files."""
     return Path(tempfile.gettempdir()) / LOCK_NAME
 
 
 def user_lock(report: Callable[[str], None] = lambda line: None) -> FileLock:
-    """The lock that all phasewise processes of this user share; waits are told to `report`."""
+    """The lock that all phasewise processes of this user share; `report` is told of waits."""
     lock = _user_lock()
     lock.report = report
     return lock

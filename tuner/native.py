@@ -1,16 +1,13 @@
-"""The evaluator of real kernels: the one module of the tuner that runs products.
+"""The evaluator of real kernels, the only module of the tuner that runs products.
 
-A product is timed as the engine runs it: on a pinned team, with the engine's own code (`TeamProduct`). Its
-weights are copies that are taken in turn and together exceed every cache, because a step of a model,
-prefill or decode, reads each weight once and then all the others.
+A product is timed as the engine runs it: on a pinned team, with the engine's code (`TeamProduct`). Its
+weights are copies, taken in turn, that together exceed every cache, because a model's step reads each weight
+once and then all others. Every candidate is checked: in one arithmetic its result must equal the default
+schedule's, bit for bit.
 
-Every candidate is checked: on one arithmetic its result must equal the default schedule's, bit for bit.
-
-The yardstick is a fixed piece of work, timed beside schedules, that tells when the host is slower than it can
-be. A neighbour on a core's other hyper-thread takes half of what the core does, for seconds or minutes, and
-no steal time tells of it: timings of one product lie at half their limit between others that reach it. The
-yardstick feels it too. What was timed meanwhile is timed again, and marked if the host stays slow.
-"""
+The yardstick is a fixed piece of work, timed beside schedules, that shows when the host is slower than it can
+be: a neighbour on a core's other hyper-thread takes half of the core for seconds or minutes without any steal
+time. Timings taken meanwhile are repeated, and marked if the host stays slow."""
 
 from __future__ import annotations
 
@@ -48,27 +45,26 @@ from phasewise.tuner.weights import (
 
 RETRIES = 2
 PAUSE_S = 0.2
-"""Seconds of pause before something is timed again: a neighbour's burst may be over by then."""
+"""Seconds of pause before a timing is repeated: a neighbour's burst may be over by then."""
 
 LOOP_NS = 200_000
 READINGS = 5
-"""Readings of the clock loop, of which the best counts: a timer tick, or a team that still spins, lengthens
-one."""
+"""Readings of the clock loop, of which the best counts: a timer tick or a spinning team lengthens one."""
 
 T = TypeVar("T")
 Work = Callable[[], Sequence[float]]
-"""Runs the fixed piece of work on every core at once; nanoseconds of each."""
+"""A function that runs the fixed piece of work on every core at once; returns nanoseconds of each core."""
 
 
 class Yardstick:
-    """The speed of every core now, as a share of the fastest that it was seen."""
+    """The current speed of every core, as a share of the fastest that was seen."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._best_ns: list[float] = []
 
     def pace(self) -> float:
-        """Pace of the slowest core, 0 to 1."""
+        """The current pace of the slowest core, 0 to 1."""
         now_ns = list(self._work())
         best_ns = self._best_ns or [math.inf] * len(now_ns)
         self._best_ns = [min(pair) for pair in zip(best_ns, now_ns, strict=True)]
@@ -76,7 +72,7 @@ class Yardstick:
 
 
 def steadily(take: Callable[[], T], yardstick: Yardstick, pause_s: float = PAUSE_S) -> tuple[T, float]:
-    """The result of `take` while the host is not slow, or after RETRIES more attempts; and the pace then."""
+    """The result of `take` while the host is not slow, or after RETRIES repetitions; and the pace."""
     before = yardstick.pace()
     attempts_left = RETRIES
     while True:
@@ -90,7 +86,7 @@ def steadily(take: Callable[[], T], yardstick: Yardstick, pause_s: float = PAUSE
 
 
 class CoreLoops:
-    """The work of a real yardstick: float32 multiply-adds for LOOP_NS, on each of `cores` at once."""
+    """The fixed work of a real yardstick: float32 multiply-adds for LOOP_NS on each of `cores` at once."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._pools = [
@@ -110,7 +106,7 @@ class CoreLoops:
 
 
 def _loop_ns(rounds: int) -> float:
-    """Time of the fastest of READINGS loops."""
+    """Nanoseconds of the fastest of READINGS loops."""
     spans = []
     for _ in range(READINGS):
         started_ns = time.perf_counter_ns()
@@ -120,9 +116,9 @@ def _loop_ns(rounds: int) -> float:
 
 
 ACCURACY = {"f32": 2.0**-16, "f16": 2.0**-16, "bf16": 2.0**-7}
-"""Largest error of a product, relative to its largest value, that a way of computing a format may have."""
+"""The largest error allowed of a product in an arithmetic, relative to its largest value, by format."""
 ACCURACY_OF_QUANTISED = 2.0**-5
-"""Tolerance of formats whose activations may be rounded to 8 bits a group (decision 0003)."""
+"""The largest error allowed of formats whose activations may be rounded to 8 bits a group (decision 0003)."""
 
 REFERENCE_ROWS = 4
 REFERENCE_COLUMNS = 1024
@@ -131,14 +127,14 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class KernelMismatchError(TunerError):
-    """A schedule changed a result, which none may: a bug in a kernel, never to be passed over."""
+    """A schedule changed a result, which is a bug in a kernel."""
 
 
 # ---- schedules -------------------------------------------------------------------------------------------
 
 
 def is_default_for(threads: int) -> Callable[[Problem, Schedule], bool]:
-    """True if a schedule of a product is the kernels' own; False for attention."""
+    """A predicate: True if a schedule is the kernels' own for a product; always False for attention."""
 
     def is_default(problem: Problem, schedule: Schedule) -> bool:
         if problem.family != "gemm":
@@ -150,7 +146,7 @@ def is_default_for(threads: int) -> Callable[[Problem, Schedule], bool]:
 
 
 def default_schedule(weight: PackedWeight, m: int, threads: int, arithmetic: Arithmetic) -> Schedule:
-    """The kernels' own schedule as a record: blocks larger than the product are cut to it."""
+    """The kernels' own schedule, with blocks cut to the size of the product."""
     fields = _native.default_schedule(weight, m, threads, arithmetic.compute_path, arithmetic.k_parts)
     tile_columns = PANEL_COLUMNS * fields["panels"]
     fields |= {
@@ -167,8 +163,8 @@ def _multiple(size: int, step: int) -> int:
 
 @cache
 def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) -> float:
-    """Largest error of a few rows and columns against float64, relative to the largest value there. It holds
-    for every m and schedule, because none of them changes a bit."""
+    """The largest error of a few rows and columns against float64, relative to their largest value. It holds
+    for every m and schedule, because none changes a bit."""
     weight = random_weight(weight_format, min(n, REFERENCE_COLUMNS), k)
     x = np.random.default_rng(1).uniform(-1, 1, (REFERENCE_ROWS, k)).astype(np.float32)
     computed = _native.gemm(x, weight, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
@@ -177,7 +173,7 @@ def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) ->
 
 
 def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arithmetic, ...]:
-    """The ways of computing such a weight that keep its format's accuracy, the default one first."""
+    """The arithmetics of such a weight that keep its format's accuracy, the default first."""
     default, *others = (Arithmetic(path) for path in paths_of(weight_format))
     if split_format(weight_format)[1] is not None:
         return (default,)  # sparse weights are computed as dense ones are: see lookup.py
@@ -191,19 +187,19 @@ def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arith
 
 
 def paths_of(weight_format: str) -> tuple[str, ...]:
-    """The compute paths of a format on the ISA in use, the default one first. TunerError as `kind_of`."""
+    """The compute paths of a format with the active ISA, the default first. TunerError as in `kind_of`."""
     return tuple(_native.compute_paths(kind_of(weight_format), scale_group_of(weight_format)))
 
 
 def micro_kernels(weight: PackedWeight, path: str) -> tuple[MicroKernel, ...]:
-    """The micro-kernels of a compute path that exist on the ISA in use."""
+    """The micro-kernels of a compute path with the active ISA."""
     return tuple(
         MicroKernel(mr, panels) for mr, panels in _native.micro_kernels(weight.kind, path, weight.group)
     )
 
 
 def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
-    """The caches of the smallest of these cores; 32 KiB and 512 KiB where the machine does not say."""
+    """L1 and L2 bytes of the smallest of these cores; 32 KiB and 512 KiB where not known."""
     chosen = set(cores)
     l1 = [core.l1d_bytes for core in machine.nodes(Kind.CORE) if chosen & set(core.cpus) and core.l1d_bytes]
     l2 = [
@@ -215,7 +211,7 @@ def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
 
 
 def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -> Group:
-    """The search's view of products with one weight on a team of `threads`."""
+    """The products of one weight on a team of `threads`, as a search sees them."""
     weight = blank_weight(weight_format, n, k)
     ways = arithmetics(weight_format, n, k, threads)
     return Group(
@@ -237,12 +233,9 @@ def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -
 
 
 class NativeEvaluator:
-    """Times schedules on the kernels, pinned to `cores`. For one thread; it stays pinned until `close`.
-
-    open_team: where shares of a team's members are weighed, as the caller's engine weighs them.
-
-    Weights and rows of the last problem are kept: problems of one weight should follow each other.
-    """
+    """An evaluator that times schedules on the kernels, pinned to `cores` until `close`. For one thread.
+    `open_team`: opens teams whose members' shares are weighted as in the caller's engine. Weights and rows of
+    the last problem are kept, so problems of one weight should follow each other."""
 
     def __init__(
         self,
@@ -260,12 +253,12 @@ class NativeEvaluator:
         self._attention: _Attention | None = None
 
     def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
-        """Make the weights, the rows and the expected results that timing these needs."""
+        """Make the weights, rows and expected results for timing these schedules."""
         for schedule in schedules:
             self._timed(problem, schedule)
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        """Time schedules in turns: one sample of each. KernelMismatchError if one gives another result."""
+        """Time schedules in turns: one sample of each. KernelMismatchError if a result differs."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
         self._watch.begin()
         taken, pace = steadily(
@@ -292,7 +285,7 @@ class NativeEvaluator:
     def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> timing.Duel:
         """Time a sparse weight (`problem` names its format), as the candidate, against the same weight stored
         dense. KernelMismatchError if their results differ."""
-        self._products, self._weights = {}, None  # before others take memory
+        self._products, self._weights = {}, None  # frees memory for the copies below
         sparse_weight = random_weight(problem.format, problem.n, problem.k)
         dense_weights = _Weights.of(packing.to_dense(sparse_weight), self._total_bytes)
         dense = _Product(self._team, dense_weights, problem.m, arithmetic_of(dense_schedule))
@@ -304,7 +297,7 @@ class NativeEvaluator:
         return self._fought(old, new)
 
     def takes(self, problem: Problem, schedules: Sequence[Schedule]) -> list[timing.Take]:
-        """A short turn of each schedule, for callers with an order of their own."""
+        """A function for each schedule that times a short turn, for callers with an order of their own."""
         return [self._contestant(problem, schedule).take for schedule in schedules]
 
     def close(self) -> None:
@@ -323,12 +316,12 @@ class NativeEvaluator:
 
     def _attention_of(self, problem: Problem) -> _Attention:
         if self._attention is None or self._attention.problem != problem:
-            self._attention = None  # before the next one takes memory
+            self._attention = None  # frees memory for the next problem
             self._attention = _Attention(self._team, problem, self._total_bytes)
         return self._attention
 
     def _product(self, problem: Problem, arithmetic: Arithmetic) -> _Product:
-        """The product for this m; products for other m are dropped, because their rows take memory."""
+        """The product for this m; products for other m are dropped to free their rows."""
         weights, key = self._weights_of(problem), (problem.m, arithmetic)
         if key not in self._products:
             self._products = {
@@ -341,13 +334,13 @@ class NativeEvaluator:
         shape = (problem.format, problem.n, problem.k)
         if self._weights is None or self._weights.shape != shape:
             self._products = {}
-            self._weights = None  # before the next ones are made
+            self._weights = None  # frees memory for the next weights
             self._weights = _Weights.of(random_weight(*shape), self._total_bytes)
         return self._weights
 
 
 class _Weights:
-    """Enough copies of one weight to be read from memory in turns."""
+    """Copies of one weight, so many that reading them in turns misses every cache."""
 
     def __init__(self, shape: tuple[str, int, int], copies: list[PackedWeight]) -> None:
         self.shape = shape
@@ -356,20 +349,19 @@ class _Weights:
 
     @classmethod
     def of(cls, weight: PackedWeight, total_bytes: int) -> _Weights:
-        """Copies of a weight, together at least `total_bytes`."""
+        """Copies of a weight of at least `total_bytes` together."""
         return cls((format_name(weight), weight.n, weight.k), copies_of(weight, total_bytes))
 
     def turns(self) -> list[PackedWeight]:
-        """The copies in order, each time beginning with another one. Two products in one race would otherwise
-        follow each other through the copies, and the second would find what the first one had just brought
-        into the cache. Golden steps stay apart, however many."""
+        """The copies in order, each time from another one on. Otherwise the second of two products in a race
+        would find in the cache what the first had read. Golden-ratio steps keep starts apart."""
         first = self._first
         self._first = round(first + GOLDEN * len(self._copies)) % len(self._copies)
         return self._copies[first:] + self._copies[:first]
 
 
 class _Product:
-    """m random rows times a weight in one arithmetic, and the result that every schedule must give."""
+    """m random rows times a weight in one arithmetic, with the result that every schedule must give."""
 
     def __init__(self, team: _native.Team, weights: _Weights, m: int, arithmetic: Arithmetic) -> None:
         self._native = _native.TeamProduct(
@@ -379,7 +371,7 @@ class _Product:
         self._native.time(None, 1)
         self._expected = self._native.result()
         self.call_ns: dict[Schedule, int] = {}
-        """Recent time of one call, for schedules whose result was found right."""
+        """Recent nanoseconds of one call, for schedules whose result was checked."""
 
     def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
         """Run the product `calls` times; nanoseconds of each call."""
@@ -390,22 +382,22 @@ class _Product:
         return np.asarray(self._native.result())
 
     def check(self, schedule: Schedule) -> None:
-        """Check that the last call gave the expected result."""
+        """KernelMismatchError unless the last call gave the expected result."""
         if not np.array_equal(self._native.result(), self._expected):
             raise KernelMismatchError(f"a schedule changes the result of a product: {schedule}")
 
 
 class _Attention:
-    """Attention of some rows, and the result that every schedule must give."""
+    """Attention of some rows, with the result that every schedule must give."""
 
     numeric_error: float | None = None
-    """None: attention is not compared with float64 here; schedules change no bit, and the tests hold the
+    """None, since attention is not compared with float64 here: schedules change no bit, and tests check the
     bound of families/attention.c."""
 
     def __init__(self, team: _native.Team, problem: Problem, total_bytes: int) -> None:
         self.problem = problem
         self.call_ns: dict[Schedule, int] = {}
-        """Recent time of one call, for schedules whose result was found right."""
+        """Recent nanoseconds of one call, for schedules whose result was checked."""
         self._native = TeamAttention(team, problem, total_bytes)
 
     def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
@@ -413,13 +405,13 @@ class _Attention:
         return self._native.run(walk, calls)
 
     def check(self, schedule: Schedule) -> None:
-        """Check that the last call gave the expected result."""
+        """KernelMismatchError unless the last call gave the expected result."""
         if not self._native.is_right():
             raise KernelMismatchError(f"a schedule changes the result of attention: {schedule}")
 
 
 class _Contestant:
-    """A schedule whose result was checked, ready for its turns."""
+    """A schedule whose result was checked, ready to be timed in turns."""
 
     def __init__(self, product: _Product | _Attention, schedule: Schedule) -> None:
         started_ns = time.perf_counter_ns()
@@ -459,8 +451,7 @@ MAX_ATTENTION = 1 << 26
 
 
 def obstacle(problem: Problem, schedule: Schedule) -> str | None:
-    """The reason why a schedule cannot run here; None: it can be timed, and kernels may take its numbers as
-    they are."""
+    """The reason why a schedule cannot run here; None: it can, and kernels may take its numbers unchecked."""
     if problem.family == "attention":
         return _attention_obstacle(problem, schedule)
     if problem.family == "gemm":
@@ -469,7 +460,7 @@ def obstacle(problem: Problem, schedule: Schedule) -> str | None:
 
 
 def abi_of(family: str) -> str | None:
-    """The name under which timings of a kernel family are kept; None for a family that this program lacks."""
+    """The name under which timings of a kernel family are kept; None for an unknown family."""
     try:
         return _native.kernel_abi(family)
     except KeyError:

@@ -1,14 +1,12 @@
-"""Schedules of the nearest kinds of cores: a search begins with them where this kind has none of its own yet.
+"""Schedules of the nearest kinds of cores, with which a search begins where this kind has none of its own
+yet.
 
-Near is what decides schedules: the sizes of L1 and L2, the width of vectors, the clock, and the rate at which
-one core reads weights. The first three stand in a core's signature; the other two are read from its own
-measurements. Each counts by how many times one is the other's, and one that is known of one side alone by as
-much as a half more.
-
-Only rows of other kinds, and imported ones of this kind, are looked at: what a run adds itself changes none
-of its questions, so it can be resumed. A seed is one more schedule among those that a search times first; it
-comes into use by a duel here, like any other.
-"""
+Distance is by what decides schedules: L1 and L2 sizes, vector width, clock, and the rate at which one core
+reads weights. The first three are in a core's signature; clock and rate come from its measurements. Each
+counts by the logarithm of its ratio, and a figure known on one side only by a fixed amount. Only rows of
+other kinds, and imported rows of this kind, are used: a run's own rows change none of its questions, so it
+can be resumed. A seed is one more schedule that a search times first; it comes into use by a duel, like any
+other."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.lookup import Obstacle
 
 MOST_SEEDS = 2
-"""Most seeds of one product, each of another kind of machine, the nearest first."""
+"""The most seeds of one product, each of another kind of machine, nearest first."""
 
 UNKNOWN = math.log2(1.5)
 _SIZE = re.compile(r"L(1d|2) ([0-9]+)([KM])")
@@ -38,15 +36,15 @@ Seeds = Callable[[Problem], Sequence[Schedule]]
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """The figures of one core; None: not known."""
+    """The figures of one core that decide schedules; None: not known."""
 
     l1d_bytes: float | None = None
     l2_bytes: float | None = None
     vector_bits: float | None = None
     mhz: float | None = None
     bytes_per_ns: float | None = None
-    """Bytes of weights that one core reads in a nanosecond: the best measured of one thread in a product of
-    one row."""
+    """Bytes of weights that one core reads per nanosecond: the best rate per thread in products of one
+    row."""
 
 
 class MeasuredStore(Protocol):
@@ -60,7 +58,7 @@ class MeasuredStore(Protocol):
 
 
 def facts_of(core_sig: str, rows: Iterable[Measurement] = ()) -> CoreFacts:
-    """The facts of a signature, and of what was measured on such a core."""
+    """The figures of a core by its signature, and by measurements on such a core."""
     sizes = {
         name: float(size) * (1024 if unit == "K" else 1 << 20) for name, size, unit in _SIZE.findall(core_sig)
     }
@@ -88,8 +86,7 @@ def _weight_bytes(problem: Problem) -> int:
 
 
 def distance(facts: CoreFacts, other: CoreFacts) -> float:
-    """The distance of two cores: 0 if they are the same in all that is known, 1 if one figure is twice the
-    other's."""
+    """The distance of two cores: 0 if all known figures are equal, 1 if one figure is twice the other's."""
     total = 0.0
     for fact in fields(CoreFacts):
         a, b = getattr(facts, fact.name), getattr(other, fact.name)
@@ -101,7 +98,7 @@ def distance(facts: CoreFacts, other: CoreFacts) -> float:
 
 
 class NearestSchedules:
-    """Seeds for products on `here`, of all that a database has of machines with as many threads."""
+    """Seeds for products on `here`, from a database's other machines with as many threads."""
 
     def __init__(self, store: MeasuredStore, here: MachineKey, obstacle: Obstacle) -> None:
         self._obstacle = obstacle
@@ -120,8 +117,8 @@ class NearestSchedules:
         self._nearest = sorted(candidates, key=lambda candidate: (candidate[0], repr(candidate[1])))
 
     def __call__(self, problem: Problem) -> Sequence[Schedule]:
-        """The schedules in use on the nearest kinds for such a product: of its weight, else of the weight
-        most like it."""
+        """The schedules in use on the nearest kinds of machine for this product's weight, else for the most
+        similar weight."""
         seeds: list[Schedule] = []
         for _, _, rows in self._nearest:
             like = rows.get((problem.family, problem.format, problem.m), [])

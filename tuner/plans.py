@@ -1,11 +1,9 @@
-"""Service plans: on which cores each phase runs, and in how many ranks.
+"""Service plans: the cores and ranks on which each phase runs.
 
 The plan of a phase comes from the flags `--threads` and `--ranks`, else from the newest verified row of the
-database, else it is the default: one rank, one thread on each core that the process may use. Decode's may
-have other cores for steps of more sequences (decision 0149). A row may be a
-stranger's, or older than a change of cpuset, so a plan from the database is checked against this machine,
-and set aside with a reason.
-"""
+database, else it is the default: one rank, one thread on each allowed core. Decode may have other cores for
+steps of more sequences (decision 0149). A row may be a stranger's, or older than a change of cpuset, so a
+plan from the database is checked against this machine, and ignored with a reason if it does not fit."""
 
 from __future__ import annotations
 
@@ -38,31 +36,30 @@ Phase = Literal["prefill", "decode"]
 Source = Literal["default", "database", "imported", "flag", "search", "file"]
 Report = Callable[[str], None]
 DefaultPlan: TypeAlias = "Callable[[Machine, Phase], ServicePlan]"
-"""Makes the plan of a phase for which the database has none."""
+"""A function that makes the plan of a phase without a plan in the database."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 MAX_RANKS = 256
 MAX_PU = 65_535
 MAX_BANDS = 3
-"""Most bands of a plan: a program has as many tables of schedules beside those of the phases
+"""The most bands of a plan: a program has this many tables of schedules beside the phases'
 (PW_SCHEDULE_TABLES)."""
 MAX_BAND_SEQUENCES = 4096
 PLAN_FORMAT, BANDED_FORMAT = 1, 3
-"""Versions of the JSON that names cores, without and with bands; a reader refuses versions that it does not
-know."""
+"""Versions of the JSON that names cores, without and with bands; a reader refuses unknown versions."""
 PLACED_FORMAT, BANDED_PLACED_FORMAT = 2, 4
-"""Versions of the JSON that names places of the topology, as the database keeps plans."""
+"""Versions of the JSON that names topology places, as in the database, without and with bands."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RankCores:
-    """The PUs that one rank pins its threads to, one thread each, and the NUMA node of its memory."""
+    """The PUs of one rank's threads, one thread each, and the NUMA node of the rank's memory."""
 
     cores: tuple[int, ...]
     numa_node: int | None = None
-    """The NUMA node of the rank's memory; None: the PUs span nodes, or the machine does not say."""
+    """The NUMA node of the rank's memory; None: the PUs span nodes, or the machine names none."""
 
     def __post_init__(self) -> None:
         if not self.cores:
@@ -93,9 +90,8 @@ class LoadBand:
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The way in which one phase runs. Ranks never share a PU. bands: other cores of the same ranks for
-    decode steps of more sequences, the fewest first. Ranks stay on their NUMA nodes, where their memory
-    lies."""
+    """The cores and ranks of one phase; ranks never share a PU. `bands`: other cores of the same ranks for
+    decode steps of more sequences, fewest first; ranks stay on their NUMA nodes, where their memory is."""
 
     phase: Phase
     ranks: tuple[RankCores, ...]
@@ -121,12 +117,12 @@ class ServicePlan:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """Every PU of the plan, rank by rank; of its bands see `all_cores`."""
+        """Every PU of the plan, rank by rank, without its bands (`all_cores`)."""
         return _cores_of(self.ranks)
 
     @property
     def all_cores(self) -> frozenset[int]:
-        """Every PU that the plan ever uses, those of its bands included."""
+        """Every PU of the plan and its bands."""
         return frozenset(self.cores).union(*(_cores_of(band.ranks) for band in self.bands))
 
     @property
@@ -136,7 +132,7 @@ class ServicePlan:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The sequences from which each band runs."""
+        """The number of sequences from which each band applies."""
         return tuple(band.sequences for band in self.bands)
 
     @property
@@ -144,22 +140,22 @@ class ServicePlan:
         return ((1, self.ranks), *((band.sequences, band.ranks) for band in self.bands))
 
     def at(self, sequences: int) -> ServicePlan:
-        """The plan, without bands, of steps of so many sequences."""
+        """The plan, without bands, for steps of this many sequences."""
         return self.each[bisect_right(self.starts, sequences)]
 
     def with_band(self, sequences: int, ranks: tuple[RankCores, ...]) -> ServicePlan:
-        """The plan with these cores from `sequences` on; itself where it has them anyhow."""
+        """The plan with a band of these cores from `sequences` on; unchanged if the cores are the same."""
         if [sorted(rank.cores) for rank in ranks] == [sorted(rank.cores) for rank in self.each[-1].ranks]:
             return self
         return replace(self, bands=(*self.bands, LoadBand(sequences, ranks)))
 
     def with_bands_that(self, keeps: Callable[[ServicePlan], bool]) -> ServicePlan:
-        """The plan with those of its bands alone that may stay."""
+        """The plan with only those of its bands for which `keeps` is true."""
         pairs = zip(self.bands, self.each[1:], strict=True)
         return replace(self, bands=tuple(band for band, plan in pairs if keeps(plan)))
 
     def describe(self) -> str:
-        """A line for people, e.g. `decode: 1 rank on cores 0,1 (database)`, and where its bands run."""
+        """The plan for people, e.g. `decode: 1 rank on cores 0,1 (database)`, with its bands."""
         count = counted(len(self.ranks), "rank")
         first, *bands = (
             f"{plural(len(plan.cores), 'core')} {' | '.join(list_cores(rank.cores) for rank in plan.ranks)}"
@@ -169,7 +165,7 @@ class ServicePlan:
         return f"{self.phase}: {count} on {first} ({self.source}){''.join(told)}"
 
     def to_json(self) -> str:
-        """The plan by its cores, for other processes of this host. Where it came from is not part of it."""
+        """The plan with its core numbers as JSON, for other processes of this host; without its source."""
         fields: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "phase": self.phase,
@@ -181,7 +177,7 @@ class ServicePlan:
 
     @classmethod
     def from_json(cls, text: str, source: Source = "database") -> ServicePlan:
-        """Read `to_json`'s text. PlanError, saying why, for anything else, unknown fields included."""
+        """The plan in `to_json`'s text. PlanError, saying why, for any other text."""
         fields = _parsed(text)
         has_bands = isinstance(fields, dict) and fields.get("format") == BANDED_FORMAT
         _check_object(fields, {"format", "phase", "ranks", *(["bands"] if has_bands else [])}, "a plan")
@@ -222,8 +218,8 @@ def bands_fields(plan: ServicePlan) -> list[dict[str, Any]]:
 
 
 def placed_json(plan: ServicePlan, machine: Machine) -> str:
-    """The plan as the database keeps it: by places of the topology, which machines of a kind share. PlanError
-    where a core of it may not be used here."""
+    """The plan for the database: with topology places, which machines of a kind share. PlanError where one of
+    its cores may not be used here."""
     try:
         ranks, *others = ([[*places_of(machine, rank.cores)] for rank in each.ranks] for each in plan.each)
     except TopologyError as error:
@@ -237,8 +233,8 @@ def placed_json(plan: ServicePlan, machine: Machine) -> str:
 
 
 def stored_plan(text: str, machine: Machine, source: Source = "database") -> ServicePlan:
-    """A plan of the database in this machine's own numbers. PlanError, saying why, for what is none. It names
-    places; one of an earlier version names cores, which then are those of the host that kept it."""
+    """A plan of the database with this machine's core numbers. PlanError, saying why, for an invalid plan.
+    Plans name places; those of an earlier version name the cores of the host that stored them."""
     if not is_placed(text):
         return ServicePlan.from_json(text, source)
     phase, n_pus, loads = _placed_fields(text)
@@ -255,19 +251,19 @@ def stored_plan(text: str, machine: Machine, source: Source = "database") -> Ser
 
 
 Places: TypeAlias = list[list[int]]
-"""The places of each rank's cores in the machine's topology."""
+"""The topology places of each rank's cores."""
 
 
 def stored_places(text: str) -> list[tuple[int, Places]] | None:
-    """The places of each rank, from one sequence on, and those of each band from its number of sequences on;
-    None where the plan names cores."""
+    """For one sequence and for each band, the least number of sequences and the places of each rank; None
+    where the plan names cores."""
     if not is_placed(text):
         return None
     return [(sequences, [[*rank] for rank in ranks]) for sequences, ranks in _placed_fields(text)[2]]
 
 
 def is_placed(text: str) -> bool:
-    """True if the text is a plan that names places of the topology."""
+    """True if the text is a plan that names topology places."""
     fields = _parsed(text)
     return isinstance(fields, dict) and fields.get("format") in (PLACED_FORMAT, BANDED_PLACED_FORMAT)
 
@@ -298,14 +294,14 @@ def _parsed(text: str) -> Any:
 
 
 def ranks_from(fields: Any) -> tuple[RankCores, ...]:
-    """The ranks that `ranks_fields` wrote. PlanError for anything else."""
+    """The ranks in JSON values of `ranks_fields`. PlanError for other values."""
     if not isinstance(fields, list):
         raise PlanError("the ranks of a plan must be a list")
     return tuple(_rank(rank) for rank in fields[: MAX_RANKS + 1])
 
 
 def bands_from(fields: Any) -> tuple[LoadBand, ...]:
-    """The bands that `bands_fields` wrote. PlanError for anything else."""
+    """The bands in JSON values of `bands_fields`. PlanError for other values."""
     _check_bands(fields)
     return tuple(LoadBand(band["sequences"], ranks_from(band["ranks"])) for band in fields)
 
@@ -341,9 +337,8 @@ def model_key(name: str, weight_format: str) -> str:
 
 
 def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> MachineKey:
-    """The key of plans and measurements: the signature of the cores, and that of the placement of `cores`.
-    None: all cores that this process may use, by which plans are kept. Measurements are kept by the cores
-    that ran them."""
+    """The key of plans and measurements: the signatures of the machine's cores and of the placement of
+    `cores`. `cores`: those that ran a measurement; None for plans: all cores that this process may use."""
     if cores is None:
         cores = tuple(core[0] for core in machine.allowed_cores()) or machine.allowed_pus
     return MachineKey(core_signature(machine), placement_signature(machine, cores))
@@ -352,9 +347,9 @@ def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> Machine
 def default_plan(
     machine: Machine, phase: Phase, threads: int | None = None, ranks: int | None = None
 ) -> ServicePlan:
-    """One rank over the allowed cores, one PU of each, no more than the cgroup quota pays for. `threads` sets
-    the count instead, quota or not; beyond the number of cores, second PUs of cores are taken. `ranks`: as
-    many divide these cores, neighbours on a NUMA node together. PlanError if either does not fit."""
+    """One rank over the allowed cores, one PU each, within the cgroup quota. `threads`: the number of PUs
+    instead, quota or not; beyond the number of cores, second PUs of cores are taken. `ranks`: divide the PUs
+    into this many ranks, neighbours on a NUMA node together. PlanError if either does not fit."""
     pus = pus_by_preference(machine)
     source: Source = "default" if threads is None and ranks is None else "flag"
     if threads is None:
@@ -368,8 +363,7 @@ def default_plan(
 
 
 def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[RankCores, ...]:
-    """Equal ranks of these PUs, some with one PU fewer where they do not divide; each has its part of every
-    kind of core."""
+    """Ranks of equally many PUs, to within one, each with its share of every kind of core."""
     if n_ranks == 1:
         return (rank_on(machine, pus),)
     if not 1 <= n_ranks <= min(len(pus), MAX_RANKS):
@@ -384,7 +378,7 @@ def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[Rank
 
 
 def _places_in_kinds(machine: Machine, pus: Sequence[int]) -> dict[int, float]:
-    """The position of each PU among those of its kind, from 0 to 1."""
+    """The position of each PU within its kind of core, from 0 to 1."""
     speed_of = _speed_of(machine)
     by_kind: dict[int, list[int]] = {}
     for pu in pus:
@@ -393,21 +387,21 @@ def _places_in_kinds(machine: Machine, pus: Sequence[int]) -> dict[int, float]:
 
 
 def _speed_of(machine: Machine) -> dict[int, int]:
-    """The number of each PU's kind of core, counted from the slowest; PUs that no kind names are left out."""
+    """The number of each PU's kind of core, counted from the slowest; PUs without a kind are left out."""
     return {pu: number for number, kind in enumerate(machine.kinds) for pu in kind.cpus}
 
 
 def default_thread_count(machine: Machine) -> int:
-    """Threads of the default plan: one a core, no more than the cgroup quota pays for. A quota of 2.5 CPUs
-    runs two pinned threads: a third would get all of them throttled."""
+    """Threads of the default plan: one per core, within the cgroup quota. A quota of 2.5 CPUs allows two
+    pinned threads: a third would get all of them throttled."""
     cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
     quota = cores if machine.cpu_quota is None else max(1, int(machine.cpu_quota))
     return min(cores, quota)
 
 
 def pus_by_preference(machine: Machine) -> tuple[int, ...]:
-    """The allowed PUs: the first of every core, then the second of every core, and so on; of cores of several
-    kinds the fastest first."""
+    """The allowed PUs: the first of every core, then the second of every core, and so on, fastest kinds
+    first."""
     speed_of = _speed_of(machine)
     cores = sorted(machine.allowed_cores(), key=lambda core: -speed_of.get(core[0], -1))
     depth = max((len(core) for core in cores), default=0)
@@ -416,13 +410,13 @@ def pus_by_preference(machine: Machine) -> tuple[int, ...]:
 
 
 def rank_on(machine: Machine, pus: tuple[int, ...]) -> RankCores:
-    """A rank on these PUs, with the NUMA node that holds all of them, if one does."""
+    """A rank on these PUs, with the NUMA node that holds all of them, if there is one."""
     holders = (node.os_index for node in machine.nodes(Kind.NUMA) if set(pus) <= set(node.cpus))
     return RankCores(pus, next(holders, None))
 
 
 def check_fits(plan: ServicePlan, machine: Machine) -> None:
-    """PlanError, saying why, unless this process may run the plan here."""
+    """PlanError, saying why, unless this process may run the plan on this machine."""
     foreign = sorted(plan.all_cores.difference(machine.allowed_pus))
     if foreign:
         raise PlanError(
@@ -449,8 +443,8 @@ def resolve_plans(
     ranks: int | None = None,
     default: DefaultPlan = default_plan,
 ) -> Mapping[Phase, ServicePlan]:
-    """The plan of each phase for `model` (a `model_key`): the flags', else the database's, else the default.
-    A plan of the database that cannot run here is set aside, and `report` is told why in one line."""
+    """The plan of each phase for `model` (a `model_key`): by flags, else from the database, else the default.
+    A plan of the database that cannot run here is ignored, and `report` is told why in one line."""
     if threads is not None or ranks is not None:
         return {phase: default_plan(machine, phase, threads, ranks) for phase in PHASES}
     if store is None:
@@ -488,7 +482,7 @@ def plans_for(
     ranks: int | None = None,
     default: DefaultPlan = default_plan,
 ) -> Mapping[Phase, ServicePlan]:
-    """`resolve_plans` with the database that `--db` names, opened only if it can matter; never created.
+    """`resolve_plans` with the database that `--db` names, which is opened only if needed and never created.
     DatabaseNameError if `db` can name no database."""
     location = locate(db)
     is_flagged = threads is not None or ranks is not None
@@ -504,7 +498,7 @@ def plans_for(
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """CPU numbers as taskset writes them, e.g. `0-3,8`, in the order given. PlanError for anything else."""
+    """CPU numbers in taskset's form, e.g. `0-3,8`, in the order given. PlanError for other texts."""
     cores: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
@@ -518,7 +512,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def list_cores(pus: Sequence[int]) -> str:
-    """CPU numbers as taskset writes them, consecutive ones joined: `0-3,8`. The order is kept."""
+    """CPU numbers in taskset's form, consecutive ones joined: `0-3,8`. The order is kept."""
     runs: list[list[int]] = []
     for pu in pus:
         if runs and pu == runs[-1][1] + 1:

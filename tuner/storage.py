@@ -1,11 +1,9 @@
-"""The choice of a weight's storage, by the duels between sparse and dense that a database holds.
+"""The choice of a weight's storage, by the duels between sparse and dense in a database.
 
-A weight has one copy for both phases, so storage is chosen by the sequences that are expected to decode
-together: sparse where it is proven faster for some number of them, and proven slower for none. A loss whose
-interval holds 1 is none: the machine was busy. Comparisons of many rows are a prompt's. Duels are about
-random weights of a shape and a density in sixteenths: the time of a product depends on how many weights are
-kept, not on which.
-"""
+A weight has one copy for both phases, so storage is chosen by the sequences expected to decode together:
+sparse where it is proven faster for some number of them, and proven slower for none. A loss whose interval
+holds 1 does not count. Comparisons of many rows are a prompt's. Duels use random weights of a shape and a
+density in sixteenths: the time of a product depends on how many weights are kept, not on which."""
 
 from __future__ import annotations
 
@@ -23,30 +21,29 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
 
 LEAST_GAIN = 0.98
-"""Least ratio of dense's time to sparse's that a prompt may have: sparse storage may cost prompts next to
-nothing."""
+"""The least ratio of dense time to sparse time in prompts, which sparse storage may slow down very little."""
 
 ROWS_REACH = 2
-"""Factor of rows that a comparison reaches beyond its own, where nothing was compared for more."""
+"""Factor of rows up to which a comparison holds beyond its own, if none was made for more rows."""
 
 PROMPT_ROWS = 64
-"""Most rows of a decode step in a comparison; more rows are a prompt's."""
+"""The most rows of a decode step in a comparison; more rows are a prompt's."""
 
 
 @dataclass(frozen=True)
 class StorageVerdict:
-    """The verdict of a database about a weight's storage."""
+    """A decision on a weight's storage, from the database."""
 
     is_sparse: bool
     why: str
-    """The verdict in words, e.g. `measured: sparse against dense 1.45x at m=1, no verdict at m=512; ..`."""
+    """The reason in words, e.g. `measured: sparse against dense 1.45x at m=1, no verdict at m=512; ..`."""
 
 
 class StorageTable:
-    """The newest duel of every weight and number of rows, on one build of the kernels."""
+    """The newest duel of every weight and number of rows, for one build of the kernels."""
 
     def __init__(self, duels: Iterable[StorageDuel] = ()) -> None:
-        """Make the table of these duels. `duels`: `Store.storage_duels` of the machine keys of each phase."""
+        """`duels`: `Store.storage_duels` of the machine keys of each phase."""
         self._by_weight: dict[tuple[str, int, int], dict[int, StorageDuel]] = {}
         for duel in duels:
             problem = duel.problem
@@ -59,8 +56,8 @@ class StorageTable:
     def verdict(
         self, dense_format: str, n: int, k: int, density: float, sequences: int
     ) -> StorageVerdict | None:
-        """The verdict for a weight of which the share `density` is kept, where up to `sequences` decode
-        together. None where no such weight was compared."""
+        """The storage of a weight that keeps the share `density`, where up to `sequences` decode together;
+        None where no such weight was compared."""
         try:
             key = (sparse_format(dense_format, density), n, k)
         except TunerError:
@@ -89,7 +86,7 @@ def _verdict(duels: Mapping[int, StorageDuel], sequences: int) -> StorageVerdict
 def read_storage_table(
     store: Store | StartReads, machines: Iterable[MachineKey], kernel_abi: str
 ) -> StorageTable:
-    """The verdicts of a store for these cores and this build of the kernels."""
+    """The storage duels in a store for these cores and this build of the kernels."""
     own = dict.fromkeys(machines)
     return StorageTable(
         duel

@@ -1,14 +1,14 @@
-"""The tasks of a run: weights and the rows to tune them for, what each may learn from others, and their pace.
+"""The tasks of a tuning run: weights and the rows to tune them for, what each may learn from others, and
+their pace.
 
-What a search may learn from other weights depends on the database alone: the schedules in use for weights
-that were settled before this one was begun. So a run that asks again asks the same.
+A search may learn from other weights' schedules in use only if those weights were settled before it began, by
+the database alone. So a run that asks again asks the same.
 
-Products have two laws of rows, for the time t(m) of m rows, to within an allowance: more rows never cost
-less, and no product is slower than two smaller ones, t(a + b) <= t(a) + t(b). `breaking` names the rows that
-break one.
+Products obey two laws of rows, for the time t(m) of m rows, within an allowance: more rows never cost less,
+and no product is slower than two smaller ones, t(a + b) <= t(a) + t(b). `breaking` names the rows that break
+a law.
 
-`Pace` tells which share of a run's work is done, and the time that the rest may take.
-"""
+`Pace` estimates the share of a run's work that is done, and the time left."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ Times: TypeAlias = Mapping[int, float]
 """Time of a product by its number of rows."""
 
 MOST_ROWS = 64
-"""Most rows for which the laws are asked: one row more is one more sequence, or one more token of a draft."""
+"""The most rows for which the laws are checked: one row more is one more sequence or drafted token."""
 
 ALLOWANCE = 0.05
-"""Excess over a ratio of 1 that is allowed: two timings of one product differ by as much on a quiet
-machine."""
+"""The allowed excess over a ratio of 1: two timings of one product differ by as much on a quiet machine."""
 
 
 class Breach(NamedTuple):
-    """The largest ratio of a law's two sides, and the numbers of rows on them."""
+    """A law's ratio of two sides, with the rows of the dearer side and of the other side."""
 
     ratio: float
     dearer: int
@@ -43,18 +42,18 @@ class Breach(NamedTuple):
 
 
 def breaking(times: Times, allowance: float = ALLOWANCE) -> tuple[int, ...]:
-    """The numbers of rows whose products are too slow by a law, ascending."""
+    """The numbers of rows whose products break a law, ascending."""
     both = (*beside_more(times), *beside_two(times))
     return tuple(sorted({breach.dearer for breach in both if breach.ratio > 1 + allowance}))
 
 
 def beside_more(times: Times) -> Iterator[Breach]:
-    """Each product beside those with more rows."""
+    """The ratio of each product to each product with more rows."""
     return (Breach(times[m] / times[more], m, (more,)) for m in times for more in times if more > m)
 
 
 def beside_two(times: Times) -> Iterator[Breach]:
-    """Each product beside any two that share out its rows."""
+    """The ratio of each product to any two products that divide its rows."""
     cuts = ((a, m - a) for m in times for a in times if a <= m - a and m - a in times)
     return (Breach(times[a + b] / (times[a] + times[b]), a + b, (a, b)) for a, b in cuts)
 
@@ -64,10 +63,10 @@ SHORTEST_TIMING_S = 0.008
 
 
 class Pace:
-    """The share of the work that is done, by the weight of its products; replayed ones count as no work."""
+    """The share of a run's work that is done, weighted by products; replayed products count as no work."""
 
     def __init__(self, tasks: Sequence[Task], call_s: Callable[[Problem], float]) -> None:
-        """call_s: about how many seconds one call of a product takes."""
+        """`call_s`: approximate seconds of one call of a product."""
         self._work = {
             problem: 1.0 + CALLS_A_TIMING * call_s(problem) / SHORTEST_TIMING_S
             for task in tasks
@@ -78,15 +77,14 @@ class Pace:
         self._timed: set[Problem] = set()
         self._last: Problem | None = None
         self._times: dict[Problem | None, tuple[float, float]] = {}
-        """Timings and their seconds by problem; under None the work of all and theirs."""
+        """By problem, the number of timings and their seconds; under None the total work and its seconds."""
 
     def work_of(self, task: Task) -> float:
-        """About how long a task takes, in units of its shortest timings."""
+        """The approximate duration of a task, in units of its shortest timings."""
         return sum(self._work[problem] for problem in task.problems)
 
     def reach(self, task: Task, m: int, timed: bool) -> None:
-        """Note that a task's search asks for m. One m is done when the next is asked for; probes jump
-        about."""
+        """Record that a task's search asks for m; an m is done once the next one is asked for."""
         problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
         if timed:
             self._timed.add(problem)
@@ -99,19 +97,19 @@ class Pace:
             self._drop(problem)
 
     def left_s(self, timing_s: float) -> float | None:
-        """Seconds that the rest may take, if the work so far took `timing_s`; None before the first product
-        is done."""
+        """Estimated seconds of the remaining work, if the work so far took `timing_s`; None before any
+        product is done."""
         return timing_s * sum(self._left.values()) / self._done if self._done else None
 
     def time(self, problem: Problem, n_timings: int, seconds: float) -> None:
-        """Count timings that have ended."""
+        """Record timings that have ended."""
         for key in (problem, None):
             n, so_far_s = self._times.get(key, (0.0, 0.0))
             work = n_timings if key else n_timings * self._work[problem]
             self._times[key] = n + work, so_far_s + seconds
 
     def timing_s(self, problem: Problem) -> float | None:
-        """The expected time of one timing: the mean of this problem's, else by its work. None before any."""
+        """The expected seconds of one timing: the problem's mean, else by its work; None: not known."""
         for key, work in ((problem, 1.0), (None, self._work[problem])):
             if key in self._times:
                 n, seconds = self._times[key]
@@ -144,16 +142,16 @@ class Task:
 
     @property
     def has_row_laws(self) -> bool:
-        """True of a product; False of attention, whose one row and many are computed in unlike ways."""
+        """True for products; False for attention, which computes one row and many in different ways."""
         return self.group.family == "gemm"
 
     def part(self, ms: tuple[int, ...], arithmetic: Arithmetic) -> Task:
-        """The same task for some of its rows, in one of its arithmetics."""
+        """The task for some of its rows, in one of its arithmetics."""
         return replace(self, group=replace(self.group, arithmetics=(arithmetic,)), ms=ms)
 
 
 def known_results(tasks: Sequence[Task], task: Task, ledger: Ledger) -> ScheduleCache:
-    """The results of other weights that the task's search may learn from."""
+    """The results of other weights from which the task's search may learn."""
     begun_ms = begun_at_ms(task, ledger)
     others = [other for other in tasks if other.problems != task.problems]
     settled = [(ledger.settled_ms(other.problems), other) for other in others]
@@ -165,7 +163,7 @@ def known_results(tasks: Sequence[Task], task: Task, ledger: Ledger) -> Schedule
 
 
 def _found(task: Task, at_ms: float, ledger: Ledger) -> GroupOutcome:
-    """The outcome of a settled task: the schedules in use at that time."""
+    """The outcome of a settled task: the schedules in use at `at_ms`."""
     used = {m: ledger.in_use(task.problem(m), at_ms) for m in task.ms}
     arithmetic = arithmetic_of(max(used.values(), key=lambda verdict: verdict.origin.created_at_ms).schedule)
     best = {
@@ -175,6 +173,6 @@ def _found(task: Task, at_ms: float, ledger: Ledger) -> GroupOutcome:
 
 
 def begun_at_ms(task: Task, ledger: Ledger) -> float:
-    """Unix time at which the first of a task's samples was stored; infinite: it is not begun."""
+    """Unix ms at which the first of a task's samples was stored; infinite: the task has not begun."""
     begun_ms = ledger.begun_ms(task.problems)
     return math.inf if begun_ms is None else begun_ms

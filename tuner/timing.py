@@ -1,17 +1,16 @@
-"""The time of a product, on a machine that others use too.
+"""The time of a product on a machine that others use too.
 
 A kernel clocks its own calls; this module decides how often it is called and what the nanoseconds mean.
-Everything is a pure function, or calls a `Take` that was handed in.
+Everything is a pure function, or calls a `Take` that was passed in.
 
 - Short calls are clocked in loops (`loop_means`), so that one sample is long against the clock.
-- Schedules that are compared are timed in turns (`race`), because a neighbour's burst, or memory that
-  changes its pace, lasts longer than a turn and then hits them all. The hopeless leave the race early.
-- The estimate is the mean of the fastest quarter of the samples. What disturbs a call only ever lengthens
-  it, and on a shared machine it may hit more than half of them, which moves the median and the middle half;
-  the minimum alone would reward one lucky reading. Raw samples are kept, so this choice can change.
+- Schedules to compare are timed in turns (`race`), because a neighbour's burst, or a change of memory's pace,
+  lasts longer than a turn and then hits all of them. Hopeless schedules leave the race early.
+- The estimate is the mean of the fastest quarter of the samples. Disturbances only ever lengthen a call, and
+  on a shared machine they may hit more than half of the calls, which moves the median; the minimum alone
+  would reward one lucky reading. Raw samples are kept, so this choice can change.
 - A difference is believed only after pairs of turns, one of each in changing order, and only if the
-  confidence interval of the median ratio (`compare`) begins above 1.
-"""
+  confidence interval of the median ratio (`compare`) begins above 1."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ MIN_SAMPLE_NS = 20_000  # a thousand times the clock's own cost
 MAX_TURN_SAMPLES = 8  # what a turn leaves in the database
 ROUNDS = 5
 MARGINS = {2: 1.6, 3: 1.25}
-"""Rounds done, and how much slower than the best a schedule may then look to stay in the race."""
+"""By rounds done, the ratio to the best up to which a schedule stays in the race."""
 PAIRS = 15
 CONFIDENCE = 0.99  # a tuning run makes a hundred comparisons
 
 Samples: TypeAlias = tuple[int, ...]
 Take: TypeAlias = Callable[[], Samples]
-"""Runs a product some times in one turn; returns nanoseconds of each call."""
+"""A function that runs a product some times in one turn; returns nanoseconds of each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Turn:
 
 
 def plan_turn(call_ns: int) -> Turn:
-    """The turn for a product that takes about `call_ns`; a long one is called once."""
+    """The turn for a product that takes about `call_ns`; a long product is called once."""
     call_ns = max(1, call_ns)
     calls_a_loop = math.ceil(MIN_SAMPLE_NS / call_ns)
     loops = TURN_NS // (calls_a_loop * call_ns)
@@ -61,21 +60,21 @@ def plan_turn(call_ns: int) -> Turn:
 
 
 def loop_means(call_ns: npt.NDArray[np.int64], turn: Turn) -> Samples:
-    """Nanoseconds of `turn.calls` calls to one sample a loop, at least 1 ns each."""
+    """The mean nanoseconds per call of each loop of a turn, as samples of at least 1 ns."""
     assert call_ns.shape == (turn.calls,), f"{call_ns.shape} calls, {turn.calls} planned"
     means: npt.NDArray[Any] = call_ns.reshape(turn.loops, turn.calls_a_loop).mean(axis=1)
     return tuple(max(1, round(mean)) for mean in means.tolist())
 
 
 def estimate_ns(samples_ns: Sequence[int]) -> int:
-    """Mean of the fastest quarter of the samples, their number rounded up."""
+    """The mean of the fastest quarter of the samples (their number rounded up)."""
     fastest = sorted(samples_ns)[: math.ceil(len(samples_ns) / 4)]
     return round(statistics.fmean(fastest))
 
 
 def race(takes: Sequence[Take]) -> list[Samples]:
-    """Time all contestants in turns, each second round backwards; MARGINS ends a race early for some. Returns
-    all samples of each contestant, in the order taken."""
+    """Time all contestants in turns, every second round backwards; MARGINS drops slow contestants early.
+    Returns all samples of each contestant, in order."""
     taken: list[Samples] = [() for _ in takes]
     running = list(range(len(takes)))
     for done in range(1, ROUNDS + 1):
@@ -94,7 +93,7 @@ def _within(margin: float, running: Sequence[int], taken: Sequence[Samples]) -> 
 
 @dataclass(frozen=True)
 class Duel:
-    """Two schedules timed in pairs: the verdict, and the samples of each."""
+    """Two schedules timed in pairs: the comparison, and a sample of each."""
 
     comparison: Comparison
     incumbent: Sample
@@ -102,7 +101,7 @@ class Duel:
 
 
 def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Samples, Samples]]:
-    """Time two schedules in pairs of turns, incumbent's samples first; who begins alternates."""
+    """Time two schedules in pairs of turns, the incumbent's samples first; who begins alternates."""
     taken = []
     for pair in range(pairs):
         if pair % 2:
@@ -114,17 +113,16 @@ def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Sam
 
 
 def compare(taken: Sequence[tuple[Samples, Samples]]) -> Comparison:
-    """The verdict of a duel: the median over its pairs of incumbent / candidate. The interval comes from the
-    sign test, so no shape of the noise is assumed."""
+    """The comparison of a duel: the median over pairs of incumbent / candidate. The interval is a sign
+    test's, which assumes no shape of noise."""
     gains = sorted(min(MAX_GAIN, estimate_ns(before) / estimate_ns(after)) for before, after in taken)
     low, high = _sign_test_interval(gains)
     return Comparison(statistics.median(gains), low, high, CONFIDENCE, len(gains))
 
 
 def _sign_test_interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """The interval of the median between two order statistics; 0 to MAX_GAIN where there are too few
-    pairs. With `out` values left out at each end, it misses the median with probability 2 P(Binomial(n,
-    1/2) < out)."""
+    """The interval of the median between two order statistics; 0 to MAX_GAIN for too few pairs. With `out`
+    values left out at each end, it misses the median with probability 2 P(Binomial(n, 1/2) < out)."""
     count, missed, out = len(ordered), 0.0, 0
     while out < count:
         missed += 2 * math.comb(count, out) / 2**count

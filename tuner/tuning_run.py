@@ -1,19 +1,20 @@
-"""One tuning run: weights one after another, each searched over its rows m, then held against what is in use.
+"""One tuning run: each weight is searched over its rows m, and the winners are compared with the schedules in
+use.
 
-The searches decide what to time, an evaluator times it, the ledger keeps it; here is only who is next and
-when to stop. Three things to know:
+Searches decide what to time, an evaluator times it, the ledger stores it; this module decides the order and
+the end:
 
 - *Resuming is replaying.* The search begins anew and asks the same questions; what the ledger holds is
-  answered at once. So nothing is lost but the timing in flight, and a second run times nothing. Seeds from
-  other weights are part of the question (`known_results`): a weight that was begun before another was
-  settled goes on without what that one found.
+  answered at once. So only the timing in flight is lost, and a second run times nothing. Seeds from other
+  weights are part of the question (`known_results`): a weight that was begun before another was settled goes
+  on without the other's results.
 - *Fast is not yet better.* The winner of a search was the luckiest of many. It is taken into use only if a
-  duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
-  default wins, that is a verdict too, so that no neighbour's schedule is used there.
-- *One arithmetic for a weight.* Where the search found another one than that in use, all m change or none.
+  duel (`timing.duel`) proves it faster than the schedule in use, at first the kernels' default. A win of the
+  default is a verdict too, so that no neighbour's schedule is used there.
+- *One arithmetic for a weight.* Where the search found another arithmetic than the one in use, all m change
+  or none.
 - *Cliffs first.* Numbers of rows whose default schedule breaks a law of rows (`breaking`) are searched and
-  settled before the others of the weight: a run that is cut short leaves none that it had time for.
-"""
+  settled before the others of the weight, so that a run that is cut short has done them."""
 
 from __future__ import annotations
 
@@ -36,29 +37,29 @@ from phasewise.tuner.task_division import MOST_ROWS, Pace, Task, begun_at_ms, br
 from phasewise.tuner.timing import PAIRS, ROUNDS, Duel
 
 INTERLEAVED = 12
-"""Schedules that are timed in turns and then stored together: a killed run loses at most one such batch."""
+"""Schedules that are timed in turns and stored together: a killed run loses at most one such batch."""
 
 DUEL_SHARE = 0.1
-"""Part of a weight's share of the budget that is kept back for its duels."""
+"""Part of a weight's share of the budget that is reserved for its duels."""
 
 TIMINGS_A_DUEL = 2 * PAIRS // ROUNDS
 """Timings of one schedule that take as long as a duel."""
 
 HOPELESS = 1.1
-"""A hint that takes this many times as long as what is in use is not compared in pairs."""
+"""A hint slower than the schedule in use by this factor is not compared in a duel."""
 
 End = Literal["complete", "budget", "interrupted"]
 
 
 class ScheduleEvaluator(Protocol):
-    """The evaluator that times schedules; `tuner.native` is the real one."""
+    """An evaluator that times schedules; `tuner.native` is the real one."""
 
     def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
-        """Prepare the timing of these schedules, as far as that needs no machine to itself."""
+        """Prepare the timing of these schedules, as far as that does not disturb other measurements."""
         ...
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        """Time schedules in turns: one sample of each, in this order."""
+        """Time schedules in turns; returns one sample of each, in this order."""
         ...
 
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
@@ -68,8 +69,6 @@ class ScheduleEvaluator(Protocol):
 
 @dataclass(frozen=True)
 class TuningProgress:
-    """The progress of a run."""
-
     task: Task
     task_number: int
     """The number of the present task, from 1."""
@@ -79,13 +78,12 @@ class TuningProgress:
     """Schedules timed so far in this run."""
     elapsed_s: float
     left_s: float | None
-    """Seconds to the end of the work at the pace so far, no more than the budget leaves; None: not known
-    yet."""
+    """Estimated seconds to the end of the work, within the budget; None: not known yet."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The schedule in use for a problem, and the kernels' own schedule beside it."""
+    """The schedule in use for a problem, and the kernels' own schedule for comparison."""
 
     problem: Problem
     schedule: Schedule
@@ -97,19 +95,18 @@ class Gain:
     over_default: MeasuredRatio
     """The gain over the kernels' own schedule, by all duels that led to the schedule."""
     pace: float = 1.0
-    """Pace of the cores while `tuned_ns` was taken, as a share of their best: limits were lower by the same
-    share."""
+    """Pace of the cores while `tuned_ns` was taken, as a share of their best; limits were lower likewise."""
 
 
 @dataclass(frozen=True)
 class TuningOutcome:
-    """A run that has ended, one way or another."""
+    """The result of a run, complete or not."""
 
     end: End
     gains: tuple[Gain, ...]
     """Gains of the problems that have a verdict, from this run or an older one."""
     products: int
-    """The number of rows that the run was asked to tune."""
+    """The number of products, one per m, that the run was asked to tune."""
     timed: int
     replayed: int
     """Answers that came from the database."""
@@ -118,7 +115,7 @@ class TuningOutcome:
     laps: int
     """Batches of timings, and duels."""
     disturbed: int
-    """Laps during which other processes or guests took a noticeable share of the cores."""
+    """Laps in which other processes or guests took a noticeable share of the cores."""
     conditions: Mapping[str, float]
     """Mean conditions over all timings."""
 
@@ -132,17 +129,17 @@ class Tools:
     options: SearchOptions = field(default_factory=SearchOptions)
     report: Callable[[TuningProgress], None] = lambda _: None
     call_s: Callable[[Problem], float] = lambda _: 0.0
-    """About how many seconds a call of a product takes, for the estimate of the time left."""
+    """Approximate seconds of a call of a product, to estimate the time left."""
     clock: Callable[[], float] = time.monotonic
     worth: Callable[[Task], float] | None = None
     """The share of the budget that a task deserves, in any unit; None: each task takes what it needs."""
     lock: MeasurementLock = field(default_factory=MeasurementLock)
     seeds: Seeds = lambda _: ()
-    """Schedules that a product's search begins with, e.g. of the nearest kinds of machine."""
+    """Schedules with which a product's search begins, e.g. of the nearest kinds of machine."""
 
 
 def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> TuningOutcome:
-    """Tune every task in turn for at most `budget_s`. Ctrl-C ends the run early; what it learned is kept."""
+    """Tune every task in turn for at most `budget_s`. Ctrl-C ends the run early and keeps its results."""
     run = _Run(tasks, tools, budget_s)
     end: End = "complete"
     try:
@@ -155,7 +152,7 @@ def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> TuningOutcome:
 
 @dataclass(frozen=True)
 class Hinted:
-    """Schedules of one arithmetic that won elsewhere, for products of one weight, by m."""
+    """Schedules, by m, that won elsewhere for products of one weight, all in one arithmetic."""
 
     task: Task
     schedules: Mapping[int, Schedule]
@@ -163,20 +160,19 @@ class Hinted:
 
 @dataclass(frozen=True)
 class HintsOutcome:
-    """The result of timing schedules that won elsewhere, in numbers of products."""
+    """The result of timing hints, in numbers of products."""
 
     asked: int
     timed: int
-    """Products whose hint was timed here."""
+    """Products whose hint was timed on this machine."""
     promoted: int
     """Products whose hint is in use now."""
     elapsed_s: float
 
 
 def settle_hints(hinted: Sequence[Hinted], tools: Tools, budget_s: float) -> HintsOutcome:
-    """Time schedules that won elsewhere beside what is in use, in this order, for at most `budget_s`. Those
-    that a duel proves faster come into use, as after a search; nothing else does. Ctrl-C ends it, and goes on
-    to the caller."""
+    """Time hints, in order, beside the schedules in use, for at most `budget_s`. A hint comes into use if a
+    duel proves it faster. Ctrl-C ends it, and is raised to the caller."""
     run = _Run([hint.task for hint in hinted], tools, budget_s)
     done = [hint for hint in hinted if run.settle_hint(hint)]
     promoted = 0
@@ -201,13 +197,13 @@ class _Run:
         self._worth = tools.worth or self._pace.work_of
         self._timed = self._replayed = self._duels = 0
         self._answered = set[tuple[Problem, Schedule, int]]()
-        """Answers that this run got: rows that break a law are asked about again together with all others."""
+        """Answers that this run got, since the rows that break a law are asked for again with all others."""
         self._timing_s = 0.0
         self._laps: list[Mapping[str, float]] = []
 
     def tune_all(self) -> bool:
-        """Tune every task; False if the budget did not suffice for all. A task that its share of the budget
-        cuts short goes on with what the others leave of theirs."""
+        """Tune every task; False if the budget did not suffice. A task that its share cuts short continues
+        with what others leave of their shares."""
         left, done = self._pass(self._tasks), -1
         while left and self._timed + self._duels > done and self._tools.clock() < self._deadline_s:
             done = self._timed + self._duels
@@ -215,7 +211,7 @@ class _Run:
         return not left
 
     def settle_hint(self, hinted: Hinted) -> bool:
-        """Time one weight's hints; False if there was no time for it, or they may not come into use."""
+        """Time one weight's hints; False if there was no time, or the hints may not come into use."""
         if self._tools.clock() >= self._deadline_s or not self._may_change(hinted):
             return False
         task, hope = hinted.task, 0.0
@@ -232,16 +228,16 @@ class _Run:
         return True
 
     def _may_change(self, hinted: Hinted) -> bool:
-        """True if the hint may come into use: a weight that has verdicts keeps its arithmetic, since hints of
-        another know only a part of its rows."""
+        """True if the hint may come into use: a weight with verdicts keeps its arithmetic, since hints in
+        another one cover only some of its rows."""
         ledger, task = self._tools.ledger, hinted.task
         arithmetic = arithmetic_of(next(iter(hinted.schedules.values())))
         has_verdicts = any(ledger.verdicts(task.problem(m)) for m in task.ms)
         return not has_verdicts or arithmetic == _arithmetic_in_use(task, ledger)
 
     def _pass(self, tasks: Sequence[Task]) -> list[Task]:
-        """Tune each task once, those that were begun first, within its share of what is left of the budget;
-        returns those not complete then."""
+        """Tune each task once, begun ones first, within its share of the budget left; returns incomplete
+        tasks."""
         waiting, cut = list(tasks), list[Task]()
         waiting.sort(key=lambda task: begun_at_ms(task, self._tools.ledger))
         while waiting:
@@ -254,7 +250,7 @@ class _Run:
         return cut
 
     def _tune(self, task: Task, share: float) -> bool:
-        """Search and settle one task; False if its share of the time that is left did not suffice."""
+        """Search and settle one task; False if its share of the remaining time did not suffice."""
         number, now_s = self._tasks.index(task), self._tools.clock()
         share_s = max(0.0, self._deadline_s - now_s) * share
         search_end_s, end_s = now_s + (1 - DUEL_SHARE) * share_s, now_s + share_s
@@ -264,9 +260,8 @@ class _Run:
         return self._search_and_settle(number, task, search_end_s, end_s)
 
     def _cliffs(self, number: int, task: Task, deadline_s: float) -> Task | None:
-        """The rows of a task whose default schedules break a law of rows, by one timing of each. None where
-        there are none, and where the weight has left its default arithmetic: then all of its rows have been
-        searched."""
+        """The rows of a task whose default schedules break a law of rows, by one timing of each. None if
+        there are none, or the weight has left its default arithmetic, so that all rows have been searched."""
         own, times = task.group.arithmetics[0], dict[int, float]()
         if not task.has_row_laws or _arithmetic_in_use(task, self._tools.ledger) != own:
             return None
@@ -280,7 +275,7 @@ class _Run:
         return task.part(rows, own) if rows else None
 
     def _search_and_settle(self, number: int, task: Task, search_end_s: float, end_s: float) -> bool:
-        """Search a task and settle what was found; False if there was no time for all of it."""
+        """Search a task and settle its results; False if there was no time for all of it."""
         outcome = self._search(number, task, search_end_s)
         best = self._best_so_far(task) if outcome is None else outcome.best
         settled = self._settle(task, best, end_s)
@@ -350,7 +345,7 @@ class _Run:
         return [schedule for schedule, take in asked if take >= len(samples.get(schedule, ()))]
 
     def _n_that_fit(self, problem: Problem) -> int:
-        """Count the schedules that fit into what the budget leaves; one while no time is known."""
+        """The number of schedules whose timing fits into the remaining budget; 1 while no time is known."""
         expected_s = self._pace.timing_s(problem)
         if not expected_s:
             return 1 if expected_s is None else INTERLEAVED
@@ -358,8 +353,8 @@ class _Run:
         return max(0, min(INTERLEAVED, int(left_s / expected_s)))
 
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
-        """Time these schedules and store their samples; False if others were timing until the end of the
-        budget."""
+        """Time these schedules and store their samples; False if other processes timed until the budget's
+        end."""
         started_s = self._tools.clock()
         self._tools.evaluator.prepare(problem, schedules)
         with self._turn() as is_alone:
@@ -385,7 +380,7 @@ class _Run:
         )
 
     def _best_so_far(self, task: Task) -> dict[int, Schedule]:
-        """The fastest schedule so far for each m of an unfinished search, within the arithmetic in use."""
+        """The fastest schedule so far for each m of an unfinished search, in the arithmetic in use."""
         arithmetic = _arithmetic_in_use(task, self._tools.ledger)
         best = ((m, self._fastest(task.problem(m), arithmetic)) for m in task.ms)
         return {m: schedule for m, schedule in best if schedule is not None}
@@ -393,8 +388,7 @@ class _Run:
     def _fastest(
         self, problem: Problem, arithmetic: Arithmetic, but: Schedule | None = None
     ) -> Schedule | None:
-        """The fastest schedule of a problem by the first sample of each, as the search saw them; `but` does
-        not count."""
+        """The fastest schedule of a problem, except `but`, by each schedule's first sample."""
         by_schedule = self._tools.ledger.samples(problem)
         costs = {
             schedule: samples[0].estimate_ns
@@ -404,7 +398,7 @@ class _Run:
         return min(costs, key=lambda schedule: costs[schedule], default=None)
 
     def _settle(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
-        """Duel the found schedules with what is in use; False if there was no time for all."""
+        """Duel the found schedules with those in use; False if there was no time for all duels."""
         in_use = _arithmetic_in_use(task, self._tools.ledger)
         if any(arithmetic_of(schedule) != in_use for schedule in best.values()):
             if self._switch(task, best, deadline_s):
@@ -414,7 +408,7 @@ class _Run:
         return all(settled) and len(best) == len(task.ms)
 
     def _settle_one(self, task: Task, m: int, best: Schedule, deadline_s: float) -> bool:
-        """Duel the schedule found for m if need be; False if a duel was due and there was no time for it."""
+        """Duel the schedule found for m unless it is judged; False if there was no time for a due duel."""
         problem, ledger = task.problem(m), self._tools.ledger
         incumbent = _in_use(task, m, ledger)
         candidate: Schedule | None = best
@@ -433,8 +427,8 @@ class _Run:
         return True
 
     def _switch(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
-        """Change the weight to the arithmetic of `best` if that gains over all m together and the fewest rows
-        do not lose; True if it now uses it."""
+        """Change the weight to the arithmetic of `best` if that gains over all m together and does not slow
+        the fewest rows down; True if it was changed."""
         ledger = self._tools.ledger
         if all(_is_judged(task.problem(m), schedule, ledger) for m, schedule in best.items()):
             return False
@@ -459,7 +453,7 @@ class _Run:
     def _duel(
         self, problem: Problem, incumbent: Schedule, candidate: Schedule, deadline_s: float
     ) -> Comparison | None:
-        """Fight a duel and store its verdict; None: there is no time for it."""
+        """Run a duel and store its verdict; None: there is no time."""
         expected_s = TIMINGS_A_DUEL * (self._pace.timing_s(problem) or 0.0)
         if self._is_over(deadline_s) or self._tools.clock() + expected_s > self._deadline_s:
             return None
@@ -477,7 +471,7 @@ class _Run:
 
 
 def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
-    """The schedule in use for each m that has a verdict, beside the default; the newest samples of both."""
+    """The schedule in use for each m with a verdict, beside the default, by the newest samples of both."""
     gains = []
     for m in task.ms:
         problem = task.problem(m)
@@ -516,7 +510,7 @@ def _over_default(verdicts: Sequence[Promotion], defaults: Sequence[Schedule]) -
 
 
 def _in_use(task: Task, m: int, ledger: Ledger) -> Schedule:
-    """The schedule in use for m: the last duel's winner, else the default in the arithmetic of the weight."""
+    """The schedule in use for m: the last duel's winner, else the default in the weight's arithmetic."""
     verdicts = ledger.verdicts(task.problem(m))
     arithmetic = _arithmetic_in_use(task, ledger)
     if verdicts and arithmetic_of(verdicts[-1].schedule) == arithmetic:
@@ -529,7 +523,7 @@ def _in_arithmetic(schedule: Schedule, arithmetic: Arithmetic) -> Schedule:
 
 
 def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:
-    """The arithmetic of the weight's newest verdict; the default one where there is none yet."""
+    """The arithmetic of the weight's newest verdict; the default arithmetic without a verdict."""
     newest = [verdicts[-1] for m in task.ms if (verdicts := ledger.verdicts(task.problem(m)))]
     if not newest:
         return task.group.arithmetics[0]
@@ -537,5 +531,5 @@ def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:
 
 
 def _is_judged(problem: Problem, candidate: Schedule, ledger: Ledger) -> bool:
-    """True if a duel of this schedule with what is in use, or was, has been fought."""
+    """True if this schedule has fought a duel for the problem."""
     return any(candidate in (verdict.schedule, verdict.incumbent) for verdict in ledger.verdicts(problem))

@@ -1,4 +1,4 @@
-"""Weights to time products with: the names of their formats, random ones, and copies that no cache holds."""
+"""Weights to time products with: names of formats, random weights, and copies that no cache holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phasewise.tuner.errors import TunerError
 
 LEAST_COLD_BYTES = 64 << 20
 MOST_COLD_BYTES = 512 << 20
-"""Least and most bytes of all copies of a weight together; between these bounds, twice the last cache."""
+"""The largest total bytes of all copies of a weight; up to it, twice the last cache."""
 
 LINE = 64
 
@@ -30,21 +30,20 @@ SIXTEENTHS = 16
 
 
 def format_name(weight: PackedWeight) -> str:
-    """The database's name for a weight's format and storage. `dense_format`, and behind it the share that a
-    sparse weight keeps, in sixteenths: bf16s8 keeps half."""
+    """The database's name for a weight's format and storage: `dense_format`, and for a sparse weight the
+    share that it keeps, in sixteenths: bf16s8 keeps half."""
     name = dense_format(weight)
     return f"{name}s{round(SIXTEENTHS * sparse.kept_share(weight))}" if weight.is_sparse else name
 
 
 def dense_format(weight: PackedWeight) -> str:
-    """The database's name for a weight's format, whatever its storage. f32, bf16, f16, int8, int8m, int8g16,
+    """The database's name for a weight's format without its storage: f32, bf16, f16, int8, int8m, int8g16,
     int8c, int4, int4m, or a kind in blocks, such as q4_k."""
     return format_of_kind(weight.kind, weight.group, weight.mins is not None)
 
 
 def format_of_kind(kind: str, group: int, has_mins: bool) -> str:
-    """The format's name, as `dense_format` gives it, for weights of a packed kind, a group size, and with or
-    without minima."""
+    """The `dense_format` of weights of a packed kind and a group size, with or without minima."""
     if kind in packing.DENSE_KINDS or kind in BLOCKS:
         return kind
     bits = "int8" if kind == "q8" else "int4"
@@ -53,7 +52,7 @@ def format_of_kind(kind: str, group: int, has_mins: bool) -> str:
 
 
 def split_format(weight_format: str) -> tuple[str, float | None]:
-    """The format of the dense weight, and the share that is kept; None: it is stored dense."""
+    """The format without storage, and the share that is kept; None: stored dense."""
     match = _SPARSE.fullmatch(weight_format)
     if match is None:
         return weight_format, None
@@ -63,7 +62,7 @@ def split_format(weight_format: str) -> tuple[str, float | None]:
 
 
 def sparse_format(weight_format: str, density: float) -> str:
-    """The format of such weights stored sparse, of which a share is kept. TunerError where none can be."""
+    """The name of a format stored sparse with this density. TunerError where there is none."""
     name = f"{weight_format}s{round(SIXTEENTHS * density)}"
     if _SPARSE.fullmatch(name) is None or not 0 <= density <= 1:
         raise TunerError(f"{weight_format} weights of density {number(density)} are not stored sparse")
@@ -71,7 +70,7 @@ def sparse_format(weight_format: str, density: float) -> str:
 
 
 def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWeight:
-    """A weight of a format (`format_name`), made of random panels."""
+    """A random weight of a format (`format_name`)."""
     rng = np.random.default_rng(seed)
     dense, density = split_format(weight_format)
     if density is not None:
@@ -101,7 +100,7 @@ def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWe
 
 
 def _random_blocks(weight: PackedWeight, rng: np.random.Generator) -> Array:
-    """Fill a weight of blocks with random codes and sub-scales; scales and minima about 0.01."""
+    """Random codes and sub-scales for a weight of blocks; scales and minima are about 0.01."""
     form = BLOCKS[weight.kind]
     values = rng.integers(0, 256, weight.values.shape, dtype=np.uint8)
     if form.scaling == "exponent":
@@ -114,7 +113,7 @@ def _random_blocks(weight: PackedWeight, rng: np.random.Generator) -> Array:
 
 
 def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
-    """A weight whose arrays hold nothing yet, for what looks at sizes only; it takes next to no memory."""
+    """A weight with uninitialised arrays, for code that looks at sizes only; takes almost no memory."""
     weight_format, density = split_format(weight_format)
     if density is not None:
         return _blank_sparse(blank_weight(weight_format, n, k), density)
@@ -135,7 +134,7 @@ def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
 
 
 def _blank_sparse(dense: PackedWeight, density: float) -> PackedWeight:
-    """A blank weight whose slots are all as long."""
+    """A blank sparse weight whose slots are equally long."""
     shape = packing.offsets_shape(dense.n, dense.k)
     offsets_bytes = shape[0] * shape[1] * sparse.OFFSET_BYTES
     stream = round(sparse.values_bytes(dense.kind, dense.n, dense.k, density)) - offsets_bytes
@@ -160,7 +159,7 @@ def kind_of(weight_format: str) -> packing.Kind:
 
 
 def scale_group_of(weight_format: str) -> int:
-    """The inputs that share a scale in a format; 0 where a whole column shares one, or there are none."""
+    """The inputs that share a scale in a format; 0 for one scale per column, or none."""
     weight_format, _ = split_format(weight_format)
     if weight_format in BLOCKS:
         return BLOCKS[weight_format].group
@@ -170,9 +169,8 @@ def scale_group_of(weight_format: str) -> int:
 
 
 def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
-    """Copies of a weight: at least one, and together at least `total_bytes`. They follow one another in one
-    piece of memory, each array on a cache line, as in a packed file. numpy asks for huge pages for that much
-    at once; the pages of a mapped file are large too."""
+    """Copies of a weight: at least one, and together at least `total_bytes`. They lie in one piece of memory,
+    each array on a cache line, as in a packed file; numpy asks for huge pages for a piece that large."""
     count = -(-total_bytes // weight.nbytes)
     room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in weight.arrays), dtype=np.uint8)
     offset = -room.ctypes.data % LINE
@@ -200,6 +198,6 @@ def _lined(size_bytes: int) -> int:
 
 
 def cold_bytes(machine: Machine) -> int:
-    """The bytes of copies that must be read between two uses of one, so that no cache holds it."""
+    """Bytes of copies to read between two uses of one copy, so that no cache holds it."""
     caches = [node.size_bytes or 0 for kind in (Kind.L2, Kind.L3, Kind.L4) for node in machine.nodes(kind)]
     return min(MOST_COLD_BYTES, max(LEAST_COLD_BYTES, 2 * max(caches, default=0)))

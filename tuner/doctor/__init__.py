@@ -1,6 +1,5 @@
-"""Checks of a host for what keeps phasewise from the machine's limit, over files, each finding with evidence
-and remedy. To add one: a function from a Host to findings, and its line here.
-"""
+"""Checks of a host for what slows phasewise down, read from files; each finding has evidence and a remedy. To
+add a check: a function from a Host to findings, and its entry in CHECKS."""
 
 from __future__ import annotations
 
@@ -45,18 +44,17 @@ CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
     "untuned": software.untuned,
     "tuned-before-upgrade": software.set_aside,
 }
-"""All checks, by the id of the finding that each may give."""
+"""All checks, by the id of the finding that each may report."""
 
 
 def examine(host: Host) -> tuple[Finding, ...]:
-    """Every finding, the severest first; equals in the order of the checks."""
+    """Every finding, most severe first; equals in the order of the checks."""
     findings = [finding for check in CHECKS.values() for finding in check(host)]
     return tuple(sorted(findings, key=lambda finding: -finding.severity))
 
 
 def not_examined(host: Host) -> tuple[str, ...]:
-    """Facts that the host, mostly a snapshot, does not tell, in words; the checks that need them report
-    nothing."""
+    """Facts that the host, mostly a snapshot, does not state, in words; checks of them report nothing."""
     told = {
         "load of this moment": host.conditions,
         "instruction sets in use": host.isa,

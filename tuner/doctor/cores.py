@@ -1,6 +1,5 @@
-"""Checks of cores and their time: threads counted as cores, clocks that are slow by governor, preference,
-cap or boost; quotas and throttling, CPUs that may not be used, stolen time, co-tenants.
-"""
+"""Checks of cores and their time: hyper-threads counted as cores, slow clocks (governor, preference, cap,
+boost), quotas and throttling, CPUs that may not be used, stolen time, co-tenants."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from phasewise.tuner.doctor.host import Finding, FindingEvidence, Host, Severity
 CPU = "sys/devices/system/cpu"
 THREAD_VARIABLES = ("PHASEWISE_THREADS", "OMP_NUM_THREADS")
 CAPPED = 0.98
-"""Share of the CPU's own maximum frequency below which a maximum counts as capped; less is rounding."""
+"""Share of the CPU's own maximum frequency below which a set maximum counts as a cap."""
 
 
 def siblings(host: Host) -> Iterator[Finding]:
@@ -122,7 +121,7 @@ def capped(host: Host) -> Iterator[Finding]:
 
 
 def _counted(host: Host, name: str, is_slow: Callable[[str], bool]) -> tuple[str, list[int]] | None:
-    """The commonest text among the allowed CPUs' files `name` that are slow, and the CPUs that have it."""
+    """The commonest slow text in the allowed CPUs' files `name`, with its CPUs; None: no text is slow."""
     texts = {cpu: host.text(f"{CPU}/cpu{cpu}/{name}") for cpu in host.allowed()}
     slow = {cpu: text for cpu, text in texts.items() if text and is_slow(text)}
     if not slow:
@@ -137,7 +136,7 @@ MUCH_THROTTLED = 0.01
 """Share of the scheduler's periods that counts as much throttling."""
 
 SOME_PRESSURE = 5.0
-"""Percent of a minute in which something waited for a CPU, from which on that is told."""
+"""Percent of a minute in which a process waited for a CPU, from which co-tenants are reported."""
 
 
 def quota(host: Host) -> Iterator[Finding]:
@@ -162,7 +161,7 @@ def quota(host: Host) -> Iterator[Finding]:
 
 
 def throttled(host: Host) -> Iterator[Finding]:
-    """Finds periods in which the group was stopped because its quota was used up."""
+    """Finds periods in which the process group was stopped because its quota was used up."""
     for seen in host.cgroup("cpu", "cpu.stat", "cpu.stat"):
         pairs = (line.split() for line in seen.value.splitlines())
         counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
@@ -218,8 +217,7 @@ def steal(host: Host) -> Iterator[Finding]:
 
 
 def neighbours(host: Host) -> Iterator[Finding]:
-    """Finds other processes on the same CPUs: watched where the host is this one, else by the kernel's
-    averages."""
+    """Finds other processes on the same CPUs: measured on this host, else by the kernel's averages."""
     shares = _watched(host) if host.conditions is not None else _averages(host)
     if shares is not None:
         yield Finding(

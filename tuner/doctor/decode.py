@@ -1,8 +1,7 @@
 """Reasons for the speed of decoding: its share of the read bandwidth, beside prefill's share of the peak.
 
-Decoding reads every weight once for a token, so that the bandwidth of memory is its limit, and prefill is the
-phase that computes (Sandwich, Fig. 1).
-"""
+Decoding reads every weight once per token, so memory bandwidth is its limit; prefill is limited by arithmetic
+(Sandwich, Fig. 1)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from phasewise.kerneldb.product_counts import ProductCounts
 from phasewise.tuner.doctor.host import NONE_TUNED, Finding, FindingEvidence, Severity
 
 NEAR_LIMIT = 0.7
-"""Share of the read bandwidth from which on only more bandwidth makes decoding much faster."""
+"""Share of the read bandwidth from which only more bandwidth makes decoding much faster."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class PhaseFigures:
 
     tokens_per_s: float
     limit_share: float
-    """Share of the phase's limit that it reached: of the peak multiply rate in prefill, of the read bandwidth
-    in decode."""
+    """Share of the phase's limit: of the peak multiply rate in prefill, of the read bandwidth in decode."""
 
     def describe(self, limit: str) -> str:
         """The phase's figures in one line."""
@@ -33,17 +31,17 @@ class PhaseFigures:
 
 @dataclass(frozen=True)
 class DecodeFigures:
-    """Figures of a model, measured on the cores of its plans."""
+    """Measured figures of a model on the cores of its plans."""
 
     model: str
     n_cores: int
     prefill: PhaseFigures
     decode: PhaseFigures
     bytes_per_s: float
-    """Bytes of weights, keys and values that decode reads in a second."""
+    """Bytes of weights, keys and values that decode reads per second."""
     read_limit_bytes_per_s: float
     products: ProductCounts = NONE_TUNED
-    """The model's products, with what the database knows of their schedules."""
+    """The model's products, by the state of their schedules in the database."""
 
     def describe(self) -> Iterator[str]:
         yield f"prefill: {self.prefill.describe('peak')}."
@@ -52,7 +50,7 @@ class DecodeFigures:
 
 
 def explain_decode(figures: DecodeFigures) -> Finding:
-    """The reason why decoding is not faster here."""
+    """The finding that explains why decoding is not faster on this host."""
     return (_bandwidth if figures.decode.limit_share >= NEAR_LIMIT else _below)(figures)
 
 

@@ -15,19 +15,19 @@ from phasewise.tuner.conditions import Conditions, parse_ticks
 
 
 class Severity(IntEnum):
-    """The cost of a finding. The order is the order of the report, worst last."""
+    """The cost of a finding, in the order of the report, worst last."""
 
     low = 1
-    """Some percent, or only other programs."""
+    """A few percent, or a cost to other programs only."""
     medium = 2
-    """A tenth or more, or only at some times."""
+    """A tenth or more, or a cost at some times only."""
     high = 3
-    """A multiple, or something that will not run."""
+    """A factor, or something that will not run."""
 
 
 @dataclass(frozen=True)
 class FindingEvidence:
-    """The source of a finding: a file and its text, a variable, a call and its answer."""
+    """The source of a finding: a file and its text, a variable, or a call and its answer."""
 
     source: str
     value: str
@@ -35,8 +35,8 @@ class FindingEvidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that keeps the host from its limit: how it is known, what it means, what to do. `remedy` is a
-    command, a container flag, or both."""
+    """One thing that slows the host down: its evidence, meaning and remedy. `remedy`: a command, a container
+    flag, or both."""
 
     id: str
     severity: Severity
@@ -54,7 +54,7 @@ NONE_TUNED = ProductCounts()
 
 @dataclass(frozen=True)
 class IsaUse:
-    """Instruction sets that run here, lowest first; the one in use; the name that PHASEWISE_ISA asks for."""
+    """Instruction sets that run on the host, lowest first; the active one; PHASEWISE_ISA's."""
 
     usable: tuple[str, ...]
     active: str
@@ -63,21 +63,21 @@ class IsaUse:
 
 @dataclass(frozen=True)
 class TunedCounts:
-    """The number of rows that the database holds for this kind of machine."""
+    """Numbers of rows that the database holds for this kind of machine."""
 
     name: str
     service_plans: int
     measurements: int
     products: ProductCounts = NONE_TUNED
     shipped: int = 0
-    """Schedules that the package brings for cores of this kind."""
+    """Schedules that the package ships for cores of this kind."""
     shipped_kinds: tuple[str, ...] = ()
-    """Kinds of machine that the package brings schedules for, all together."""
+    """All kinds of machine for which the package ships schedules."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host: this one, or a snapshot of another under `root`. What it cannot tell is None or empty."""
+    """A host: this one, or a snapshot of another under `root`. Unknown facts are None or empty."""
 
     root: Path
     machine: Machine
@@ -85,9 +85,9 @@ class Host:
     isa: IsaUse | None = None
     tuned: TunedCounts | None = None
     conditions: Conditions | None = None
-    """The load of the machine, measured just now; None: only the sums since boot are known."""
+    """The load measured just now; None: only sums since boot are known."""
     refused_calls: Mapping[str, str] | None = None
-    """System calls that were tried and refused, with the error; None: not tried."""
+    """System calls that failed when tried, with the error; None: not tried."""
 
     def text(self, path: str) -> str | None:
         """A file's text without its last newline; None if absent or unreadable."""
@@ -98,17 +98,16 @@ class Host:
         return whole_number(self.text(path))
 
     def words(self, path: str) -> dict[str, str]:
-        """The values of a file of `name value` or `name: value` lines, by name."""
+        """The values by name in a file of `name value` or `name: value` lines."""
         pairs = (line.replace(":", " ", 1).split(maxsplit=1) for line in (self.text(path) or "").splitlines())
         return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
     def seen(self, path: str, value: str | None = None) -> FindingEvidence:
-        """A file as evidence of a finding: its whole text, or the part of it that matters."""
+        """Evidence from a file: its whole text, or `value` as the part that matters."""
         return FindingEvidence(f"/{path}", _shown(self.text(path) or "" if value is None else value))
 
     def cgroup(self, controller: str, name_v2: str, name_v1: str) -> Iterator[FindingEvidence]:
-        """A cgroup's file in the process's group and those above it, innermost first, of whichever version
-        has it."""
+        """A cgroup file of the process's group and the groups above, innermost first, in cgroup v2 or v1."""
         for path, text in (
             *cgroup_files(self.root, None, name_v2),
             *cgroup_files(self.root, controller, name_v1),
@@ -116,7 +115,7 @@ class Host:
             yield FindingEvidence(f"/{path.relative_to(self.root)}", text)
 
     def allowed(self) -> tuple[int, ...]:
-        """The CPUs that the process may use: the machine's, cut to /proc/self/status where that says less."""
+        """The CPUs that the process may use: the machine's, as far as /proc/self/status allows them."""
         listed = self.words("proc/self/status").get("Cpus_allowed_list")
         try:
             mask = parse_list(listed) if listed else -1
@@ -131,7 +130,7 @@ class Host:
         return [core for core in cores if core]
 
     def steal_since_boot(self) -> float | None:
-        """The share of the CPUs' time that the hypervisor gave away."""
+        """The share of the allowed CPUs' time that the hypervisor took, since boot; None: not known."""
         try:
             ticks = parse_ticks(self.text("proc/stat") or "", self.allowed())
         except (ValueError, IndexError):

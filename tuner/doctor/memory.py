@@ -1,6 +1,4 @@
-"""Checks of memory: pages, balancing between nodes, placement that is denied or went wrong, sizes that are
-too small.
-"""
+"""Checks of memory: huge pages, page balancing between nodes, denied or wrong placement, and limits."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from phasewise.tuner.doctor.host import Finding, FindingEvidence, Host, Severity
 THP = "sys/kernel/mm/transparent_hugepage/enabled"
 GIB = 1 << 30
 LEAST_LIMIT_SHARE = 0.9
-"""Share of the machine's memory above which a limit is no limit."""
+"""Share of the machine's memory from which a memory limit does not matter."""
 
 SMALL_LIMIT_BYTES = 4 * GIB
 MUCH_RESERVED = 0.05
@@ -41,7 +39,7 @@ def huge_pages_denied(host: Host) -> Iterator[Finding]:
 
 
 def huge_pages_reserved(host: Host) -> Iterator[Finding]:
-    """Finds explicit huge pages that lie unused: memory lost to all else."""
+    """Finds reserved huge pages that are unused, so that their memory is lost."""
     words = host.words("proc/meminfo")
     free, size_kb, total_kb = (
         whole_number(words.get(name, "").split(" ")[0]) or 0
@@ -75,7 +73,7 @@ def balancing(host: Host) -> Iterator[Finding]:
 
 
 def policy_denied(host: Host) -> Iterator[Finding]:
-    """Finds that memory cannot be placed on a node; on a machine of one node that changes nothing."""
+    """Finds that memory cannot be placed on a node; irrelevant on a machine of one node."""
     if _n_nodes(host) < 2:
         return
     if host.refused_calls is not None:
@@ -99,7 +97,7 @@ def policy_denied(host: Host) -> Iterator[Finding]:
 
 
 def _filtered(host: Host) -> tuple[FindingEvidence, ...]:
-    """Evidence, in a snapshot, of filtered calls: container runtimes filter them without CAP_SYS_NICE."""
+    """Evidence of filtered calls in a snapshot: container runtimes filter them without CAP_SYS_NICE."""
     status = host.words("proc/self/status")
     try:
         capable = int(status.get("CapEff", ""), 16) >> CAP_SYS_NICE & 1
@@ -111,7 +109,7 @@ def _filtered(host: Host) -> tuple[FindingEvidence, ...]:
 
 
 def limited(host: Host) -> Iterator[Finding]:
-    """Finds a cgroup's memory limit below what the machine has."""
+    """Finds a cgroup memory limit below the machine's memory."""
     total = (whole_number(host.words("proc/meminfo").get("MemTotal", "").split(" ")[0]) or 0) << 10
     limits = [
         (size, seen)
@@ -135,17 +133,17 @@ def limited(host: Host) -> Iterator[Finding]:
 
 
 def _n_nodes(host: Host) -> int:
-    """The number of NUMA nodes with CPUs that may be used."""
+    """The number of NUMA nodes with allowed CPUs."""
     allowed = set(host.allowed())
     return sum(bool(allowed.intersection(node.cpus)) for node in host.machine.nodes(Kind.NUMA))
 
 
 KERNELS = "cython_kernels/_native"
-"""The library by whose mapping a computing process is known."""
+"""The library by whose mapping a phasewise process is recognised."""
 
 MUCH_STRAY = 0.1
 LEAST_BYTES = 64 << 20
-"""Memory of a process below which it does not matter where it lies."""
+"""Memory of a process below which its placement does not matter."""
 
 _PAGES = re.compile(r"\bN(\d{1,4})=(\d{1,12})\b")
 _PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d{1,8})\b")
@@ -153,7 +151,7 @@ _PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d{1,8})\b")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """A process that computes: its memory, libraries aside, and its pinned threads, each by NUMA node."""
+    """A computing process: its memory (without libraries) and its pinned threads, each by NUMA node."""
 
     pid: int
     bytes_by_node: Mapping[int, int]
@@ -161,12 +159,12 @@ class ProcessMemory:
 
     @property
     def local_reads(self) -> float:
-        """The share of reads that stay on their node, if every thread reads as much of everything."""
+        """The share of reads that are local, if every thread reads equally from all of the memory."""
         return sum(self._memory(node) * self._threads(node) for node in self.bytes_by_node)
 
     @property
     def stray(self) -> float:
-        """The share of its memory that would have to move to lie as its threads do."""
+        """The share of memory that would have to move for memory to be divided like threads."""
         return sum(max(0.0, self._memory(node) - self._threads(node)) for node in self.bytes_by_node)
 
     @property
@@ -186,7 +184,7 @@ class ProcessMemory:
 
 
 def computing_processes(host: Host) -> Iterator[ProcessMemory]:
-    """The phasewise processes that can be looked at; none on a machine of one NUMA node."""
+    """The phasewise processes that can be inspected; none on a machine of one NUMA node."""
     nodes = {node.os_index or 0: frozenset(node.cpus) for node in host.machine.nodes(Kind.NUMA)}
     if len(nodes) < 2:
         return
@@ -200,7 +198,7 @@ def computing_processes(host: Host) -> Iterator[ProcessMemory]:
 
 
 def remote_memory(host: Host) -> Iterator[Finding]:
-    """A running process whose memory is not where its cores are."""
+    """Finds a running process whose memory is not on its cores' nodes."""
     for process in computing_processes(host):
         if process.n_bytes >= LEAST_BYTES and process.stray > MUCH_STRAY:
             cores = ", ".join(f"{n} on node {node}" for node, n in sorted(process.threads_by_node.items()))
@@ -220,8 +218,7 @@ def remote_memory(host: Host) -> Iterator[Finding]:
 
 
 def _bytes_by_node(maps: str) -> dict[int, int]:
-    """A process's bytes by NUMA node, without files that are not phasewise's own: other processes share
-    libraries."""
+    """A process's bytes by NUMA node, without files of others, since processes share libraries."""
     by_node: Counter[int] = Counter()
     for line in maps.splitlines():
         name = next((word for word in line.split() if word.startswith("file=")), None)
@@ -234,7 +231,7 @@ def _bytes_by_node(maps: str) -> dict[int, int]:
 
 
 def _threads_by_node(host: Host, pid: str, nodes: Mapping[int, frozenset[int]]) -> dict[int, int]:
-    """The number of threads on each node, of those that may run on one CPU alone."""
+    """The number of a process's threads on each node, of those bound to one CPU."""
     by_node: Counter[int] = Counter()
     for task in (host.root / "proc" / pid / "task").glob("[0-9]*"):
         allowed = host.words(f"proc/{pid}/task/{task.name}/status").get("Cpus_allowed_list", "")

@@ -1,6 +1,4 @@
-"""Checks of software left unused: instruction sets, system calls of newer kernels, tuning for this
-machine.
-"""
+"""Checks of unused software: instruction sets, system calls of newer kernels, tuning for this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ PROMISED = (
     ("avx512", frozenset({"avx512f", "avx512bw", "avx512vl"})),
     ("avx2", frozenset({"avx2", "fma", "f16c"})),
 )
-"""Sets of kernels, fastest first, each with the flags of /proc/cpuinfo that a CPU lists if it can run
-them."""
+"""Instruction sets of kernels, fastest first, each with the /proc/cpuinfo flags that it needs."""
 
 AMX_KERNEL = (5, 16)
 OLDEST_KERNEL = (5, 3)
@@ -28,7 +25,7 @@ OSRELEASE = "proc/sys/kernel/osrelease"
 
 
 def forced(host: Host) -> Iterator[Finding]:
-    """Finds a PHASEWISE_ISA that names less than the machine runs."""
+    """Finds a PHASEWISE_ISA below the best instruction set of the machine."""
     isa = host.isa
     if isa is not None and isa.forced and isa.active != isa.usable[-1]:
         yield Finding(
@@ -42,7 +39,7 @@ def forced(host: Host) -> Iterator[Finding]:
 
 
 def unused(host: Host) -> Iterator[Finding]:
-    """Finds an instruction set that the CPU lists and the kernels cannot use here."""
+    """Finds an instruction set that the CPU lists but the kernels cannot use."""
     promised = next((name for name, needs in PROMISED if needs <= host.machine.cpu.features), None)
     usable = host.isa.usable if host.isa is not None else _by_kernel(host)
     if promised is None or promised in usable:
@@ -88,7 +85,7 @@ def old_kernel(host: Host) -> Iterator[Finding]:
 
 
 def untuned(host: Host) -> Iterator[Finding]:
-    """Finds that the database has no schedule from this kind of machine."""
+    """Finds that the database has no service plans or kernel timings for this kind of machine."""
     tuned = host.tuned
     if tuned is None or (tuned.service_plans and tuned.measurements):
         return
@@ -112,7 +109,7 @@ def untuned(host: Host) -> Iterator[Finding]:
 
 
 def set_aside(host: Host) -> Iterator[Finding]:
-    """Finds schedules that were in use before an upgrade and wait to be timed again."""
+    """Finds schedules from before an upgrade of the kernels, which have to be timed again."""
     tuned = host.tuned
     if tuned is None or not tuned.products.set_aside:
         return
@@ -129,8 +126,7 @@ def set_aside(host: Host) -> Iterator[Finding]:
 
 
 def _by_kernel(host: Host) -> tuple[str, ...]:
-    """Instruction sets that the kernel of a snapshot allows: all, without AMX on kernels that do not know
-    it."""
+    """Instruction sets that the OS kernel of a snapshot allows: all, without AMX on old kernels."""
     version = _version(host.text(OSRELEASE) or "")
     is_old = version is not None and version < AMX_KERNEL
     return tuple(name for name, _ in PROMISED if not (is_old and name == "amx"))

@@ -1,7 +1,6 @@
-"""Prediction of an answer's length from its prompt: numpy alone, when it learns and when it is asked.
+"""Prediction of an answer's length from its prompt, trained and run with numpy alone.
 
-`facts` and `log` say what is known of a request; `features` turns that into numbers, `network` into scores
-of length bins; `train` fits it; `distribution` reads lengths from the scores; `model` is what is asked,
-`files` keeps it, `calibration` follows what answers really become. `evaluate` holds it against S3's fixed
-buckets (decision 0022).
-"""
+`log` reads facts of requests; `features` turns them into numbers, `network` into scores of length bins;
+`train` fits the network; `distribution` reads lengths from the scores; `model` is the trained predictor,
+`files` stores it, `live` follows finished answers. `evaluate` compares it with S3's fixed buckets (decision
+0022)."""

@@ -1,18 +1,16 @@
-"""The distribution of one answer's length: a share for each bin of lengths, read within the request's limit.
+"""The distribution of one answer's length: a share for each bin of lengths, cut at the request's limit.
 
-How much room to give is a trade: more slots for one answer are fewer for others. At a price per token the
-best room is the length c that maximises P(length <= c) - price x c, a corner of the upper hull of the
-distribution function. With many unlike requests this holds more answers in the same memory than one
-quantile for all: a long chance in one request is not worth what it costs, a short step in another is. The
-dearer the tokens, the less room, always.
+More slots for one answer are fewer for others. At a price per token the best room is the length c that
+maximises P(length <= c) - price x c, a corner of the upper hull of the distribution function. With many
+unlike requests this holds more answers in the same memory than one quantile for all. The higher the price,
+the less room, always.
 
-Estimates are corrected by the lengths of finished answers, without training anew. `RunningRatio` keeps the
-mean of estimates right. `RunningPrice` keeps the share of answers right that estimates hold: each realised
-length tells the highest price at which its own forecast would still have had room for it, and the price to
-use is one that the wanted share of recent answers could have paid (a running conformal correction). Forecasts
-that were too short drive it down, towards room for the request's whole limit; forecasts that were too long
-drive it up.
-"""
+Estimates are corrected by the lengths of finished answers, without new training. `RunningRatio` keeps the
+mean of estimates right. `RunningPrice` keeps the share of answers that fit their estimated room: each
+realised length tells the highest price at which its own forecast would still have had room for it, and the
+price in use is one that the wanted share of recent answers could have paid (a running conformal correction).
+Forecasts that were too short lower the price, towards room for the whole limit; forecasts that were too long
+raise it."""
 
 from __future__ import annotations
 
@@ -34,28 +32,29 @@ Array = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Bin i holds lengths above `bounds[i - 1]` up to `bounds[i]`; the last one, open, all that are longer.
-    Whatever would be longer than `limit` ends there."""
+    """The shares of an answer's lengths: bin i holds lengths above `bounds[i - 1]` up to `bounds[i]`; the
+    last bin is open. Lengths beyond `limit` count as `limit`."""
 
     bounds: Array
     shares: Array
     limit: int
 
     def room(self, price: float) -> int:
-        """The best room for the answer at a cost for each token; at no cost, the limit."""
+        """The best room for the answer at a price per token; at price 0, the limit."""
         lengths, prices = self._hull
         corner = int(np.searchsorted(-prices, -price, side="right"))  # prices fall along the hull
         return int(lengths[corner])
 
     def price_of(self, output_tokens: int) -> float:
-        """The highest price at which there is still room for `n` tokens."""
+        """The highest price at which there is still room for `output_tokens`."""
         lengths, prices = self._hull
         corner = int(np.searchsorted(lengths, min(output_tokens, self.limit)))
         return float(prices[corner - 1]) if corner else float("inf")
 
     @cached_property
     def _hull(self) -> tuple[Array, Array]:
-        """Corners of the upper hull from (0, 0) to (limit, 1): their lengths, and the slopes between them."""
+        """Corners of the upper hull of P(length <= c), from (0, 0) to (limit, 1): lengths, and slopes
+        between."""
         n_within = int(np.searchsorted(self.bounds, self.limit))
         lengths = [0.0, *self.bounds[:n_within], float(self.limit)]
         reached = [0.0, *np.cumsum(self.shares[:n_within]), 1.0]
@@ -70,17 +69,17 @@ class LengthDistribution:
         return np.array([lengths[corner] for corner in corners]), np.array(slopes)
 
     def share_within(self, output_tokens: float) -> float:
-        """P(length <= output_tokens), bins being even."""
+        """P(length <= output_tokens), with lengths even within a bin."""
         return float(self.shares_within(np.array([output_tokens]))[0])
 
     def shares_within(self, output_tokens: npt.NDArray[Any]) -> Array:
-        """P(length <= n) for each of several lengths, bins being even."""
+        """P(length <= n) for each n of `output_tokens`, with lengths even within a bin."""
         lengths = np.concatenate([[0.0], self.bounds])
         reached = np.interp(output_tokens, lengths, np.concatenate([[0.0], np.cumsum(self.shares[:-1])]))
         return np.where(output_tokens >= self.limit, 1.0, reached)
 
     def quantile(self, share: float) -> int:
-        """The least length that a share of such answers stays within."""
+        """The least length within which a share `share` of such answers ends."""
         lengths = np.concatenate([[0.0], self.bounds])
         reached = np.concatenate([[0.0], np.cumsum(self.shares[:-1])])
         if share > reached[-1]:
@@ -89,14 +88,14 @@ class LengthDistribution:
 
     @property
     def mean(self) -> float:
-        """The expected length, bins being even; what outlives the last bound counts as twice as long."""
+        """The expected length, lengths even within a bin; the open bin counts as twice the last bound."""
         lengths = np.minimum(np.concatenate([[0.0], self.bounds]), self.limit)
         within = float(np.dot(self.shares[:-1], (lengths[:-1] + lengths[1:]) / 2))
         return max(1.0, within + float(self.shares[-1]) * min(self.limit, 2 * float(self.bounds[-1])))
 
     @property
     def uncertainty(self) -> float:
-        """Entropy over the bins, those that the limit cuts as one: 0 sure, 1 no idea."""
+        """The entropy over bins, with those beyond the limit as one: 0 sure, 1 no idea."""
         limit_bin = int(np.searchsorted(self.bounds, self.limit))
         merged = np.append(self.shares[:limit_bin], self.shares[limit_bin:].sum())
         merged = merged[merged > 0]
@@ -105,20 +104,20 @@ class LengthDistribution:
 
 
 def _slope(lengths: list[float], reached: list[float], left: int, right: int) -> float:
-    """Share gained per token from one corner to the other."""
+    """Share gained per token from one hull corner to the other."""
     return (reached[right] - reached[left]) / (lengths[right] - lengths[left])
 
 
 WINDOW = 1024
 FEWEST = 64
-"""Finished answers before means are corrected."""
+"""Finished answers from which means are corrected."""
 
 
 class RunningPrice:
-    """The price to use now. Not for several threads at once."""
+    """The price of room at which the share `hold` of recent answers fit. Not for several threads at once."""
 
     def __init__(self, trained: Sequence[float], hold: float, window: int = WINDOW) -> None:
-        """Begin with the prices that answers of training could pay. hold: the share of answers to hold."""
+        """Begin with prices that training answers could pay. `hold`: the share of answers that should fit."""
         self._hold = hold
         self._window = window
         self._recent: deque[float] = deque(_some(trained, window))  # until as many real ones have ended
@@ -129,7 +128,7 @@ class RunningPrice:
         return price_holding(self._ordered, self._hold)
 
     def observe(self, price: float) -> None:
-        """The highest price at which an answer's forecast had room for it."""
+        """Record the highest price at which an answer's forecast had room for it."""
         self._recent.append(price)
         insort(self._ordered, price)
         if len(self._recent) > self._window:
@@ -137,8 +136,7 @@ class RunningPrice:
 
 
 def _some(trained: Sequence[float], window: int) -> list[float]:
-    """As many of the prices as the window takes, evenly chosen, in an order that has nothing to do with their
-    size."""
+    """At most `window` of the prices, evenly chosen, in random order."""
     ordered = sorted(trained)
     n = min(window, len(ordered))
     evenly = [ordered[(2 * index + 1) * len(ordered) // (2 * n)] for index in range(n)]
@@ -147,8 +145,8 @@ def _some(trained: Sequence[float], window: int) -> list[float]:
 
 
 class RunningRatio:
-    """The factor for estimated means by which the means of the last answers would have been right. Not for
-    several threads at once."""
+    """The factor by which the estimated means of recent answers would have been right. Not for several
+    threads at once."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
@@ -158,13 +156,13 @@ class RunningRatio:
 
     @property
     def ratio(self) -> float:
-        """The factor, between a quarter and four: the worst that it may follow is a few odd answers."""
+        """The factor, between a quarter and four, so that a few odd answers cannot move it further."""
         if len(self._recent) < FEWEST:
             return 1.0
         return min(4.0, max(0.25, self._became / self._expected))
 
     def observe(self, expected: float, became: int) -> None:
-        """An answer with this many expected tokens, by a mean not multiplied yet, and what it had."""
+        """Record an answer: its expected tokens before this correction, and its actual ones."""
         self._recent.append((expected, became))
         self._expected += expected
         self._became += became
@@ -175,8 +173,8 @@ class RunningRatio:
 
 
 def price_holding(ordered: Sequence[float], hold: float) -> float:
-    """The highest price that a share `hold` of answers to come can pay, judged by `ordered`, ascending. Of n
-    + 1 exchangeable values, the k-th smallest of n exceeds the last one with probability k / (n + 1) at most.
-    0, which any answer can pay, where there are too few to tell."""
+    """The highest price that a share `hold` of future answers can pay, judged by the ascending prices
+    `ordered`. Of n + 1 exchangeable values, the k-th smallest of n exceeds the last one with probability k /
+    (n + 1) at most. 0, which any answer can pay, where there are too few prices."""
     rank = math.floor((len(ordered) + 1) * (1 - hold) + 1e-9)
     return math.nextafter(ordered[rank - 1], 0.0) if rank else 0.0

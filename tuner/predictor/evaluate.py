@@ -1,11 +1,10 @@
-"""Predictors and buckets held against answers that they never saw (decision 0022 defines the figures).
+"""Evaluation of predictors and buckets on answers that they were not trained on (decision 0022 defines the
+figures).
 
-Every method gives a request one block for its answer before anything is decoded, knowing the prompt alone.
-It is right where the answer fits: output_tokens <= block. An answer that outgrows its block overflows, so
-accuracy is one minus overflow. Blocks are never longer than max_tokens, so what is sent to the large bucket
-always fits, and costs most. Accuracy alone can be bought with memory; so methods are compared at equal mean
-block lengths as well.
-"""
+Every method gives a request one block for its answer before decoding, from the prompt alone. A block is right
+if output_tokens <= block; otherwise the answer overflows, so accuracy is one minus overflow. Blocks are never
+longer than max_tokens, so the large bucket always fits, and costs most. Since memory buys accuracy, methods
+are compared at equal mean block lengths as well."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from phasewise.tuner.predictor.model import LengthPredictor
 
 Ints = npt.NDArray[np.int64]
 LearnBounds = Callable[[Sequence[int]], Sequence[int]]
-"""Learns the bounds of buckets, ascending, from the realised lengths of late."""
+"""A function that learns ascending bucket bounds from recent realised lengths."""
 
 S3_BUCKETS = 10
 REFRESH_EVERY = 64
@@ -32,8 +31,8 @@ PRICE_STEPS = 40
 
 
 class Given(NamedTuple):
-    """A method's blocks for a run of answers. `is_bucket`: the answer fell into the very bucket that was
-    given."""
+    """A method's blocks for a sequence of answers. `is_bucket`: True where an answer ended in exactly the
+    bucket given."""
 
     blocks: Ints
     is_bucket: npt.NDArray[np.bool_] | None = None
@@ -44,25 +43,25 @@ class Given(NamedTuple):
 
     @staticmethod
     def together(parts: Sequence[Given]) -> Given:
-        """Blocks of one run behind those of another."""
+        """The blocks of several sequences, one after another."""
         own = [part.is_bucket for part in parts if part.is_bucket is not None]
         return Given(np.concatenate([part.blocks for part in parts]), np.concatenate(own) if own else None)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Shares are from 0 to 1; `block_tokens` is the mean block, `utilisation` the share of blocks that
-    answers filled."""
+    """The figures of a method. Shares are from 0 to 1; `block_tokens`: the mean block; `utilisation`: the
+    share of blocks that answers filled."""
 
     method: str
     accuracy: float
     overflow: float
     exact_bucket: float | None
-    """Share of answers that fell into the very bucket given, which is S3's measure; None of a constant."""
+    """Share of answers that ended in exactly the bucket given, S3's measure; None for a constant block."""
     block_tokens: float
     utilisation: float
     whole_limit: float
-    """Share of the requests that were given max_tokens."""
+    """Share of requests whose block was max_tokens."""
 
 
 def score(method: str, examples: Sequence[Example], given: Given) -> Score:
@@ -82,25 +81,24 @@ def score(method: str, examples: Sequence[Example], given: Given) -> Score:
 
 @dataclass(frozen=True)
 class FixedBuckets:
-    """S3: buckets of equal width up to `longest`, and a classifier trained on them whose likeliest bucket
-    is taken."""
+    """S3: buckets of equal width up to `longest`, of which a trained classifier takes the likeliest."""
 
     classifier: LengthPredictor
     longest: int
 
     @staticmethod
     def inner_bounds(longest: int) -> list[int]:
-        """All bounds of the buckets but the last one."""
+        """All bounds of the buckets but the last."""
         return [-(-longest * bucket // S3_BUCKETS) for bucket in range(1, S3_BUCKETS)]
 
     def give(self, examples: Sequence[Example]) -> Given:
-        """A block for each request: the likeliest bucket."""
+        """The likeliest bucket of each request as its block."""
         likeliest = [int(self.classifier.distribution(example.facts).shares.argmax()) for example in examples]
         return _given(examples, np.array(likeliest), [*self.inner_bounds(self.longest), self.longest])
 
 
 def constant(examples: Sequence[Example], block_tokens: float) -> Given:
-    """A block of the same size for every request."""
+    """A block of the same size for every request, within its limit."""
     limits = np.array([example.facts.limit for example in examples])
     return Given(np.minimum(max(1, int(block_tokens)), limits))
 
@@ -114,22 +112,22 @@ def _given(examples: Sequence[Example], buckets: Ints, bounds: Sequence[int]) ->
 
 @dataclass(frozen=True)
 class LearntBuckets:
-    """ODMA: the smallest of the learnt buckets that holds the predicted room; else the large one, max_tokens.
-    Bounds and price are those of the moment: answers are taken in their order, each learnt from once it has
-    ended. `first_lengths`: realised ones of training, which fill the window at the beginning."""
+    """ODMA: the smallest learnt bucket that holds the predicted room; else the large one, max_tokens. Bounds
+    and price adapt: answers are taken in order, and each is learnt from once it has ended. `first_lengths`:
+    realised lengths of training, which fill the window at first."""
 
     predictor: LengthPredictor
     first_lengths: Sequence[int]
     learn: LearnBounds
 
     def give(self, examples: Sequence[Example], hold: float) -> Given:
-        """Blocks that are to hold a share of answers."""
+        """Blocks that should hold a share `hold` of answers."""
         running = RunningPrice(self.predictor.prices.tolist(), hold)
         return self._replay(examples, self._thoughts(examples), running)
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
-        """Blocks that hold the most answers within a mean block, by their forecasts alone: learnt buckets, a
-        bucket of the mean block itself, or the limit."""
+        """Blocks that hold the most answers within a mean of `block_tokens`, by their forecasts alone: learnt
+        buckets, a bucket of the mean size, or the limit."""
         buckets = sorted({*self.learn(deque(self.first_lengths, WINDOW)), max(1, int(block_tokens))})
         limits = np.array([example.facts.limit for example in examples])
         rooms = np.minimum(np.append(buckets, limits.max()), limits[:, np.newaxis])
@@ -168,9 +166,9 @@ class LearntBuckets:
 
 
 def _within_mean(rooms: Ints, reached: npt.NDArray[np.float64], mean_tokens: float) -> Ints:
-    """For each row the column of its room: those that reach the most, within a mean room. At a price for each
-    token each row takes its best; the price is as low as the mean allows. What is then left lets rows, the
-    first ones first, take what they would at a price just lower."""
+    """For each row the column of its room, so that rooms within a mean reach the most. At a price per token
+    each row takes its best room; the price is the lowest that the mean allows. The remainder lets the first
+    rows take what they would at a slightly lower price."""
     low, high = 0.0, 1.0
 
     def taken(price: float) -> Ints:
@@ -192,11 +190,11 @@ def _within_mean(rooms: Ints, reached: npt.NDArray[np.float64], mean_tokens: flo
 
 @dataclass(frozen=True)
 class Decile:
-    """The answers of a tenth, by uncertainty: how sure the forecasts were, and how right."""
+    """A tenth of the answers, by uncertainty: how sure their forecasts were, and how right."""
 
     uncertainty: float
     held: float
-    """Share of answers within the room that was to hold `hold` of them."""
+    """Share of answers within the room that should hold `hold` of them."""
     room_tokens: float
     mean_error_tokens: float
 
@@ -210,12 +208,12 @@ class Calibration:
     coverage: tuple[float, ...]
     mean_error_tokens: float
     constant_error_tokens: float
-    """Mean error of predicting the training median for every answer."""
+    """Mean error of forecasting the training median for every answer."""
 
 
 class Foretold(NamedTuple):
-    """A predictor's forecast of each answer, and its length. `reached`: where in its forecast the answer
-    lies, from 0 to 1. `constant_error`: of the training median."""
+    """A predictor's forecasts compared with the answers' lengths. `reached`: the position of each answer in
+    its forecast, from 0 to 1. `constant_error`: the error of the training median."""
 
     unsure: npt.NDArray[np.float64]
     held: npt.NDArray[np.bool_]
@@ -232,8 +230,8 @@ def told(
     first_lengths: Sequence[int],
     seed: int = 0,
 ) -> Foretold:
-    """The forecasts of these answers by a predictor that learnt from none of them. first_lengths: those it
-    learnt from."""
+    """The forecasts of answers that the predictor was not trained on. `first_lengths`: lengths of the
+    training answers."""
     price = predictor.price(hold)
     forecasts = [predictor.forecast(example.facts, price) for example in examples]
     room = np.array([forecast.room_tokens for forecast in forecasts])
@@ -249,7 +247,7 @@ def told(
 
 
 def calibration(parts: Sequence[Foretold]) -> Calibration:
-    """The error of uncertain forecasts, and the true shares of answers beside those that forecasts state."""
+    """Mean errors by uncertainty, and the actual shares of answers beside those that forecasts state."""
     unsure, held, room, error, constant_error, reached = map(np.concatenate, zip(*parts, strict=True))
     deciles = [
         Decile(*(float(x[part].mean()) for x in (unsure, held, room, error)))
@@ -265,8 +263,8 @@ def calibration(parts: Sequence[Foretold]) -> Calibration:
 
 
 def _reached(predictor: LengthPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
-    """The place of each answer in its forecast: even from 0 to 1 where forecasts are right; drawn within a
-    step."""
+    """The position of each answer in its forecast, drawn within a step: even from 0 to 1 if forecasts are
+    right."""
     rng = np.random.default_rng(seed)
     thoughts = [predictor.distribution(example.facts) for example in examples]
     pairs = list(zip(thoughts, examples, strict=True))

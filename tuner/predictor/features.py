@@ -1,10 +1,9 @@
 """A prompt as numbers: a bag of hashed pieces of its text, and a few figures about the request.
 
-Pieces are tokens, pairs of neighbours, and the first and last tokens that tell prompts apart, each hashed
-into its own region of one table. A piece weighs more the fewer prompts have it (its inverse document
-frequency, bounded), so that what every prompt has, such as a chat template's tokens, weighs nothing. All of
-it is arrays over the whole prompt.
-"""
+Pieces are tokens, pairs of neighbours, and the first and last telling tokens, each hashed into its own region
+of one table. A piece weighs more the fewer prompts have it (inverse document frequency, bounded), so that
+pieces of every prompt, such as a chat template's tokens, weigh nothing. All computations are on arrays over
+the whole prompt."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ TOKENS, PAIRS, FIRST, LAST, SYSTEM = range(5)
 """Regions of the table of pieces."""
 N_ROWS = REGION_ROWS * 5
 EDGE_TOKENS = 4
-"""The number of telling tokens that count as the first ones, and as the last."""
+"""The number of telling tokens that count as first, and as last."""
 TELLING = 0.5
-"""Inverse document frequency from which a token tells prompts apart."""
+"""Inverse document frequency from which a token is telling: it distinguishes prompts."""
 MOST_RARITY = 1.5
 FEWEST_PROMPTS = 2
-"""A piece of fewer prompts weighs nothing: nothing that holds for others can be learnt from it."""
+"""A piece of fewer prompts weighs nothing, since nothing general can be learnt from it."""
 MAX_TOKENS_READ = 2048
-"""Longest prompt that is read whole; of a longer one, both ends."""
+"""The longest prompt that is read whole; of a longer one both ends are read."""
 N_FIGURES = 7
 
 _MULTIPLIER = np.uint64(
@@ -41,14 +40,14 @@ _MULTIPLIER = np.uint64(
 
 
 class Bag(NamedTuple):
-    """Rows of the table and what each weighs; the weights' squares add up to 1, or there are none."""
+    """The table rows of a prompt's pieces, with weights whose squares add up to 1 (or no pieces)."""
 
     rows: Ints
     weights: Floats
 
 
 def pieces_of(facts: PromptFacts, rarity: Floats) -> Ints:
-    """The rows of all of a prompt's pieces. `rarity`: by row; it decides which tokens are telling."""
+    """The table rows of all of a prompt's pieces. `rarity`: by row; decides which tokens are telling."""
     tokens = _read(facts.token_ids)
     words = _rows(TOKENS, tokens)
     pairs = _rows(PAIRS, tokens[:-1] * np.uint64(1_000_003) + tokens[1:])
@@ -75,8 +74,8 @@ def bag_of(facts: PromptFacts, rarity: Floats) -> Bag:
 
 
 def learn_rarity(prompts: Sequence[PromptFacts]) -> Floats:
-    """The rarity of each row's pieces: log((N + 1) / (prompts with the piece + 1)), bounded; 0 where every
-    prompt has it."""
+    """The inverse document frequency of each row: log((N + 1) / (prompts with the piece + 1)), bounded; 0
+    where every prompt has the piece."""
     plain = _rarity(prompts, np.zeros(N_ROWS, np.float32))
     return _rarity(prompts, plain)  # the second time the first and last telling tokens are known
 
@@ -90,7 +89,7 @@ def _rarity(prompts: Sequence[PromptFacts], earlier: Floats) -> Floats:
 
 
 def figures_of(facts: PromptFacts) -> Floats:
-    """The figures known beside the text: [N_FIGURES], not yet on one scale."""
+    """The figures of a request beside its text, not yet scaled: [N_FIGURES]."""
     n_tokens = len(facts.token_ids)
     n_different = len(set(facts.token_ids[:MAX_TOKENS_READ]))
     return np.array(
@@ -115,7 +114,7 @@ def _read(token_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 
 def _numbered(tokens: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Each token with its place, as one number."""
+    """Each token combined with its position into one number."""
     return np.array(
         [token * EDGE_TOKENS + place for place, token in enumerate(tokens.tolist())], dtype=np.uint64
     )
@@ -127,7 +126,7 @@ def _rows(region: int, numbers: npt.NDArray[np.uint64]) -> Ints:
 
 
 def _text_number(text: str) -> int:
-    """A hash of the text: FNV-1a, 64 bits."""
+    """The FNV-1a hash of the text's first 256 bytes, 64 bits."""
     number = 0xCBF29CE484222325
     for byte in text.encode("utf-8", "surrogatepass")[:256]:
         number = (number ^ byte) * 0x100000001B3 % (1 << 64)

@@ -1,4 +1,4 @@
-"""A predictor as one safetensors file. What is read is checked as if a stranger had made it."""
+"""A predictor as one safetensors file. Files that are read are not trusted."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MAX_MEMBERS = 64
 
 
 def default_file(model_name: str) -> Path:
-    """The path of a model's predictor: below the XDG data directory."""
+    """The path of a model's predictor, in the XDG data directory."""
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in model_name)
     return user_folder("data") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
 
 
 def save_predictor(predictor: LengthPredictor, path: Path) -> None:
-    """Write the predictor to a file, whole or not at all; the same predictor gives the same bytes."""
+    """Write the predictor to a file, atomically; the same predictor gives the same bytes."""
     about: dict[str, Any] = {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
@@ -56,7 +56,7 @@ def save_predictor(predictor: LengthPredictor, path: Path) -> None:
 
 
 def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
-    """The predictor in a file. PredictorError, one line, for whatever is no predictor of ours."""
+    """The predictor in a file. PredictorError, in one line, for any other file."""
     try:
         there = os.stat(path)
         if not stat.S_ISREG(there.st_mode):
@@ -82,7 +82,7 @@ def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
 
 
 class _Unfit(Exception):
-    """Raised with the fault of a file, in words that follow its name."""
+    """A file is no valid predictor; the message continues a sentence that begins with the file's name."""
 
 
 def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[str, str]) -> bytes:
@@ -99,8 +99,8 @@ def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[st
 
 
 def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
-    """The metadata and the arrays of a file; what is no float32 comes as its bytes. ValueError, to follow the
-    file's name."""
+    """The metadata and arrays of a file; arrays other than float32 come as bytes. ValueError, whose message
+    follows the file's name."""
     start = LENGTH_BYTES + header_bytes(data[:LENGTH_BYTES], len(data))
     try:
         table = read_json(data[LENGTH_BYTES:start])
@@ -152,7 +152,7 @@ def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
 
 
 def _taken(arrays: dict[str, npt.NDArray[Any]], name: str, *shape: int | None) -> npt.NDArray[np.float32]:
-    """An array of float32, all of them finite, in this shape; None: of any size."""
+    """A float32 array with this shape (None: any size) and finite numbers, else `_Unfit`."""
     array = arrays.get(name)
     if array is None or array.dtype != np.float32 or array.ndim != len(shape):
         raise _Unfit(f"lacks {name}, or has it in an unknown form")

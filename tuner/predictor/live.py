@@ -1,4 +1,4 @@
-"""A predictor that serves: it estimates, and follows what answers become."""
+"""A serving predictor: it estimates lengths, and follows the lengths of finished answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phasewise.tuner.predictor.model import LengthPredictor
 
 
 class LiveEstimator:
-    """An estimator of mean lengths that also learns from finished answers. For any threads."""
+    """An estimator of mean lengths that is corrected by finished answers. For any threads."""
 
     def __init__(self, predictor: LengthPredictor) -> None:
         self.predictor = predictor
@@ -24,7 +24,7 @@ class LiveEstimator:
             return float(min(thought.mean * self._ratio.ratio, facts.limit)), thought.uncertainty
 
     def observe(self, facts: PromptFacts, output_tokens: int) -> None:
-        """An answer ended, by itself or at its limit, after this many tokens."""
+        """Record that an answer ended, by itself or at its limit, after this many tokens."""
         thought = self.predictor.distribution(facts)
         with self._lock:
             self._ratio.observe(thought.mean, output_tokens)

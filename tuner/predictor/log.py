@@ -1,15 +1,14 @@
-"""Facts of a request before and after it is answered, and logs of them: JSON lines, one for each answer, by
+"""Facts of a request before and after its answer, and logs of them: JSON lines, one per answer, written by
 `predict-len collect` or by the server.
 
 {"schema_version": 3, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": ..,
- "n_messages": .., "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" or "length",
- "arrived_at_s": .., "at_s": .., "drafted_tokens": .., "accepted_tokens": ..}
+"n_messages": .., "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" or "length",
+"arrived_at_s": .., "at_s": .., "drafted_tokens": .., "accepted_tokens": ..}
 
 A line may have "prompt", a text, instead of token ids; then a tokenizer is needed. Only "output_tokens" and
-one of these two must be there. The last two say how many drafts the answer had and accepted; lines of
-version 1 have neither, and those of version 2 a "lookup" that nothing reads. A log may come from a stranger:
-sizes and types are checked, and an error names the file and the line.
-"""
+one of these two are required. The last two count the answer's drafted and accepted tokens; lines of version 1
+have neither, and those of version 2 a "lookup" that nothing reads. Logs are not trusted: sizes and types are
+checked, and an error names the file and the line."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ from phasewise._json import read_json
 from phasewise.tuner.errors import PredictorError
 
 MAX_ANSWER_TOKENS = 1 << 20
-"""Tokens that an answer without a limit is taken to be limited to."""
+"""The limit, in tokens, that an answer without a limit is given."""
 
 
 class PromptFacts(NamedTuple):
-    """The facts of a request before it is answered. `n_messages`: of the conversation; 1 for a completion.
-    `system_prompt_id`: the same for the same system prompt; None where there is none. `max_tokens`: None
-    where only the context limits the answer."""
+    """The facts of a request before its answer. `n_messages`: of the conversation; 1 for a completion.
+    `system_prompt_id`: equal for equal system prompts; None without one. `max_tokens`: None where only the
+    context limits the answer."""
 
     token_ids: Sequence[int]
     temperature: float = 0.0
@@ -48,13 +47,13 @@ class PromptFacts(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """The longest answer there can be."""
+        """The longest possible answer, in tokens."""
         return MAX_ANSWER_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True)
 class Example:
-    """A request and how long its answer became. `was_cut`: it ended at its limit, and would have gone on."""
+    """A request and the length of its answer. `was_cut`: the answer ended at its limit."""
 
     facts: PromptFacts
     output_tokens: int
@@ -62,16 +61,15 @@ class Example:
 
     @cached_property
     def prompt_key(self) -> bytes:
-        """A key that is the same for the same prompt, whatever else was asked of it."""
+        """A digest of the prompt's tokens, without the request's other facts."""
         return hashlib.blake2b(
             np.asarray(self.facts.token_ids, dtype="<i8").tobytes(), digest_size=16
         ).digest()
 
 
 def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """The examples kept and those held out: about `share` of the prompts, chosen by the prompt alone, are in
-    the second list. So no prompt is ever in both, however often it was asked, and a prompt stays where it is
-    as a log grows."""
+    """The examples kept and those held out: about `share` of the prompts, chosen by a hash of the prompt. So
+    no prompt is in both, however often it was asked, and a prompt stays in its part as a log grows."""
     kept: list[Example] = []
     out: list[Example] = []
     for example in examples:
@@ -82,8 +80,7 @@ def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list
 def part_of_folds(
     examples: Sequence[Example], fold: int, folds: int, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """The examples outside and inside a fold: a prompt is in one of `folds` parts, chosen by the prompt
-    alone."""
+    """The examples outside and inside one of `folds` parts, chosen by a hash of the prompt."""
     kept: list[Example] = []
     out: list[Example] = []
     for example in examples:
@@ -92,8 +89,7 @@ def part_of_folds(
 
 
 def place_of(example: Example, seed: int, purpose: bytes) -> float:
-    """A number from 0 to below 1, even over prompts, the same for the same prompt; another for another
-    purpose."""
+    """A hash of the prompt, from 0 to below 1, uniform over prompts, independent between purposes."""
     salt = seed.to_bytes(8, "little")
     drawn = hashlib.blake2b(example.prompt_key, digest_size=6, salt=salt, person=purpose).digest()
     return int.from_bytes(drawn, "little") / (1 << 48)
@@ -102,22 +98,22 @@ def place_of(example: Example, seed: int, purpose: bytes) -> float:
 MAX_LINE_CHARS = 16 << 20
 MAX_LINES = 2_000_000
 MAX_CHARS = 256 << 20
-"""Most characters of all lines together, unpacked: what they become in memory is ten times that at most."""
+"""The most characters of all decompressed lines together; in memory they take at most ten times that."""
 MAX_TOKEN_ID = 1 << 31
 
 Encode = Callable[[str, str | None], Sequence[int]]
-"""A user's message as the prompt of the model that its line names, None where it names none."""
+"""A function from a user's message, and the model named by its line or None, to the prompt's tokens."""
 
 
 class Log(NamedTuple):
-    """The answers that a log states. `model_names`: whose answers they are, as far as the lines say."""
+    """The answers in a log. `model_names`: the models that its lines name."""
 
     examples: list[Example]
     model_names: frozenset[str]
 
 
 def read_log(path: str | os.PathLike[str], encode: Encode | None = None) -> Log:
-    """Every answer that ended by itself or at its limit. PredictorError for anything unusual."""
+    """Every answer of a log that ended by itself or at its limit. PredictorError for invalid lines."""
     name = os.fspath(path)
     examples: list[Example] = []
     model_names: set[str] = set()
@@ -136,8 +132,8 @@ def read_log(path: str | os.PathLike[str], encode: Encode | None = None) -> Log:
 
 
 def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """The lines of a log with their numbers, blank ones left out; a file whose name ends in .xz is unpacked
-    on the way."""
+    """The lines of a log with their numbers, without blank lines; a file whose name ends in .xz is
+    decompressed."""
     name = os.fspath(path)
     try:
         with _opened(Path(path)) as file:
@@ -181,7 +177,7 @@ def _row(line: str) -> dict[str, Any]:
 
 
 def _example(row: dict[str, Any], encode: Encode | None) -> Example | None:
-    """The example that a line states; None for an answer that was broken off: it has no length."""
+    """The example that a line states; None for an answer that was broken off, whose length is not known."""
     output_tokens = _whole(row, "output_tokens", 0, MAX_ANSWER_TOKENS)
     if not output_tokens or row.get("finish_reason", "stop") not in ("stop", "length"):
         return None

@@ -1,4 +1,4 @@
-"""A trained predictor: asked for one prompt at a time, in well under a millisecond."""
+"""A trained predictor, which takes well under a millisecond for a prompt."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from phasewise.tuner.predictor.network import Outputs, Params, judge, softmax
 Floats = npt.NDArray[np.float32]
 
 FARTHEST = 3.0
-"""Standard deviations that count at most: a figure farther from what training saw counts as this far away."""
+"""The most standard deviations from training's mean at which a figure counts."""
 
 
 class Scaling(NamedTuple):
-    """The scaling that brings a request's figures to one scale. A figure that never varied in training counts
-    nothing."""
+    """Scales a request's figures to unit deviation; a figure that never varied in training becomes 0."""
 
     mean: Floats
     inverse_deviation: Floats
@@ -43,31 +42,30 @@ class Scaling(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """The forecast of an answer; all lengths within the request's max_tokens."""
+    """The forecast of an answer, in tokens within the request's max_tokens."""
 
     room_tokens: int
-    """Tokens of room that hold as many answers as was asked for."""
+    """Room for the answer at the asked price."""
     mean_tokens: float
     likely_tokens: int
-    """The length that the length head foretells: a robust guess, seldom far off by a factor."""
+    """The length of the length head: a robust guess, seldom wrong by a large factor."""
     uncertainty: float
     """Uncertainty of the forecast, from 0 (sure) to 1 (no idea)."""
 
     @classmethod
     def of(cls, thought: LengthDistribution, log_length: float, limit: int, price: float) -> Forecast:
-        """The forecast of a distribution. log_length: of the likeliest length. price: of a token of room."""
+        """The forecast of a distribution. `log_length`: of the likeliest length. `price`: of a token of
+        room."""
         likely = round(min(max(math.exp(min(20.0, log_length)), 1), limit))
         return cls(max(1, thought.room(price)), thought.mean, likely, thought.uncertainty)
 
 
 @dataclass(frozen=True)
 class LengthPredictor:
-    """The result of training: see `features` for `rarity`, `network` for what members are.
-
-    bounds: of the length bins, ascending. members: networks whose forecasts are averaged. prices: those
-    that answers could pay which their network had not learnt from, ascending (see `calibration`).
-    trained_on: counts and settings, never texts.
-    """
+    """The result of training; see `features` for `rarity`, `network` for the members. `bounds`: upper bounds
+    of the length bins, ascending. `members`: networks whose forecasts are averaged. `prices`: the highest
+    prices that answers outside of their network's training could pay, ascending. `trained_on`: counts and
+    settings, never texts."""
 
     model_name: str
     rarity: Floats
@@ -82,7 +80,7 @@ class LengthPredictor:
         return self._read(self._run(facts), facts)
 
     def forecast(self, facts: PromptFacts, price: float) -> Forecast:
-        """The forecast of the answer's length. price: of a token of room, e.g. `price_holding(self.prices,
+        """The forecast of the answer. `price`: of a token of room, e.g. `price_holding(self.prices,
         0.99)`."""
         outputs = self._run(facts)
         log_length = float(np.mean([out.log_lengths[0] for out in outputs]))
@@ -100,7 +98,7 @@ class LengthPredictor:
 
     @cached_property
     def _tables(self) -> Floats:
-        """The members' tables side by side, so that a prompt's rows are fetched once."""
+        """The members' tables side by side, so that a prompt's rows are read once."""
         return np.concatenate([params.table for params in self.members], axis=1)
 
     def _read(self, outputs: Sequence[Outputs], facts: PromptFacts) -> LengthDistribution:

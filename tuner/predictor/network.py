@@ -1,12 +1,11 @@
-"""The network and its gradient, as functions of arrays.
+"""The length network and its gradient, as functions of arrays.
 
     v = sum of weight x table[row] over a prompt's bag          (width)
     h = tanh([v, figures] W1 + b1)                              (hidden)
     scores = h W2 + b2     one for each length bin;  length = h w3 + b3, a logarithm
 
-An answer that was cut is only known to be at least so long. Its bins' loss is that of all bins from its own
-on taken together, and its length's loss counts only where the guess is shorter.
-"""
+An answer that was cut is only known to be at least so long: its bins' loss is that of all bins from its own
+on together, and its length's loss counts only where the guess is shorter."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ import numpy.typing as npt
 Array = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Gradient = Mapping[str, tuple[Ints | slice, Array]]
-"""The gradient of each weight by name: the rows that have one, and it. The other rows' is 0."""
+"""The gradient of each weight array by name: the rows with a gradient, and that; 0 elsewhere."""
 
 HUBER = 0.5
-"""Errors of the log length beyond this count linearly."""
+"""Errors of the log length beyond this count linearly (Huber's loss)."""
 LENGTH_SHARE = 0.3
-"""The weight of the length's loss beside the bins'."""
+"""The weight of the length's loss beside the bins' loss."""
 
 
 @dataclass(frozen=True)
 class Params:
-    """The weights. `table` [rows, width], `w1` [width + figures, hidden], `w2` [hidden, bins], `w3`
+    """The network's weights: `table` [rows, width], `w1` [width + figures, hidden], `w2` [hidden, bins], `w3`
     [hidden]."""
 
     table: Array
@@ -47,7 +46,7 @@ class Params:
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Bags end to end: those of sample i lie from `starts[i]` to `starts[i + 1]`; and `figures` [n,
+    """A batch of samples: bags end to end, sample i's from `starts[i]` to `starts[i + 1]`, and `figures` [n,
     figures]."""
 
     rows: Ints
@@ -57,13 +56,13 @@ class FeatureBatch:
 
     @property
     def owners(self) -> Ints:
-        """The sample that each row of the bags belongs to."""
+        """The sample of each row of the bags."""
         return np.repeat(np.arange(len(self.figures)), np.diff(self.starts))
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Each sample's bin, the logarithm of its length, and whether it was cut there."""
+    """The realised lengths of samples: bin, logarithm of the length, and True where the answer was cut."""
 
     bins: Ints
     log_lengths: Array
@@ -72,7 +71,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Outputs:
-    """`scores` [n, bins], `log_lengths` [n], and what the gradient needs of the way there."""
+    """The network's outputs, `scores` [n, bins] and `log_lengths` [n], and inputs of the gradient."""
 
     inputs: Array
     hidden: Array
@@ -81,20 +80,20 @@ class Outputs:
 
 
 def forward(params: Params, batch: FeatureBatch) -> Outputs:
-    """The network's answers for a batch."""
+    """The network's outputs for a batch."""
     pooled = _segment_sums(params.table[batch.rows] * batch.weights[:, None], batch.starts)
     return judge(params, pooled, batch.figures)
 
 
 def judge(params: Params, pooled: Array, figures: Array) -> Outputs:
-    """The network's answers from its bags' sums [n, width]."""
+    """The network's outputs from the weighted sums of bags, [n, width]."""
     inputs = np.concatenate([pooled, figures], axis=1)
     hidden = np.tanh(inputs @ params.w1 + params.b1)
     return Outputs(inputs, hidden, hidden @ params.w2 + params.b2, hidden @ params.w3 + params.b3[0])
 
 
 def softmax(scores: Array) -> Array:
-    """The probabilities of scores, along the last axis."""
+    """The probabilities of scores along the last axis."""
     grown = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares: Array = grown / grown.sum(axis=-1, keepdims=True)
     return shares
@@ -125,7 +124,7 @@ def loss_and_gradient(params: Params, batch: FeatureBatch, targets: Targets) -> 
 
 
 def _bins_loss(scores: Array, targets: Targets) -> tuple[Array, Array]:
-    """-log of the probability of what is known, and its derivative by the scores."""
+    """-log of the probability of the known bins, and its derivative by the scores."""
     shares = softmax(scores)
     bins = np.arange(scores.shape[1])
     possible = np.where(
@@ -145,7 +144,7 @@ def _length_loss(log_lengths: Array, targets: Targets) -> tuple[Array, Array]:
 
 
 def _segment_sums(values: Array, starts: Ints) -> Array:
-    """Sums of consecutive rows; of none, 0."""
+    """Sums of consecutive rows; 0 for empty segments."""
     sums = np.zeros((len(starts) - 1, values.shape[1]), values.dtype)
     filled = np.flatnonzero(np.diff(starts))
     if len(filled):
@@ -154,7 +153,7 @@ def _segment_sums(values: Array, starts: Ints) -> Array:
 
 
 def _by_row(rows: Ints, gradients: Array) -> tuple[Ints, Array]:
-    """Each row once, with the sum of its gradients; summed in one order, so that sums have one result."""
+    """Each row once with the sum of its gradients, added in a fixed order to be reproducible."""
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     firsts = np.flatnonzero(np.diff(ordered, prepend=-1))

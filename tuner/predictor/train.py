@@ -1,9 +1,9 @@
-"""From logged answers to a predictor: networks by Adam, each stopped where other prompts gain nothing more.
+"""Training of a predictor from logged answers: networks by Adam, each stopped when prompts held out gain no
+more.
 
-The prompts are dealt into as many folds as there are networks. Each network learns from the other folds, and
-its own says when to stop and, since that network never learnt from it, at which price of room (see
-`distribution`) how many answers are held. The same examples and seed give the same bits on one machine.
-"""
+The prompts are dealt into as many folds as there are networks. Each network learns from the other folds; its
+own fold decides when to stop and, since the network never learnt from it, at which price of room (see
+`distribution`) how many answers are held. The same examples and seed give the same bits on one machine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of training."""
-
     seed: int = 0
     members: int = 5
     """Networks whose forecasts are averaged."""
@@ -45,13 +43,12 @@ class TrainOptions:
     learning_rate: float = 3e-3
     decay: float = 0.1
     kept_pieces: float = 0.7
-    """Share of the prompts' pieces that an epoch looks at."""
+    """Share of the prompts' pieces that each epoch uses."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The progress of a network: its mean losses on what it learns from, and on the fold that it does not
-    see."""
+    """The progress of a network: its mean losses on training examples and on its own fold."""
 
     member: int
     number: int
@@ -66,8 +63,8 @@ def train(
     report: Callable[[Epoch], None] = lambda _: None,
     bounds: Sequence[int] | None = None,
 ) -> LengthPredictor:
-    """A predictor of these answers' lengths. PredictorError where there are too few of them. bounds: of the
-    length bins, ascending; None: learnt, so that equally many answers fall into each."""
+    """A predictor trained on these answers' lengths. PredictorError where there are too few. `bounds`: of the
+    length bins, ascending; None: equally many answers per bin."""
     folds = np.array(
         [int(place_of(example, options.seed, b"fold") * options.members) for example in examples]
     )
@@ -100,7 +97,7 @@ def train(
 
 
 def _untrained(examples: Sequence[Example], model_name: str, bounds: Floats) -> LengthPredictor:
-    """The part of a predictor that can be counted, without a network."""
+    """A predictor without networks: its rarities, scaling and bounds."""
     prompts = {example.prompt_key: example.facts for example in examples}
     return LengthPredictor(
         model_name,
@@ -112,7 +109,7 @@ def _untrained(examples: Sequence[Example], model_name: str, bounds: Floats) -> 
 
 
 def _bin_bounds(examples: Sequence[Example], n_bins: int) -> Floats:
-    """Bounds that equally many answers of known length fall between, the longest of them the last one."""
+    """Upper bounds of bins with equally many answers of known length; the last is the longest."""
     lengths = [example.output_tokens for example in examples if not example.was_cut]
     if not lengths:
         raise PredictorError("every answer was cut at its max_tokens, so that none has a length: allow more")
@@ -121,7 +118,7 @@ def _bin_bounds(examples: Sequence[Example], n_bins: int) -> Floats:
 
 
 def _thinned(prices: Sequence[float]) -> Floats:
-    """The prices in order; every k-th of them where they are many."""
+    """The prices in order, thinned to at most MOST_PRICES."""
     ordered = np.sort(np.array(prices, np.float32))
     return ordered[:: -(-len(ordered) // MOST_PRICES)]
 
@@ -150,7 +147,7 @@ class _Samples:
         return len(self.targets.bins)
 
     def pick(self, chosen: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_] | None = None) -> _Samples:
-        """Some of the samples; of their pieces only those `kept`."""
+        """Some of the samples, with only the pieces in `kept`."""
         whole = self.batch
         lengths = np.diff(whole.starts)[chosen]
         firsts = np.cumsum(lengths) - lengths
@@ -165,14 +162,14 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The fitting of one network."""
+    """The training of one network."""
 
     seen: _Samples
     unseen: _Samples
     options: TrainOptions
 
     def run(self, member: int, bounds: Floats, report: Callable[[Epoch], None]) -> Params:
-        """The weights of the epoch at which the unseen fold was foretold best."""
+        """The weights of the epoch with the least loss on the unseen fold."""
         rng = np.random.default_rng([self.options.seed, member])
         adam = _Adam(self._start(len(bounds) + 1, rng), self.options)
         best, best_loss, best_number = adam.params(), np.inf, 0
@@ -188,7 +185,7 @@ class _Fit:
         return best
 
     def _start(self, n_bins: int, rng: np.random.Generator) -> Params:
-        """A network that foretells the same for every prompt."""
+        """Initial weights, whose forecast is the same for every prompt."""
         width, hidden = self.options.width, self.options.hidden
         w1 = rng.standard_normal((width + N_FIGURES, hidden), dtype=np.float32)
         return Params(
@@ -209,7 +206,7 @@ class _Fit:
 
 
 class _Adam:
-    """Adam with decoupled decay (Loshchilov and Hutter 2019). Of the table only the rows of a batch move."""
+    """Adam with decoupled decay (Loshchilov and Hutter 2019); only the table rows of a batch are updated."""
 
     MOMENTUM, MEMORY, EPSILON = 0.9, 0.999, 1e-8
 
@@ -221,7 +218,7 @@ class _Adam:
         self._n_steps = 0
 
     def step(self, samples: _Samples) -> float:
-        """Take one step downhill; returns the loss before it."""
+        """Take one step of descent; returns the loss before the step."""
         self._n_steps += 1
         loss, gradient = loss_and_gradient(Params(**self._now), samples.batch, samples.targets)
         for name, (rows, by) in gradient.items():
@@ -229,7 +226,7 @@ class _Adam:
         return loss
 
     def params(self) -> Params:
-        """The present weights, as a copy to keep."""
+        """A copy of the present weights."""
         return Params(**{name: array.copy() for name, array in self._now.items()})
 
     def _move(self, name: str, rows: Any, by: npt.NDArray[Any]) -> None:

@@ -1,25 +1,24 @@
-"""The products of one weight: from one row to many, each m learning from the last ones (paper, section 6).
+"""The search of one weight's products, from one row to many, each m learning from the previous ones (paper,
+section 6).
 
-Three things make a group cheaper than its products:
+Three methods make a group cheaper than its products:
 
-- *Sliding window.* Up to m = sigma, any micro-kernel may win and all of them are screened. Later the
-  candidates are those of the last sigma winners, and kernels that are taller than all rows of the m before,
-  which had no chance yet. Every candidate brings the slice with which it won last as a seed, so that fast
-  starts are short.
+- *Sliding window.* Up to m = sigma, any micro-kernel may win and all are screened. Later the candidates are
+  those of the last sigma winners, and kernels taller than all rows of the m before, which had no chance yet.
+  Every candidate brings the slice with which it won last as a seed, so that fast starts are short.
 - *Reuse.* From `reuse_from` on, shapes are no longer skinny. Once `steady` of them in a row confirm the slice
-  (the one found is near the average of the last ones, or theirs is as fast), it is fixed: larger m only time
-  it, fitted to their rows, with twice the rows and in both orders of loops, beside the default. Where the
-  default beats it, the search is taken up again.
-- *Cache.* What a group found is one more seed for each m of those that come after it.
+  (the found slice is near the average of the last ones, or theirs is as fast), it is fixed: larger m only
+  time it, fitted to their rows, with twice the rows and in both orders of loops, beside the default. Where
+  the default beats it, the search is resumed.
+- *Cache.* A group's results are seeds for each m of later groups.
 
-Which m: all up to sigma, where one row more can mean another micro-kernel, then `per_octave` of each octave;
+The m are all up to sigma, where one row more can mean another micro-kernel, then `per_octave` of each octave;
 an m between two of them differs from the nearer by at most an eighth and uses its schedule.
 
-Before all that the arithmetic is chosen, once: it decides the bits of results, so that it must be the same
-for every m, and so in both phases. A few m are probed on default-like schedules. The default arithmetic stays
-unless another one is clearly faster over all of them, since a difference of two per cent is not worth other
-bits, and none is taken by which the fewest rows lose: what prompts gain does not make up for slow answers.
-"""
+First the arithmetic is chosen, once: it decides the bits of results, so it must be the same for every m, and
+so in both phases. A few m are probed on default-like schedules. The default arithmetic stays unless another
+is clearly faster over all of them (two per cent are not worth other bits), and none is taken that slows the
+fewest rows down: what prompts gain does not make up for slow answers."""
 
 from __future__ import annotations
 
@@ -58,30 +57,28 @@ from phasewise.tuner.search.space import (
 )
 
 PROBED_KERNELS = 4
-"""Schedules of each arithmetic that are probed besides the default: with fewer, an arithmetic would win by
-luck."""
+"""Schedules of each arithmetic to probe besides the default; with fewer, luck would decide."""
 
 _Products: TypeAlias = Generator[tuple[int, list[Schedule]], list[Sample], T]
-"""Searches one product after another, m by m."""
+"""A search of one product after another, m by m."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One weight on some threads: all that the searches know about it."""
+    """One weight on some threads, with all that searches know about it."""
 
     format: str
     n: int
     k: int
     threads: int
     arithmetics: tuple[Arithmetic, ...]
-    """The ways of computing the weight, the default one first. All are of one accuracy class: the search
-    looks at speed alone."""
+    """The arithmetics of the weight, the default first, all of one accuracy class: only speed decides."""
     kernels: Mapping[str, tuple[MicroKernel, ...]]
     """The micro-kernels that exist, by compute path."""
     caches: Caches
     weight_bits: int
     default: Callable[[int], Schedule]
-    """Gives the engine's own schedule for a number of rows; of its arithmetic only the group's is used."""
+    """The engine's own schedule for a number of rows, of whose arithmetics only the group's is used."""
     family: str = "gemm"
 
     def space(self, m: int, arithmetic: Arithmetic) -> ScheduleSpace:
@@ -98,18 +95,16 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """The result of a group's search."""
-
     arithmetic: Arithmetic
     best: Mapping[int, Schedule]
-    """The fastest schedule of each m, in the order searched."""
+    """The fastest schedule of each m, in the order of the search."""
     reused: tuple[int, ...]
-    """The m that took a fixed slice, without a search of their own."""
+    """The m that took a fixed slice instead of a search of their own."""
 
 
 @dataclass
 class ScheduleCache:
-    """The results of earlier groups, by what made them good: family, format, arithmetic, threads and m."""
+    """The results of earlier groups, by family, format, arithmetic, threads and m."""
 
     seeds_by_key: dict[tuple[str, str, Arithmetic, int, int], list[Schedule]] = field(default_factory=dict)
 
@@ -117,8 +112,7 @@ class ScheduleCache:
         return self.seeds_by_key.get((group.family, group.format, arithmetic, group.threads, m), [])
 
     def offer(self, group: Group, m: int, schedules: Sequence[Schedule]) -> None:
-        """Keep these schedules as seeds for m, behind those of earlier groups, each for the arithmetic that
-        it has."""
+        """Keep these schedules as seeds for m, behind earlier groups' seeds, each for its arithmetic."""
         for schedule in schedules:
             arithmetic = Arithmetic(schedule.compute_path, schedule.k_parts)
             key = (group.family, group.format, arithmetic, group.threads, m)
@@ -127,8 +121,7 @@ class ScheduleCache:
                 self.seeds_by_key[key] = [*self.seeds_by_key.get(key, []), seed]
 
     def add(self, group: Group, outcome: GroupOutcome) -> None:
-        """Keep a group's results as seeds, before those of earlier groups; of each m the last two groups are
-        kept."""
+        """Keep a group's results as seeds, before those of earlier groups; for each m two are kept."""
         for m, schedule in outcome.best.items():
             key = (group.family, group.format, outcome.arithmetic, group.threads, m)
             self.seeds_by_key[key] = [schedule, *self.seeds_by_key.get(key, [])][:2]
@@ -150,7 +143,7 @@ def m_grid(max_m: int, options: SearchOptions) -> tuple[int, ...]:
 def tune_group(
     group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache | None = None
 ) -> GroupSearch[GroupOutcome]:
-    """Search the group's products for `ms`, which ascend. `cache`: what other groups found before."""
+    """Search the group's products for the ascending `ms`. `cache`: the results of other groups."""
     cache = ScheduleCache() if cache is None else cache
     takes = Counter[tuple[int, Schedule]]()
 
@@ -182,8 +175,7 @@ def _search_group(
 
 
 def _reuse(history: _History, space: ScheduleSpace, default: Schedule) -> Search[None]:
-    """Take the fixed slice, or give it up if the default beats it. With more rows, a slice may still gain
-    from holding more of them, or from another order of loops."""
+    """Time the fixed slice, also with more rows or another loop order; give it up if the default beats it."""
     fixed = history.transferred(space)
     taller = space.fitted(replace(fixed, block_m=2 * fixed.block_m))
     others = [
@@ -205,9 +197,9 @@ def _reuse(history: _History, space: ScheduleSpace, default: Schedule) -> Search
 def _settle(
     history: _History, space: ScheduleSpace, default: Schedule, ranked: Sequence[Schedule]
 ) -> Search[None]:
-    """Time the fastest few again, side by side with the default and the previous slice; the fastest wins. The
-    first sample of the first of many was also a lucky one: only the new samples count. On a plateau the slice
-    stays as it was, so that it can become steady."""
+    """Time the fastest few again, side by side with the default and the previous slice; the fastest wins.
+    Only the new samples count, since the winner's first sample was lucky. On a plateau the slice stays as it
+    was, so that it can become steady."""
     finalists = list(dict.fromkeys([default, *(yield from qualified(ranked, history.options))]))
     if not history.winners:
         history.add(space, fastest((yield from side_by_side(finalists, history.options.final_laps))).schedule)
@@ -221,8 +213,8 @@ def _settle(
 
 
 def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> _Products[Arithmetic]:
-    """The way of computing whose best probes are fastest, in the geometric mean over a few m, of those that
-    are fast enough for the fewest rows."""
+    """The arithmetic whose best probes are fastest, in the geometric mean over a few m, among those that are
+    fast enough for the fewest rows."""
     default = group.arithmetics[0]
     if len(group.arithmetics) == 1:
         return default
@@ -256,8 +248,8 @@ def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:
 
 
 def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
-    """The schedules by which an arithmetic is judged: the default and those that the model likes best;
-    threads on parts of k if it can."""
+    """The schedules by which an arithmetic is judged: the default, the model's best, and with threads on
+    parts of k if possible."""
     space = group.space(m, arithmetic)
     modelled = [
         space.regridded(model_schedule(space, kernel), grid)
@@ -285,7 +277,7 @@ def _at(m: int, search: Search[T]) -> _Products[T]:
 
 
 def transfer(schedule: Schedule, space: ScheduleSpace) -> Schedule:
-    """A schedule of another m as one of this product: the same slice repeated, on even tiles of rows."""
+    """A schedule of another m for this product: the same slice repeated, on even tiles of rows."""
     kernel = balanced(space, kernel_of(schedule))
     rows = pieces(schedule.block_m, schedule.mr) * kernel.mr
     moved = replace(schedule, mr=kernel.mr, block_m=rows)
@@ -298,7 +290,7 @@ def transfer(schedule: Schedule, space: ScheduleSpace) -> Schedule:
 
 
 def adopted(schedule: Schedule, kernels: Sequence[MicroKernel]) -> Schedule:
-    """The schedule by the kernel most like its own that exists here; another instruction set has others."""
+    """The schedule with the most similar kernel that exists here: instruction sets differ in kernels."""
     own = kernel_of(schedule)
     if own in kernels or not kernels:
         return schedule
@@ -326,7 +318,7 @@ def balanced(space: ScheduleSpace, kernel: MicroKernel) -> MicroKernel:
 
 @dataclass
 class _History:
-    """The winners so far, and how many in a row confirmed the slice before them."""
+    """The winners so far, and the number of consecutive winners that confirmed the slice before them."""
 
     options: SearchOptions
     winners: dict[int, Schedule] = field(default_factory=dict)
@@ -341,11 +333,11 @@ class _History:
         self.winners[space.problem.m] = winner
 
     def transferred(self, space: ScheduleSpace) -> Schedule:
-        """The last winner as a schedule of this product."""
+        """The last winner, as a schedule of this product."""
         return transfer(self._last(1)[0], space)
 
     def candidates(self, space: ScheduleSpace) -> tuple[MicroKernel, ...]:
-        """The kernels to screen: all while the window fills, then the last winners' and new ones."""
+        """The kernels to screen: all while the window fills, then those of recent winners and new ones."""
         if len(self.winners) < self.options.window:
             return space.kernels
         won = [balanced(space, kernel_of(winner)) for winner in self._last(self.options.window)]
@@ -361,7 +353,7 @@ class _History:
         return list(last.values())
 
     def confirm(self, space: ScheduleSpace, best: Sample, previous_cost: int) -> None:
-        """Count the shape as steady, or begin to count anew. Shapes before `reuse_from` do not count."""
+        """Count the shape as steady, or restart the count. Shapes before `reuse_from` do not count."""
         if space.problem.m < self.options.reuse_from:
             return
         as_fast = previous_cost <= (1 + self.options.reuse_within) * cost(best)

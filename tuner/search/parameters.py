@@ -1,11 +1,9 @@
-"""A search over a few whole numbers, each from a short list: the parameters of a user's kernel.
+"""A search over a few integers, each from a short list: the parameters of a user's kernel.
 
-Parameters of loops act nearly on their own: what is best for one is good whatever the others are. So the
-search goes along one parameter after another from the best choice so far, and again while that gains; then
-it tries the best values of two parameters together that looked good apart, and at last choices drawn at
-random near the best. It asks and is answered, as the other searches (decision 0009): every batch times the
-best choice so far again, and the others count by their ratio to it.
-"""
+Parameters of loops act nearly independently. So the search goes along one parameter after another from the
+best choice so far, and again while that gains; then it combines the best values of two parameters, and at
+last tries random choices near the best. It asks and is answered, as the other searches (decision 0009): every
+batch times the best choice so far again, and the others count by their ratio to it."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from typing import TypeAlias
 Point: TypeAlias = tuple[int, ...]
 """A choice: one value for each parameter."""
 PointSearch: TypeAlias = Generator[list[Point], list[int], Point]
-"""Asks for points, is sent nanoseconds for each in the same order, returns the best point."""
+"""A search that asks for points, is sent nanoseconds for each in order, and returns the best point."""
 
 SHARE = 0.15
-"""Share of all points that is asked for at most; the leader's repeats are not counted."""
+"""The largest share of all points that is asked for, without repeats of the best point."""
 FEWEST = 8
 BATCH = 6
 GAIN = 0.005
@@ -48,7 +46,7 @@ class _Descent:
         self._left = most_asked(values)
         self.best: Point = tuple(axis_values[0] for axis_values in values)
         self._cost: dict[Point, float] = {}
-        """Time of each point that was answered, relative to the first best one's."""
+        """Time of each answered point, relative to the first best point's."""
 
     def run(self) -> Generator[list[Point], list[int], None]:
         yield from self._ask([self.best])
@@ -65,7 +63,7 @@ class _Descent:
                 yield from self._ask(drawn)
 
     def _axes(self) -> list[int]:
-        """Search along one parameter after another, those with few values first: they cost least to know."""
+        """The parameters with several values, those with few values first, since they cost least."""
         return sorted(
             (axis for axis, axis_values in enumerate(self._values) if len(axis_values) > 1), key=self._length
         )
@@ -78,8 +76,7 @@ class _Descent:
         return [(*best[:axis], value, *best[axis + 1 :]) for value in self._values[axis]]
 
     def _pairs(self) -> list[Point]:
-        """Points with two parameters changed together: for each its best value but the present one, seen from
-        here."""
+        """Points with two parameters changed together, each to its best value other than the present."""
         changed: list[tuple[int, int]] = []
         for axis in self._axes():
             others = [point for point in self._along(axis) if point != self.best and point in self._cost]
@@ -93,7 +90,7 @@ class _Descent:
         return points
 
     def _drawn(self) -> list[Point]:
-        """Points that differ from the best in two parameters, then anywhere."""
+        """Random points that differ from the best in two parameters, then in any."""
         axes = self._axes()
         points: list[Point] = []
         for attempt in range(200):

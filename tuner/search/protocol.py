@@ -1,14 +1,10 @@
 """The protocol of searches: a search is a generator that asks for timings and is sent samples.
 
-A search yields a list of schedules and is sent one sample for each, in the same order; in the end it returns
-what it found best. It reads no clock, keeps nothing and knows no budget: the caller times a batch
-(interleaved, since only what was timed side by side compares well on a noisy machine), stores it, and may
-`close()` the search at any time. Given the same samples a search asks the same questions, so that replaying
-what was stored resumes it. Hence no search iterates over a set or draws from a generator that it did not seed
-itself.
-
-`SearchOptions` has the numbers of the searches, from the paper where it gives them.
-"""
+A search yields a list of schedules and is sent one sample for each, in the same order; at the end it returns
+the best. It reads no clock, keeps nothing and knows no budget: the caller times a batch (interleaved, since
+only samples taken side by side compare well on a noisy machine), stores it, and may `close()` the search at
+any time. Given the same samples a search asks the same questions, so replaying stored samples resumes it.
+Hence no search iterates over a set or draws from a generator that it did not seed itself."""
 
 from __future__ import annotations
 
@@ -22,17 +18,17 @@ from phasewise.kerneldb.records import Sample, Schedule
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options of the search of one product and of one group of them. Shares are of times; 0.01 is one per
-    cent."""
+    """Options of the searches of products and groups, with the paper's numbers where it gives them. Shares
+    are of times; 0.01 is one per cent."""
 
     batch: int = 12
-    """Schedules that are timed side by side; one of them is the fastest so far, again."""
+    """Schedules that are timed side by side, including the fastest so far again."""
     gain: float = 0.01
-    """A step of the fast start must be faster by this share, else it is rolled back."""
+    """Share by which a step of the fast start must be faster, else it is rolled back."""
     fine_gain: float = 0.008
-    """A step of the finetune must be faster by this share, else it is not taken."""
+    """Share by which a step of the finetune must be faster, else it is not taken."""
     keep_within: float = 0.5
-    """Micro-kernels and grids slower than the best of their batch by more than this share are dropped."""
+    """Micro-kernels and grids slower than their batch's best by more than this share are dropped."""
     kept_kernels: int = 4
     """Micro-kernels that get a fast start."""
     lines: int = 2
@@ -40,40 +36,37 @@ class SearchOptions:
     finalists: int = 2
     """Pairs of micro-kernel and grid that are finetuned."""
     moves: int = 3
-    """Most moves of each schedule that is finetuned: on a noisy machine moves seem to gain for ever."""
+    """The most moves of each finetuned schedule; noise would make moves gain for ever."""
     patience: int = 1
     """Rounds of the finetune without a gain before it ends."""
     window: int = 16
-    """The paper's sigma: for this many shapes every micro-kernel is a candidate, then only their winners."""
+    """The paper's sigma: for this many shapes every micro-kernel is a candidate, then only winners."""
     per_octave: int = 4
-    """Beyond the window, how many m of each octave are tuned; the others use a neighbour."""
+    """The m of each octave beyond the window that are tuned; others use a neighbour's schedule."""
     reuse_from: int = 64
-    """Schedules may be fixed from this m on: where products stop being skinny."""
+    """The m from which schedules may be fixed: products are no longer skinny."""
     steady: int = 3
-    """Number of shapes in a row that must confirm the slice before it is fixed."""
+    """Consecutive shapes that must confirm the slice before it is fixed."""
     slice_threshold: float = 0.25
-    """Share by which each side of a slice may differ from the average of the previous slices and still
-    confirm them."""
+    """Share by which each side of a slice may differ from the last slices' average and still confirm them."""
     reuse_within: float = 0.03
     """Share by which the previous slice may be slower than the found one and still be confirmed. A fixed
     slice is given up if the default beats it by more."""
     finals: int = 4
-    """Fastest schedules of each m that are timed again, side by side with the default, before one is chosen:
-    the better half of twice as many."""
+    """Fastest schedules of each m that are timed again beside the default before one is chosen: the better
+    half of twice as many."""
     final_laps: int = 3
     """Times that each of the `finals` is timed again."""
     stay_within: float = 0.01
-    """The previous slice is kept if it is slower by at most this share."""
+    """Share by which the previous slice may be slower and still be kept."""
     probes: int = 4
-    """The m at which the ways of computing are compared before one is chosen for the group."""
+    """The number of m at which arithmetics are compared before one is chosen for the group."""
     switch_gain: float = 0.02
-    """Share by which another way of computing must be faster than the default one, over all m together."""
+    """Share by which another arithmetic must be faster than the default over all m together."""
     split_gain: float = 0.05
-    """Share by which another way of computing must be faster, over all m together, if it sums k in another
-    number of parts."""
+    """The same share for an arithmetic that sums k in another number of parts."""
     fewest_rows_keep: float = 0.97
-    """Share of their speed that the fewest rows, those of an answer, must keep under another way of
-    computing."""
+    """Share of their speed that the fewest rows, those of an answer, must keep under another arithmetic."""
 
 
 T = TypeVar("T")
@@ -82,20 +75,20 @@ Answers = TypeVar("Answers")
 PassedOn = TypeVar("PassedOn")
 Taken = TypeVar("Taken")
 Search: TypeAlias = Generator[list[Schedule], list[Sample], T]
-"""The search of one product: it yields lists of schedules and returns T, usually a schedule. What is asked
+"""The search of one product: it yields lists of schedules and returns T, usually a schedule. A schedule asked
 for again is timed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimingBatch:
-    """One batch of a group's search: time these schedules for `m` rows, interleaved."""
+    """One batch of a group's search: schedules to time for `m` rows, interleaved."""
 
     m: int
     schedules: tuple[Schedule, ...]
-    """The schedules to time, all different. The answer is a list of one sample for each, in this order."""
+    """The schedules to time, all different. The answer is one sample for each, in this order."""
     takes: tuple[int, ...]
-    """The number of times that each schedule was asked for at this m before. 0 may be answered by the first
-    sample that was ever stored, 1 by the second, and so on, so that no sample answers twice."""
+    """The number of earlier requests of each schedule at this m. A request with 0 may be answered by the
+    first stored sample, with 1 by the second, and so on, so that no sample answers twice."""
 
 
 GroupSearch: TypeAlias = Generator[TimingBatch, list[Sample], T]
@@ -103,7 +96,7 @@ GroupSearch: TypeAlias = Generator[TimingBatch, list[Sample], T]
 
 
 def together(searches: Sequence[Search[T]]) -> Search[list[T]]:
-    """Run searches side by side: what they ask at the same time is one batch. All results, in order."""
+    """Run searches side by side, joining their requests into one batch; returns all results, in order."""
     results: dict[int, T] = {}
     waiting: dict[int, list[Schedule]] = {}
     answers: dict[int, list[Sample] | None] = dict.fromkeys(range(len(searches)))
@@ -121,9 +114,9 @@ def together(searches: Sequence[Search[T]]) -> Search[list[T]]:
 
 
 def referenced(search: Search[T], memory: dict[Schedule, Sample], most: int) -> Search[T]:
-    """The same search on a machine that changes its pace: samples of different batches made comparable. Each
-    batch, of at most `most` schedules, times the fastest one so far once more, and the others count by their
-    ratio to it. `memory` gets every new sample on that scale; what it holds is not asked for."""
+    """The search with the samples of different batches made comparable, for a machine that changes its pace.
+    Each batch, of at most `most` schedules, times the fastest one so far once more, and the others count by
+    their ratio to it. `memory` gets every new sample on that scale; schedules in it are not asked for."""
 
     def answer(asked: list[Schedule]) -> Search[list[Sample]]:
         fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
@@ -136,7 +129,7 @@ def referenced(search: Search[T], memory: dict[Schedule, Sample], most: int) -> 
 
 
 def beside_the_best(schedules: list[Schedule], earlier: Mapping[Schedule, Sample]) -> Search[list[Sample]]:
-    """New samples of schedules, scaled to the best known one, which is timed again with them."""
+    """New samples of schedules, scaled to the best known schedule, which is timed again with them."""
     if not earlier:
         return (yield schedules)
     best = fastest(list(earlier.values()))
@@ -151,9 +144,9 @@ def _scaled(sample: Sample, factor: float) -> Sample:
 
 
 def side_by_side(schedules: Sequence[Schedule], laps: int) -> Search[list[Sample]]:
-    """New samples of a few schedules, timed together `laps` times; in their order. A sample's estimate is the
-    geometric mean over laps of its cost beside the lap's, so that a lap at another pace of the machine counts
-    as much as the others."""
+    """New samples of a few schedules, timed together `laps` times, in order. A sample's estimate is the
+    geometric mean over laps of its cost relative to the lap's, so that laps at different paces of the machine
+    count equally."""
     taken: list[list[Sample]] = []
     for _ in range(laps):
         taken.append((yield list(schedules)))  # noqa: PERF401 - a comprehension cannot yield
@@ -175,7 +168,7 @@ def _mean_ratio(costs_ns: Sequence[int], pace_ns: Sequence[float], middle_ns: fl
 
 
 def drive(search: Generator[Asked, Answers, T], answer: Callable[[Asked], Answers]) -> T:
-    """Answer every batch that a search, a group's search or a walk asks for, until it returns."""
+    """Answer every batch that a search, a group's search or a walk asks for; returns its result."""
     try:
         asked = next(search)
         while True:
@@ -187,7 +180,7 @@ def drive(search: Generator[Asked, Answers, T], answer: Callable[[Asked], Answer
 def relayed(
     search: Generator[Asked, Answers, T], answer: Callable[[Asked], Generator[PassedOn, Taken, Answers]]
 ) -> Generator[PassedOn, Taken, T]:
-    """The same search, whose batches `answer` makes of questions of its own."""
+    """The search with each batch answered by the generator `answer`, which may ask questions of its own."""
     try:
         asked = next(search)
         while True:
@@ -202,5 +195,5 @@ def fastest(samples: Sequence[Sample]) -> Sample:
 
 
 def cost(sample: Sample) -> int:
-    """The quantity of a sample that a search makes small."""
+    """The quantity of a sample that searches minimise."""
     return sample.estimate_ns

@@ -1,28 +1,24 @@
 """Sandwich's search for one product: fast start, then finetune over thread grids (paper, sections 3.2 and 6).
 
-Slice and grid depend on each other: the slice that one thread likes best may leave other threads without
-work, and the grid decides how far a slice can grow. So slices first grow without taking a choice of grid
-away, and are finished under each grid. Why these steps:
+Slice and grid depend on each other: the best slice for one thread may leave other threads without work, and
+the grid limits the slice. So slices first grow while leaving every grid possible, and are finished under each
+grid:
 
-- *Screen.* Every micro-kernel is timed once on the slice that the cost model likes for it, side by side. A
-  ranking within tens of per cent is enough to drop most of them, and one batch compares better than many.
+- *Screen.* Every micro-kernel is timed once on the cost model's slice for it, side by side. A ranking within
+  tens of per cent is enough to drop most kernels, and one batch compares better than many.
 - *Fast start.* From one micro-kernel upwards, axes in turn, a size doubles while that gains. The first
   doublings gain so much that nothing finer is worth a measurement. A step without a gain is rolled back and
-  its axis is left; no step makes a slice larger than what an axis leaves for each thread, so every grid stays
-  possible.
-- *Finetune.* Every grid of all threads, split-K included, is tried on what the fast start found and on the
-  model's slices. Those of the best micro-kernels are tried with every length of a pass over k, because that
-  falls in cliffs which no neighbour announces: where a tile's weights fit L1, where one pass is all. The
-  better ones climb by single rungs (either way: under another grid the slice may have to shrink), over the
-  grid, the loop order and the prefetch distance too, until no neighbour gains or a few moves are done: what
-  gains after those is luck more often than speed.
+  its axis is left; no step makes a slice larger than what an axis leaves for each thread.
+- *Finetune.* Every grid of all threads, split-K included, is tried on the fast start's and the model's
+  slices. Those of the best micro-kernels are tried with every length of a pass over k, whose cost falls in
+  cliffs: where a tile's weights fit L1, where one pass is all. The better ones climb by single rungs, up or
+  down, over the grid, the loop order and the prefetch distance too, until no neighbour gains or after a few
+  moves: later gains are mostly luck.
 - *Finals.* The fastest few are timed again side by side, the better half of them several times; only these
   samples choose among them.
 
-Both ends count: whatever was measured on the way, the model's schedules and the caller's seeds included, can
-win. Cost: one sample for each micro-kernel, about 15 for each fast start, 25 for lines over k, 15 for each
-climb and 20 for the finals.
-"""
+Any measured schedule can win, the model's and the caller's seeds included. Cost: one sample for each
+micro-kernel, about 15 for each fast start, 25 for lines over k, 15 for each climb and 20 for the finals."""
 
 from __future__ import annotations
 
@@ -62,8 +58,8 @@ def sandwich(
 
 
 def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list[Schedule]]:
-    """The finalists, fastest first: of twice as many, timed once more side by side, the better half. Samples
-    taken one after another rank the fastest few badly, the more so the busier the machine."""
+    """The finalists, fastest first: the better half of twice as many, timed once more side by side, since
+    samples taken one after another rank the fastest badly on a busy machine."""
     few = ranked[: 2 * options.finals]
     samples = yield list(few)
     return [sample.schedule for sample in sorted(samples, key=cost)[: options.finals]]
@@ -72,7 +68,7 @@ def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list
 def sandwich_samples(
     space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule] = ()
 ) -> Search[list[Sample]]:
-    """The search of `sandwich`, which returns the samples of everything that it measured, fastest first."""
+    """Search one product as `sandwich` does without the finals; returns all samples, fastest first."""
     by_schedule: dict[Schedule, Sample] = {}
     yield from referenced(_phases(space, options, seeds), by_schedule, options.batch)
     return sorted(by_schedule.values(), key=cost)
@@ -92,9 +88,9 @@ def _phases(space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedu
 
 
 def _every_pass(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
-    """Time every slice with every length of a pass over k; return each slice's fastest, fastest first. All at
-    once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass is all
-    and no sums are stored."""
+    """Time every slice with every length of a pass over k; returns each slice's fastest sample, fastest
+    first. All lengths are timed, because a pass's cost falls in cliffs: where a tile's weights fit L1, and
+    where one pass is all and no sums are stored."""
     lines = [
         [
             space.fitted(resized(sample.schedule, "block_k", size))
@@ -106,7 +102,7 @@ def _every_pass(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[
 
 
 def _screen(space: ScheduleSpace, seeds: Sequence[Schedule]) -> Search[list[Sample]]:
-    """The best sample of every micro-kernel, fastest first. Those most like a seed's are timed first."""
+    """The best sample of every micro-kernel, fastest first; kernels most like a seed's are timed first."""
     seeded = [kernel_of(seed) for seed in seeds]
 
     def unlike(kernel: MicroKernel) -> float:
@@ -117,13 +113,13 @@ def _screen(space: ScheduleSpace, seeds: Sequence[Schedule]) -> Search[list[Samp
 
 
 def _within(samples: Sequence[Sample], share: float) -> list[Sample]:
-    """The samples near the fastest one, fastest first."""
+    """The samples within a share of the fastest one, fastest first."""
     ranked = sorted(samples, key=cost)
     return [sample for sample in ranked if sample.estimate_ns <= (1 + share) * ranked[0].estimate_ns]
 
 
 def _of_each_kernel(samples: Sequence[Sample]) -> list[Sample]:
-    """The fastest of every micro-kernel, fastest first."""
+    """The fastest sample of every micro-kernel, fastest first."""
     best: dict[MicroKernel, Sample] = {}
     for sample in sorted(samples, key=cost):
         best.setdefault(kernel_of(sample.schedule), sample)
@@ -131,8 +127,7 @@ def _of_each_kernel(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _start(space: ScheduleSpace, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
-    """The schedule from which a kernel's fast start begins: one tile, or a seed that was the best of its
-    kernel."""
+    """The schedule that begins a kernel's fast start: one tile, or a seed that was the best of its kernel."""
     return screened if screened in seeds else space.smallest(kernel_of(screened), grid_of(screened))
 
 
@@ -155,7 +150,7 @@ def fast_start(space: ScheduleSpace, start: Schedule, options: SearchOptions) ->
 
 
 def _doubled(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule | None:
-    """The slice with one side about twice as long; None where that would cut the parallelism of the axis."""
+    """The slice with one side about doubled; None where the axis would leave threads without work."""
     size, limit = getattr(schedule, axis), parallel_limit(space, schedule, axis)
     larger = [rung for rung in space.ladder(axis, schedule) if size < rung <= min(2 * size, limit)]
     return space.fitted(resized(schedule, axis, larger[-1])) if larger else None
@@ -191,7 +186,7 @@ def _whole(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule:
 
 
 def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search[Sample]:
-    """Move to the best neighbour while one gains, `moves` times at most; without a gain, look further, up to
+    """Move to the best neighbour while one gains, at most `moves` times; without a gain, look up to
     `patience` rungs away. Returns the best sample."""
     best, distance, moves = start, 1, 0
     while distance <= options.patience and moves < options.moves:
@@ -205,8 +200,8 @@ def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search
 
 
 def neighbours(space: ScheduleSpace, schedule: Schedule, distance: int = 1) -> list[Schedule]:
-    """The schedules that differ in one number by some rungs, in the grid, or in the order of the loops. Those
-    with all of an axis in one piece are among them: what the last cut costs shows on no rung below."""
+    """The schedules that differ by `distance` rungs in one number, in the grid, or in the loop order, and
+    those with all of an axis in one piece, since the last cut's cost shows on no rung below."""
     moved = [
         resized(schedule, axis, size)
         for axis in AXES

@@ -1,16 +1,14 @@
-"""The schedules of one product: the candidates that every search shares.
+"""The schedules of one product, from which every search chooses.
 
-A product is cut twice. The thread grid cuts it into regions, one for each thread; a computation slice of
-`block_m x block_n x block_k` is what one thread works on at a time within its region. Slice sizes lie on
-ladders: the sizes that cut a region into 1, 2, 3, 4, 6, 8, 12, .. even pieces, because a size that leaves a
-thin last piece is beaten by the one that spreads it. So a ladder has two rungs to an octave, whatever the
-shape, and its ends are the micro-kernel itself and the whole region.
+A product is cut twice. The thread grid cuts it into regions, one for each thread; within its region a thread
+works on one computation slice of `block_m x block_n x block_k` at a time. Slice sizes lie on ladders: the
+sizes that cut a region into 1, 2, 3, 4, 6, 8, 12, .. even pieces, because a thin last piece is slower than
+even ones. So a ladder has two rungs to an octave, and its ends are the micro-kernel and the whole region.
 
-`modelled_cycles` is the cost of a schedule by arithmetic alone, from which searches start. It knows four
-things: a micro-kernel's instructions, the bytes that each cache level must deliver, that a grid waits for its
-largest region, and what a slice costs to begin. It ranks well enough to start from and is wrong by tens of
-per cent in the details, which is why the searches measure.
-"""
+`modelled_cycles` is the cost of a schedule by arithmetic alone, from which searches start. It knows a
+micro-kernel's instructions, the bytes that each cache level must deliver, that a grid waits for its largest
+region, and the cost to begin a slice. It ranks well enough to start from and is wrong by tens of per cent in
+details, which is why searches measure."""
 
 from __future__ import annotations
 
@@ -22,39 +20,35 @@ from phasewise.kerneldb.records import GROUP, LOOP_ORDERS, PANEL_COLUMNS, Proble
 
 Axis = Literal["block_m", "block_n", "block_k"]
 AXES: tuple[Axis, ...] = ("block_k", "block_m", "block_n")
-"""The axes of a slice in the order in which a fast start tries them; k last, since every tile pays for passes
-over k."""
+"""The axes of a slice in the order of a fast start; k last, since every tile pays for passes over k."""
 
 MAX_PIECES = 96
-"""Most pieces that a region is cut into along one axis: with more, loops cost more than slices save."""
+"""The most pieces of a region along one axis: with more, loops cost more than slices save."""
 
 MIN_PASS_INPUTS = 4 * GROUP
-"""Least inputs of a pass over k: shorter ones spend their time on storing and loading sums."""
+"""The least inputs of a pass over k: shorter passes spend their time on storing and loading sums."""
 
 PREFETCH_BYTES = (0, 1024, 2048, 4096, 16384)
-"""Distances of the prefetch, in bytes. From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h:
-ask_for)."""
+"""Distances of the prefetch, in bytes; from 8 KiB on into L2 only (families/gemm_tiles.h: ask_for)."""
 START_PREFETCH_BYTES = 2048
-"""The read-ahead at which searches begin: about as far as memory's latency is long, at a core's share of its
-bandwidth."""
+"""The prefetch distance at which searches begin: memory latency times a core's share of bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class MicroKernel:
-    """The tile that is held in registers: `mr` rows by `panels` panels of 16 columns."""
+    """A tile held in registers: `mr` rows by `panels` panels of 16 columns."""
 
     mr: int
     panels: int
 
     def unlike(self, other: MicroKernel) -> float:
-        """The difference of two tiles: 0 if they are the same, log 2 if one side is twice as long."""
+        """The difference of two tiles: 0 if equal, log 2 if one side is twice as long."""
         return abs(math.log(self.mr / other.mr)) + abs(math.log(self.panels / other.panels))
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The settings that decide the bits of a product. It is the same for every m of a weight; all else is
-    free."""
+    """The settings that decide the bits of a product, the same for every m of a weight."""
 
     compute_path: str
     k_parts: int = 1
@@ -74,7 +68,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class ThreadGrid:
-    """Threads over rows, columns and parts of k."""
+    """Numbers of threads over rows, columns and parts of k."""
 
     m: int
     n: int
@@ -87,7 +81,7 @@ class ThreadGrid:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The largest share of one thread. Columns are padded to panels, inputs to groups."""
+    """The largest share of one thread, with columns padded to panels and inputs to groups."""
 
     rows: int
     columns: int
@@ -96,13 +90,13 @@ class Region:
 
 @dataclass(frozen=True)
 class ScheduleSpace:
-    """All schedules of one product under one arithmetic."""
+    """All schedules of one product in one arithmetic."""
 
     problem: Problem
     arithmetic: Arithmetic
     threads: int
     kernels: tuple[MicroKernel, ...]
-    """The micro-kernels to consider: `fitting` of those that exist for the path."""
+    """The micro-kernels to consider: `fitting` of those that exist for the compute path."""
     caches: Caches
     weight_bits: int
     """Bits of one weight as the kernel reads it from memory, scales included."""
@@ -110,8 +104,7 @@ class ScheduleSpace:
     orders: tuple[str, ...] = LOOP_ORDERS
 
     def grids(self, kernel: MicroKernel) -> list[ThreadGrid]:
-        """Every grid that gives all threads something to do; if none does, the largest grids that there
-        are."""
+        """Every grid that gives all threads work; if there is none, the largest grids."""
         row_tiles, panels = pieces(self.problem.m, kernel.mr), pieces(self.problem.n, PANEL_COLUMNS)
         grids = [
             ThreadGrid(m, n, k)
@@ -135,15 +128,14 @@ class ScheduleSpace:
         )
 
     def ladder(self, axis: Axis, schedule: Schedule) -> list[int]:
-        """The sizes that a slice may have along an axis under this schedule's grid, ascending."""
+        """The ascending sizes that a slice may have along an axis under this schedule's grid."""
         unit, extent = self._unit_and_extent(axis, schedule)
         sizes = [unit * size for size in even_sizes(pieces(extent, unit))]
         return [size for size in sizes if axis != "block_k" or size >= min(MIN_PASS_INPUTS, extent)]
 
     def fitted(self, schedule: Schedule) -> Schedule:
-        """The same plan in its canonical form here: this arithmetic, and no block larger than its region.
-        Schedules that make the kernel do the same thing have one form: an order of loops that has no effect
-        is the first one. The grid must be one of `grids`."""
+        """The schedule in canonical form: this arithmetic, no block larger than its region, and the first
+        loop order where the order has no effect. The grid must be one of `grids`."""
         schedule = replace(
             schedule, compute_path=self.arithmetic.compute_path, k_parts=self.arithmetic.k_parts
         )
@@ -154,7 +146,7 @@ class ScheduleSpace:
         return schedule if self.order_matters(schedule) else replace(schedule, loop_order=self.orders[0])
 
     def regridded(self, schedule: Schedule, grid: ThreadGrid) -> Schedule:
-        """The schedule under another grid, its slice on the ladders of the new region."""
+        """The schedule under another grid, with its slice on the ladders of the new region."""
         schedule = replace(schedule, threads_m=grid.m, threads_n=grid.n, threads_k=grid.k)
         for axis in AXES:
             ladder, size = self.ladder(axis, schedule), getattr(schedule, axis)
@@ -164,7 +156,7 @@ class ScheduleSpace:
         return self.fitted(schedule)
 
     def smallest(self, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
-        """The slice that is one micro-kernel, the shortest pass over k; where a fast start begins."""
+        """The slice of one micro-kernel with the shortest pass over k, which begins a fast start."""
         near = [ahead for ahead in self.prefetches if ahead <= START_PREFETCH_BYTES]
         smallest = Schedule(
             mr=kernel.mr,
@@ -207,7 +199,7 @@ def pieces(extent: int, size: int) -> int:
 
 
 def even_sizes(extent: int) -> list[int]:
-    """The sizes that cut an extent into 1, 2, 3, 4, 6, 8, 12, .. even pieces, ascending."""
+    """The ascending sizes that cut an extent into 1, 2, 3, 4, 6, 8, 12, .. even pieces."""
     counts = [1, *(count for power in range(1, 7) for count in (2**power, 3 * 2 ** (power - 1)))]
     most = min(extent, MAX_PIECES)
     return sorted({pieces(extent, count) for count in [*counts, most] if count <= most})
@@ -222,8 +214,8 @@ def grid_of(schedule: Schedule) -> ThreadGrid:
 
 
 def fitting(kernels: tuple[MicroKernel, ...], m: int) -> tuple[MicroKernel, ...]:
-    """The kernels worth a thought for m rows: a taller one that makes no fewer tiles of rows is left out. For
-    9 rows, 8 rows a tile (8 + 1) is beaten by 5 (5 + 4): as many tiles, and less waiting for the last."""
+    """The kernels worth trying for m rows, without those for which a lower one makes no more tiles. For 9
+    rows, tiles of 8 (8 + 1) are slower than tiles of 5 (5 + 4)."""
     return tuple(
         kernel
         for kernel in kernels
@@ -236,22 +228,22 @@ def fitting(kernels: tuple[MicroKernel, ...], m: int) -> tuple[MicroKernel, ...]
     )
 
 
-# In cycles of one core: bytes that a level delivers in each, and what beginning something costs.
+# In cycles of one core: bytes that a level delivers in each, and the costs of beginnings.
 L1_BYTES, L2_BYTES, MEMORY_BYTES = 64.0, 32.0, 8.0
 TILE_CYCLES, SLICE_CYCLES, REDUCTION_CYCLES_PER_OUTPUT = 12.0, 150.0, 0.25
 VECTOR_BYTES = 64
 
 
 def kernel_cycles_per_vector_row(kernel: MicroKernel) -> float:
-    """Cycles of one step of a tile: two multiply-adds or two loads each, but no faster than sums come back. A
-    vector row is 64 bytes of one panel. Four cycles later a sum may be added to again, so that fewer than
+    """Cycles of one step of a tile: two multiply-adds or two loads each, but at least the latency of sums. A
+    vector row is 64 bytes of one panel. A sum may be added to again after four cycles, so that fewer than
     eight sums leave the units idle."""
     multiplies, loads = kernel.mr * kernel.panels, kernel.mr + kernel.panels
     return max(multiplies / 2, loads / 2, 4.0)
 
 
 def modelled_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
-    """Cycles of the thread that has the largest region."""
+    """Modelled cycles of the thread with the largest region."""
     kernel, grid = kernel_of(schedule), grid_of(schedule)
     region = space.region(grid, kernel)
     rounds = space.arithmetic.k_parts // grid.k
@@ -270,7 +262,7 @@ def modelled_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
 
 
 def model_schedule(space: ScheduleSpace, kernel: MicroKernel) -> Schedule:
-    """The kernel's schedule by the model: blocks that half fill caches, the grid of least cost."""
+    """The kernel's schedule by the model: blocks that half fill caches, and the grid of least cost."""
     return min(
         (_blocked(space, kernel, grid) for grid in space.grids(kernel)),
         key=lambda schedule: modelled_cycles(space, schedule),
@@ -278,8 +270,8 @@ def model_schedule(space: ScheduleSpace, kernel: MicroKernel) -> Schedule:
 
 
 def _blocked(space: ScheduleSpace, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
-    """The schedule of a grid with blocks by the size of caches: a tile's weights take half of L1; a block's
-    weights half of L2, its rows a quarter."""
+    """The schedule of a grid with blocks by cache sizes: a tile's weights take half of L1; a block's weights
+    half of L2, its rows a quarter."""
     schedule = space.smallest(kernel, grid)
     inputs = space.region(grid, kernel).inputs
     column_bytes = inputs * space.weight_bits / 8
@@ -289,7 +281,7 @@ def _blocked(space: ScheduleSpace, kernel: MicroKernel, grid: ThreadGrid) -> Sch
         "block_n": space.caches.l2_bytes / 2 / column_bytes,
     }
     if space.problem.m <= kernel.mr:
-        limits["block_k"] = inputs  # nothing is read twice: a pass less is a pass less
+        limits["block_k"] = inputs  # nothing is read twice, so that further passes gain nothing
     for axis in AXES:
         ladder = space.ladder(axis, schedule)
         size = max((rung for rung in ladder if rung <= limits[axis]), default=ladder[0])
@@ -303,8 +295,7 @@ def _slices(space: ScheduleSpace, schedule: Schedule) -> int:
 
 
 def _weight_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
-    """Cycles of reading weights: once from memory, and again for each block of rows where a block of weights
-    outgrows L2."""
+    """Cycles of reading weights: from memory once, and again per block of rows if a block outgrows L2."""
     region = space.region(grid_of(schedule), kernel_of(schedule))
     column_bytes = region.inputs * space.weight_bits / 8
     row_blocks, kept_columns = pieces(region.rows, schedule.block_m), region.columns
@@ -315,7 +306,7 @@ def _weight_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
 
 
 def _row_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
-    """Cycles of reading rows: again by every tile of columns, from L2 where a block of rows fits there."""
+    """Cycles of reading rows: once per tile of columns, from L2 where a block of rows fits there."""
     region = space.region(grid_of(schedule), kernel_of(schedule))
     block_bytes = min(schedule.block_m, region.rows) * region.inputs * 2
     column_tiles = region.columns / schedule.nr

@@ -1,4 +1,4 @@
-"""TopoTree: the space of service configurations of a machine. Pure: no files, no clock, nothing measured."""
+"""TopoTree: the space of a machine's service configurations, by computation alone."""
 
 from phasewise.tuner.errors import TopoTreeError
 from phasewise.tuner.topotree.configurations import (

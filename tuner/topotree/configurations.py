@@ -1,10 +1,8 @@
-"""From trees to service configurations: how many ranks, and which PUs each has (the paper's section 5.3).
+"""From trees to service configurations: the number of ranks, and the PUs of each (the paper's section 5.3).
 
-A horizontal cross-section of a tree makes a rank of every node that it meets. One tree gives as many as it
-has depths, fewer where the operators cannot be divided further.
-
-`UnevenCores` are those that a symmetric tree does not describe; they make more configurations.
-"""
+A horizontal cross-section of a tree makes a rank of every node that it meets. A tree gives one configuration
+per depth, fewer where the operators cannot be divided further. `UnevenCores` adds configurations of cores
+that a symmetric tree does not describe."""
 
 from __future__ import annotations
 
@@ -22,30 +20,27 @@ from phasewise.tuner.plans import Phase, RankCores, ServicePlan, Source, rank_on
 from phasewise.tuner.topotree.tree import SymmetricMachine, TopoTree
 
 HEAD_LANES = 16
-"""Outputs of a panel, 16: a head that is divided from its neighbours must fill whole panels."""
+"""Outputs of a panel: a head that is divided from its neighbours must fill whole panels."""
 
 FFN_BLOCK = 32
-"""The least inner columns of a feed-forward layer that a rank can have: one block of quantised weights."""
+"""The fewest inner columns of a rank's feed-forward layer: one block of quantised weights."""
 
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
-"""A cross-section's division: for each level of the machine, its active siblings by the rank coordinate they
-belong to."""
+"""A cross-section's division: for each level of the machine, its active siblings by rank coordinate."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorLimits:
     """The numbers of ranks into which a model's operators can be divided.
 
-    The paper divides only where the number of ranks divides that of heads. Ranks here may hold unequal
-    numbers of KV heads, each with its query heads, so any number of ranks is allowed by which the largest
-    share shrinks; with a rank more than that, the others would work as long as before. More ranks than KV
-    heads share these, and divide their query heads: each reads one KV head then, and its columns of the
-    weights, so that any number up to that of query heads may be faster.
-    """
+    The paper divides only where the number of ranks divides that of heads. Here ranks may hold unequal
+    numbers of KV heads, each with its query heads, so a number of ranks is allowed if it shrinks the largest
+    share. More ranks than KV heads share these and divide their query heads, up to one query head per rank:
+    each reads one KV head, and its columns of the weights."""
 
     n_heads: int
     n_kv_heads: int
-    """Heads that ranks take whole: those of keys and values, or, over latent vectors, those of queries."""
+    """Heads that ranks take whole: KV heads, or query heads over latent vectors."""
     head_dim: int
     ffn: int
 
@@ -81,21 +76,19 @@ class OperatorLimits:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The ranks of one phase. Equal if the same sets of PUs form the ranks."""
+    """The ranks of one phase; equal if the same sets of PUs form the ranks."""
 
     ranks: tuple[RankCores, ...]
 
     @cached_property
     def key(self) -> str:
-        """A digest of the sets of PUs that form ranks, on whichever machine; the order of ranks does not
-        count."""
+        """A digest of the sets of PUs that form ranks, regardless of machine and order."""
         text = repr(sorted(sorted(rank.cores) for rank in self.ranks))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def group(self) -> tuple[int, tuple[int | None, ...]]:
-        """The configurations that patience counts together: the number of ranks, and the NUMA node of each
-        (None: it spans some)."""
+        """The group in which patience counts: number of ranks, and each rank's NUMA node (None: several)."""
         return len(self.ranks), tuple(rank.numa_node for rank in self.ranks)
 
     @property
@@ -107,9 +100,8 @@ class Configuration:
 
 
 def cross_section(tree: TopoTree, depth: int) -> Partition:
-    """The PUs that go together in the ranks that a cut below `depth` makes; the same for equal
-    configurations. Much cheaper than the configuration itself, for searches that meet the same one again and
-    again."""
+    """The PUs that go together in the ranks of a cut below `depth`, equal for equal configurations; much
+    cheaper to compute than the configuration."""
     partition = []
     for positions, kept in zip(tree.active, tree.kept_by_chain(), strict=True):
         n_blocks = prod(kept[: max(depth, 0)])
@@ -121,7 +113,7 @@ def cross_section(tree: TopoTree, depth: int) -> Partition:
 
 
 def configuration_of(base: SymmetricMachine, partition: Partition) -> Configuration:
-    """The ranks of a cross-section: one for every choice of a block at each level, in tree order."""
+    """The ranks of a cross-section, one for every choice of a block at each level, in tree order."""
     ranks = []
     for blocks in product(*partition):
         weighted = (
@@ -140,21 +132,21 @@ Pus: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class UnevenCores:
-    """A machine whose cores a symmetric tree does not describe."""
+    """A machine with cores that a symmetric tree does not describe."""
 
     machine: Machine
     slow: Pus = ()
-    """PUs that were measured slower than others of their kind, the slowest first."""
+    """PUs measured slower than others of their kind, slowest first."""
 
     @classmethod
     def of(cls, machine: Machine, tree_pus: Sequence[int], slow: Pus = ()) -> UnevenCores | None:
-        """The machine's uneven cores; None where the tree holds a PU of every core, and none is slow."""
+        """The machine's uneven cores; None where the tree has a PU of every core, and no core is slow."""
         held = set(tree_pus)
         whole = all(held & set(core) for core in machine.allowed_cores())
         return None if whole and not slow else cls(machine, slow)
 
     def neighbours(self, configuration: Configuration) -> Iterator[Configuration]:
-        """Configurations that are a step away from this one; one may come more than once."""
+        """Configurations a step away from this one; one may occur more than once."""
         parts = [rank.cores for rank in configuration.ranks]
         used = {pu for cores in parts for pu in cores}
         for place, cores in enumerate(parts):
@@ -181,8 +173,8 @@ class UnevenCores:
             yield cores[: len(cores) - count]
 
     def _with_more(self, cores: Pus, used: set[int], *, is_alone: bool) -> Iterator[Pus]:
-        """A rank's cores and some of the free cores of its nodes, or of any node if it is the only rank.
-        Cores of one kind are added at a time, and slow cores only with all others."""
+        """A rank's cores with some free cores of its nodes, or of any node if it is the only rank. Cores of
+        one kind are added at a time, and slow cores only with all others."""
         near = {pu for node in self._nodes() if is_alone or not node.isdisjoint(cores) for pu in node}
         for pus in self._kinds():
             free = self._free([pu for pu in pus if pu in near], used)
@@ -212,7 +204,7 @@ class UnevenCores:
         return [set(node.cpus) for node in self.machine.nodes(Kind.NUMA)] or [set(self.machine.allowed_pus)]
 
     def _kinds(self) -> list[Pus]:
-        """The first PU of each core, by kind of core; all together where they are alike."""
+        """The first PU of each core, by kind of core; in one list where cores are alike."""
         number_of = {pu: number for number, kind in enumerate(self.machine.kinds) for pu in kind.cpus}
         by_kind: dict[int, list[int]] = {}
         for pu in self._firsts:

@@ -1,9 +1,8 @@
-"""Every tree of a machine, lazily: all groupings of the fundamental tree, and what each becomes by removals.
+"""Every tree of a machine, lazily: all groupings of the fundamental tree, and the removals of each.
 
-Groupings of different levels do not touch each other, so the grouped trees are the product over levels of
-the chains of each. The trees under one grouping form a lattice: at each depth any number of the children
-may stay, from 1 to all.
-"""
+Groupings of different levels are independent, so the grouped trees are the product over levels of each
+level's chains. The trees under one grouping form a lattice: at each depth any number of the children may
+stay, from 1 to all."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from phasewise.tuner.topotree.tree import Chain, TopoTree, active, chains
 
 
 def grouped_trees(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
-    """Every distinct grouping of a fundamental tree, itself first. `power_of_two` is assumption A.3."""
+    """Every distinct grouping of a fundamental tree, itself first. `power_of_two`: assumption A.3."""
     base = tree.base
     for combination in product(*(chains(arity, power_of_two) for arity in base.arities)):
         arities = tuple(arity for chain in combination for arity in chain.arities)
@@ -23,7 +22,7 @@ def grouped_trees(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[Topo
 
 
 def _steps(combination: tuple[Chain, ...]) -> tuple[tuple[int, int, int], ...]:
-    """The groups, inner levels first, so that none moves a level that is still to be grouped."""
+    """The groups, inner levels first, so that no group moves a level that is still to be grouped."""
     return tuple(
         (size, stride, depth)
         for depth, chain in reversed(list(enumerate(combination, start=1)))
@@ -39,7 +38,7 @@ def removals(tree: TopoTree) -> Iterator[TopoTree]:
 
 
 def parents(tree: TopoTree) -> Iterator[TopoTree]:
-    """The trees of which this one is a removal: one child more at one depth. A grouped tree has none."""
+    """The trees of which this one is a removal, with one child more at one depth; none for a grouped tree."""
     for level, (kept, arity) in enumerate(zip(tree.kept, tree.arities, strict=True)):
         if kept < arity:
             more = (*tree.kept[:level], kept + 1, *tree.kept[level + 1 :])
@@ -47,9 +46,9 @@ def parents(tree: TopoTree) -> Iterator[TopoTree]:
 
 
 def every_tree(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
-    """Every distinct tree that groups and removals make of a fundamental tree, each after its parents. Levels
-    are independent here too: two trees are equal if at every level of the machine the same siblings are
-    active and nest alike. So the distinct trees are the product over levels of what is distinct at each."""
+    """Every distinct tree of a fundamental tree by groupings and removals, each after its parents. Two trees
+    are equal if at every level of the machine the same siblings are active and nest alike. Levels are
+    independent, so the distinct trees are the product over levels."""
     base = tree.base
     outermost, *inner = base.arities or (1,)
     nests_inside = [_distinct_nests(arity, power_of_two) for arity in inner]
@@ -62,7 +61,7 @@ def every_tree(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTre
 
 
 def nests(n: int, power_of_two: bool) -> Iterator[tuple[Chain, tuple[int, ...]]]:
-    """The distinct ways in which some of `n` siblings nest: a chain, and what stays at each of its levels."""
+    """The distinct ways in which some of `n` siblings nest: a chain, and the kept children by level."""
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for chain in chains(n, power_of_two):
         for kept in kept_counts(chain.arities):
@@ -79,7 +78,6 @@ def _distinct_nests(n: int, power_of_two: bool) -> tuple[tuple[Chain, tuple[int,
 
 
 def kept_counts(arities: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The numbers of children that may stay at each depth, any number from all to one; more come before
-    fewer."""
+    """The numbers of children that may stay at each depth, from all to one, larger sums first."""
     counts = product(*(range(arity, 0, -1) for arity in arities))
     return sorted(counts, key=sum, reverse=True)

@@ -1,9 +1,8 @@
-"""The fundamental tree of a machine: what the operating system shows of the PUs that may be used.
+"""The fundamental tree of a machine: what the operating system shows of the allowed PUs.
 
-Machines need not be symmetric: a cgroup takes a few cores away, cores come in two kinds. A tree is, so the
-largest symmetric part becomes the tree, and every other PU is reported as left out. A search tries those
-at its end (`config.walk.refine`).
-"""
+Machines need not be symmetric: a cgroup takes a few cores away, cores come in two kinds. Trees are, so the
+largest symmetric part becomes the tree, and every other PU is reported as left out. A search tries those PUs
+at its end (`config.walk.refine`)."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from phasewise.tuner.errors import TopoTreeError
 from phasewise.tuner.topotree.tree import FUNDAMENTAL, SymmetricMachine, TopoTree, preferred, whole
 
 Reason = Literal["hybrid", "asymmetric", "smt"]
-"""The reason that a PU is left out: another kind of core; a part unlike the others; a thread of a core
-in the tree where other cores have no second one."""
+"""The reason why a PU is left out: another kind of core; a part unlike the others; a thread of a core in the
+tree whose siblings have no second thread."""
 
 Shape = tuple[tuple[Kind, int], ...]
-"""A symmetric part: the kind and the number of children at each depth, outer first. A PU has none."""
+"""A symmetric part: the kind and number of children at each depth, outer first; empty for a PU."""
 
 MAX_SHAPES = 32
-"""Most sizes, from the largest, that a part is tried to be cut down to; a machine has one or two."""
+"""The most shapes, largest first, that a part is tried to be cut down to; machines have one or two."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """PUs that the process may use but the tree does not hold."""
+    """PUs that the process may use but that are not in the tree."""
 
     reason: Reason
     pus: tuple[int, ...]
@@ -43,7 +42,7 @@ class Fundamental:
 
 
 def fundamental(machine: Machine) -> Fundamental:
-    """The tree of `machine`, SMT siblings included, levels of single children passed over."""
+    """The tree of `machine`, with SMT siblings and without levels of single children."""
     shape, pus = max(
         (largest_symmetric_part(machine.tree, kind) for kind in _kinds_of_cores(machine)),
         key=lambda part: len(part[1]),
@@ -55,8 +54,8 @@ def fundamental(machine: Machine) -> Fundamental:
 
 
 def largest_symmetric_part(node: Node, usable: Iterable[int]) -> tuple[Shape, tuple[int, ...]]:
-    """The symmetric part with the most of the `usable` PUs: its shape, and its PUs in tree order. Of equally
-    large ones, that with more children further out, where there is more memory bandwidth."""
+    """The symmetric part with the most `usable` PUs: its shape, and its PUs in tree order. Among equally
+    large parts, one with more children further out, where there is more memory bandwidth."""
     allowed = frozenset(usable)
     offers: dict[int, list[Shape]] = {}
     shapes = _offers(node, allowed, offers)
@@ -67,8 +66,7 @@ def largest_symmetric_part(node: Node, usable: Iterable[int]) -> tuple[Shape, tu
 
 
 def _kinds_of_cores(machine: Machine) -> list[frozenset[int]]:
-    """The allowed PUs by kind of core, fastest first: of two kinds with equally many PUs the fastest is
-    taken."""
+    """The allowed PUs by kind of core, fastest first, so that the fastest of equally large kinds is taken."""
     allowed = frozenset(machine.allowed_pus)
     kinds = [allowed & frozenset(kind.cpus) for kind in reversed(machine.kinds)]
     kinds.append(allowed.difference(*kinds))
@@ -81,7 +79,7 @@ def _preference(shape: Shape) -> tuple[int, tuple[int, ...]]:
 
 
 def _offers(node: Node, allowed: frozenset[int], offers: dict[int, list[Shape]]) -> list[Shape]:
-    """The largest shapes that a node can be cut down to; none if nothing in it may be used. Kept by node."""
+    """The largest shapes that a node can be cut down to; empty: no PU in it is allowed. Kept in `offers`."""
     if node.kind is Kind.PU:
         node_shapes: list[Shape] = [()] if allowed.issuperset(node.cpus) else []
     else:
@@ -99,7 +97,7 @@ def _offers(node: Node, allowed: frozenset[int], offers: dict[int, list[Shape]])
 
 
 def _common(shapes: list[list[Shape]]) -> list[Shape]:
-    """The shapes that the children offer, and those that several children have in common."""
+    """The shapes that the children offer, and the intersections of shapes of the same kinds."""
     shapes_of_all = dict.fromkeys(shape for child_shapes in shapes for shape in child_shapes)
     for shape in list(shapes_of_all):
         for other in list(shapes_of_all):
@@ -111,7 +109,7 @@ def _common(shapes: list[list[Shape]]) -> list[Shape]:
 
 
 def _can_be(shape: Shape, offered: list[Shape]) -> bool:
-    """True if a node that offers these can be cut down to `shape`."""
+    """True if a node with these shapes can be cut down to `shape`."""
     return any(_covers(offer, shape) for offer in offered)
 
 
@@ -123,7 +121,7 @@ def _covers(large: Shape, small: Shape) -> bool:
 
 
 def _maximal(shapes: list[Shape]) -> list[Shape]:
-    """The shapes that are no part of another, the largest first."""
+    """The shapes that are no part of another, largest first."""
     ranked = sorted(dict.fromkeys(shapes), key=_preference, reverse=True)
     kept: list[Shape] = []
     for shape in ranked:
@@ -133,7 +131,7 @@ def _maximal(shapes: list[Shape]) -> list[Shape]:
 
 
 def _taken(node: Node, shape: Shape, offers: dict[int, list[Shape]]) -> list[int]:
-    """The PUs of a node cut down to `shape`; siblings by their lowest PU."""
+    """The PUs of a node cut down to `shape`, with siblings ordered by their lowest PU."""
     if not shape:
         return [node.cpus[0]]
     (kind, count), rest = shape[0], shape[1:]
@@ -143,8 +141,8 @@ def _taken(node: Node, shape: Shape, offers: dict[int, list[Shape]]) -> list[int
 
 
 def _telling(shape: Shape) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The kinds and arities of the levels with several children; a level of single
-    children belongs to the one above it."""
+    """The kinds and arities of the levels with several children; a level of single children is merged into
+    the level above."""
     merged: list[tuple[list[str], int]] = []
     for kind, arity in shape:
         if arity > 1:
@@ -174,12 +172,12 @@ STEP = re.compile(r"(group|remove)\(\s*(\d{1,5})\s*,\s*(\d{1,5})\s*(?:,\s*(\d{1,
 
 
 def parse(notation: str, machine: Machine) -> TopoTree:
-    """The tree that `notation` describes on `machine`. TopoTreeError, naming step and reason, else."""
+    """The tree that `notation` describes on `machine`. TopoTreeError, naming step and reason."""
     return apply(notation, fundamental(machine).tree)
 
 
 def apply(notation: str, tree: TopoTree) -> TopoTree:
-    """`parse` for a machine whose fundamental tree is at hand."""
+    """`parse` for a machine whose fundamental tree is given."""
     first, *steps = (part.strip() for part in notation.split("|", MAX_STEPS + 1))
     if first != FUNDAMENTAL:
         raise TopoTreeError(f"a tree is written `{FUNDAMENTAL} | group(n,stride,depth) | remove(n,depth)`")

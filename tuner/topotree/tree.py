@@ -1,17 +1,15 @@
-"""TopoTree: which PUs are active, and how they nest in resources that they share (the paper's section 5).
+"""TopoTree: the active PUs, and their nesting in shared resources (the paper's section 5).
 
-A tree is symmetric: every node of a depth looks the same. So it is not kept as nodes but as one `Level` per
-depth and, for each level of the machine, the order of its siblings. Depth 0 is the machine, and the deepest
-nodes are PUs (or cores of one PU). `group` guesses at sharing that the system does not show; `remove` lets
-PUs rest.
+A tree is symmetric: all nodes of a depth look alike. So it is stored as one `Level` per depth and, for each
+level of the machine, the order of its siblings. Depth 0 is the machine, and the deepest nodes are PUs (or
+cores of one PU). `group` guesses at sharing that the system does not show; `remove` makes PUs inactive.
 
 `chains` are all ways to group the siblings of one level into nested, isomorphic clusters. Siblings are
 positions 0 .. n - 1 in the order of their lowest CPU number. Grouping takes the nodes of a parent `size` at a
-time, `stride` apart; from the innermost level outwards this reaches every nest, each once. Legal nests follow
-from the paper's assumptions (section 5.2): every cluster has the same shape (A.1), the children of a node are
-translates of its first child (A.2; taken literally, a stride of one satisfies it always, so it is read as the
-strict form that its name says), and with A.3 sizes are powers of two.
-"""
+time, `stride` apart; from the innermost level outwards this reaches every nest once. Legal nests follow from
+the paper's assumptions (section 5.2): every cluster has the same shape (A.1), the children of a node are
+translates of its first child (A.2; taken literally, a stride of one always satisfies it, so it is read in the
+strict sense of its name), and with A.3 sizes are powers of two."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ PREFERENCE = (
     *(kind.value for kind in (Kind.DIE, Kind.L4, Kind.PU)),
     GROUP,
 )
-"""Preferred level name of a node that belongs to several levels, such as a package that is one NUMA node."""
+"""Level names, preferred first, for a node of several levels, such as a package that is one NUMA node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The nodes of one depth. Each node above has `arity` of them, of which the first `kept` are active."""
+    """The nodes of one depth: each node above has `arity` of them, of which the first `kept` are active."""
 
     kind: str
     arity: int
@@ -62,20 +60,20 @@ class SymmetricMachine:
 
     @cached_property
     def weights(self) -> tuple[int, ...]:
-        """PUs in one node of each level: position times weight, summed over levels, is the place of a PU."""
+        """PUs in one node of each level; a PU's index is the sum of position times weight over levels."""
         return tuple(prod(self.arities[level + 1 :]) for level in range(len(self.arities)))
 
 
 def preferred(kinds: tuple[str, ...]) -> str:
-    """The name of a node that is all of `kinds`."""
+    """The preferred name of a node that belongs to the levels `kinds`."""
     return min(kinds, key=PREFERENCE.index)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One nest of clusters. `arities` are its levels', outer first; their product is how many siblings.
-    `order` has the siblings in the order of the tree: a node is a run of it, its lowest sibling first.
-    `steps` are the (size, stride) by which the innermost-first enumeration came here."""
+    """One nest of clusters. `arities`: of its levels, outer first; their product is the number of siblings.
+    `order`: the siblings in tree order: a node is a run, its lowest sibling first. `steps`: the (size,
+    stride) of each grouping, innermost first."""
 
     arities: tuple[int, ...]
     order: tuple[int, ...]
@@ -93,7 +91,7 @@ def chains(n: int, power_of_two: bool) -> tuple[Chain, ...]:
 
 
 def _from(chain: Chain, power_of_two: bool) -> Iterator[Chain]:
-    """The chain, then all that group its outermost nodes further."""
+    """The chain, then all chains that group its outermost nodes further."""
     yield chain
     n_nodes = chain.arities[0]
     for size in range(2, n_nodes):
@@ -136,7 +134,7 @@ def _clusters(arity: int, size: int, stride: int) -> list[range]:
 
 
 def _are_translates(clusters: list[range], lowest: tuple[int, ...]) -> bool:
-    """True if the clusters are translates of each other, as their nodes are; `lowest`: each node's."""
+    """True if the clusters are translates of each other. `lowest`: the lowest sibling of each node."""
     shapes = {tuple(lowest[node] - lowest[cluster[0]] for node in cluster) for cluster in clusters}
     return len(shapes) == 1
 
@@ -147,8 +145,8 @@ STEP = " | "
 
 @dataclass(frozen=True, eq=False)
 class TopoTree:
-    """One tree. Two trees are equal if the same PUs nest in the same way, however they came about. `groups`
-    are the transformations (n, stride, depth) in the order applied."""
+    """A tree, equal to another if the same PUs nest in the same way. `groups`: the transformations (n,
+    stride, depth) in the order applied."""
 
     base: SymmetricMachine
     chains: tuple[Chain, ...]
@@ -209,7 +207,7 @@ class TopoTree:
         return tuple(pus[start : start + size] for start in range(0, len(pus), size))
 
     def kept_by_chain(self) -> Iterator[tuple[int, ...]]:
-        """The kept counts of the levels that each level of the machine has become."""
+        """For each level of the machine, the kept counts of the levels into which grouping has divided it."""
         start = 0
         for chain in self.chains:
             yield self.kept[start : start + len(chain.arities)]
@@ -217,9 +215,9 @@ class TopoTree:
 
     @cached_property
     def key(self) -> str:
-        """A digest of structure and node features, the same for equal trees and for no others. Merkle's fold
-        over children that are all isomorphic: a level is its kind and a count, and what tells nodes apart are
-        the PUs below them. A level of single children says nothing and is passed over."""
+        """A digest of structure and PUs, equal exactly for equal trees. It is Merkle's fold over isomorphic
+        children: a level is a kind and a count, and nodes differ by the PUs below them; levels of single
+        children are skipped."""
         text = repr((_telling(self.kinds, self.kept), self.active))
         return hashlib.blake2b(text.encode(), digest_size=16, key=self.base.digest).hexdigest()
 
@@ -233,9 +231,9 @@ class TopoTree:
         return STEP.join([FUNDAMENTAL, *steps])
 
     def group(self, n: int, t: int, d: int) -> TopoTree:
-        """A new level at depth `d` whose nodes hold `n` of the nodes that were there, `t` siblings apart.
+        """The tree with a new level at depth `d` whose nodes hold `n` of the nodes there, `t` siblings apart.
         Siblings count in the order of their lowest PU. TopoTreeError where the children of a node cannot be
-        tiled so, or if PUs have been removed: latent structure is of the machine, whatever rests."""
+        tiled so, or if PUs have been removed, since latent structure is the whole machine's."""
         what = f"group({n},{t},{d})"
         self._check_depth(what, d)
         if self.kept != self.arities:
@@ -255,8 +253,7 @@ class TopoTree:
         return TopoTree(self.base, chains, arities, (*self.groups, (n, t, d)))
 
     def remove(self, n: int, d: int) -> TopoTree:
-        """The tree without the `n` right-most children at depth `d` of every node above. At least one must
-        stay."""
+        """The tree without the `n` last children at depth `d` of every node above; one must stay."""
         what = f"remove({n},{d})"
         self._check_depth(what, d)
         kept = self.kept[d - 1]
@@ -273,7 +270,7 @@ class TopoTree:
             )
 
     def _chain_at(self, d: int) -> tuple[int, int]:
-        """The level of the machine that depth `d` belongs to, and the level of its nest."""
+        """The level of the machine to which depth `d` belongs, and the level within its nest."""
         level = d - 1
         for index, chain in enumerate(self.chains):
             if level < len(chain.arities):
@@ -289,7 +286,7 @@ def whole(base: SymmetricMachine) -> TopoTree:
 
 @lru_cache(maxsize=1 << 12)
 def _kinds(base_kinds: tuple[str, ...], depths: tuple[int, ...]) -> tuple[str, ...]:
-    """The kinds of all levels: groups, then what a level of the machine was."""
+    """The kinds of all levels: for each level of the machine its groups, then its own kind."""
     return tuple(
         kind
         for base_kind, depth in zip(base_kinds, depths, strict=True)
@@ -299,7 +296,7 @@ def _kinds(base_kinds: tuple[str, ...], depths: tuple[int, ...]) -> tuple[str, .
 
 @lru_cache(maxsize=1 << 16)
 def active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
-    """The siblings that are left of a nest, in its order, where only some children stay at each level."""
+    """The siblings that are left of a nest, in its order, where `kept` children stay at each level."""
     places = [0]
     inside = len(chain.order)
     for arity, count in zip(chain.arities, kept, strict=True):
@@ -310,8 +307,8 @@ def active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _telling(kinds: tuple[str, ...], kept: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """The levels where nodes have several children, each named together with the levels of single children
-    below it."""
+    """The levels whose nodes have several children, each named together with levels of single children
+    below."""
     merged: list[tuple[tuple[str, ...], int]] = []
     for kind, count in zip(kinds, kept, strict=True):
         if count > 1:
