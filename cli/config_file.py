@@ -31,8 +31,7 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
 
 
 def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
-    """Turn the values of a checked file into click's default map, whose keys are the parameters' own names.
-    """
+    """Turn the values of a checked file into click's default map, whose keys are the parameters' own names."""
     children, keys = getattr(command, "commands", {}), _keys(command)
     defaults: dict[str, Any] = {}
     for key, value in values.items():

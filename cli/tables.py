@@ -82,8 +82,7 @@ class RowTable:
         return table
 
     def narrow(self, core: Sequence[str]) -> RowTable:
-        """Keep the columns of `core` that are not empty in every row, and as many as fit into 80 characters.
-        """
+        """Keep the columns of `core` that are not empty in every row, and as many as fit into 80 characters."""
         names: list[str] = []
         for name in core:
             if any(row.get(name, "") not in _EMPTY for row in self.rows):
@@ -166,8 +165,7 @@ def scalar_names(kind: type[DataclassInstance], *others: str) -> list[str]:
 
 
 def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: bool = False) -> str:
-    """Write a header and lines as CSV. quoted: True puts every value, but not the header, in double quotes.
-    """
+    """Write a header and lines as CSV. quoted: True puts every value, but not the header, in double quotes."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow(names)
     body = csv.writer(out, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL, lineterminator="\n")
@@ -176,6 +174,5 @@ def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: b
 
 
 def low_limit_lines(shares: Iterable[float]) -> list[str]:
-    """The line that explains `-` in a table with a share above a measured limit; none without such a share.
-    """
+    """The line that explains `-` in a table with a share above a measured limit; none without such a share."""
     return [LOW_LIMIT] if any(share_of_limit(share) is None for share in shares) else []

@@ -238,6 +238,7 @@ class Router:
 
     @property
     def roles(self) -> tuple[Role, ...]:
+        """The pool that each machine is in now."""
         return tuple(machine.role for machine in self._machines)
 
     @property
@@ -384,7 +385,8 @@ def _by_work(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Wor
 def _in_pools(
     ask: Ask, machines: Sequence[_Machine], limits: Limits, work: Callable[[_Machine], Work]
 ) -> Assignment:
-    """Assign a request's prompt to the queue with the least `work`, in pools, and its answer."""
+    """Assign a request in pools: its prompt to the machine with the least `work`, its answer to the least
+    loaded machine with room."""
     needed = ask.prompt_tokens + ask.answer_tokens
     token_pools: tuple[Role, ...] = ("token", "mixed", "prompt")
     token = _first_fit(machines, token_pools, _kv_load, lambda machine: machine.has_room(needed))

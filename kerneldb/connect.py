@@ -68,8 +68,7 @@ MAX_REASON_CHARS = 160
 
 
 def _json_or_none(text: str) -> Any:
-    """Parse JSON; a damaged value becomes None, which no record accepts, so that its row is refused by name.
-    """
+    """Parse JSON; a damaged value becomes None, which no record accepts, so that its row is refused by name."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError, TypeError):

@@ -131,8 +131,7 @@ class Schedule(CheckedRecord):
 
     @property
     def walk(self) -> dict[str, int | str]:
-        """The fields that kernels are told: all but `compute_path` and `k_parts`, which belong to the weight.
-        """
+        """The fields that kernels are told: all but `compute_path` and `k_parts`, which belong to the weight."""
         return {
             name: value for name, value in asdict(self).items() if name not in ("compute_path", "k_parts")
         }

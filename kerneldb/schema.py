@@ -1,5 +1,4 @@
-"""The schema revision of a database, and its upgrade to this program's. Alembic is loaded only when needed.
-"""
+"""The schema revision of a database, and its upgrade to this program's. Alembic is loaded only when needed."""
 
 from __future__ import annotations
 

@@ -144,8 +144,7 @@ class Store:
         return change
 
     def _only_read(self, revision: str, remedy: str = "") -> SchemaChange:
-        """Open an older schema for reading as it is; refuse a schema whose rows have another meaning by now.
-        """
+        """Open an older schema for reading as it is; refuse a schema whose rows have another meaning by now."""
         self._obstacle = DatabaseTooOldError(
             f"database {self.name} has schema {revision}, older than this phasewise's {schema.HEAD}{remedy}"
         )
@@ -255,8 +254,7 @@ class Store:
         return next(self._read(PlanRecord, *key, order=order, at_once=1), None)
 
     def add_missing(self, rows: Sequence[StoredRow]) -> int:
-        """Append the rows that are not there yet, verified or not, all or none; return the number appended.
-        """
+        """Append the rows that are not there yet, verified or not, all or none; return the number appended."""
         with self.writing() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})

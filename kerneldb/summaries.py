@@ -52,8 +52,7 @@ class Summarised:
 
 
 def summary_of(samples_ns: Sequence[int]) -> list[int]:
-    """The least, the quartiles and the largest of samples; all samples, in their order, where they are few.
-    """
+    """The least, the quartiles and the largest of samples; all samples, in their order, where they are few."""
     if len(samples_ns) <= KEPT_SAMPLES:
         return list(samples_ns)
     ascending = sorted(samples_ns)

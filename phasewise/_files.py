@@ -175,8 +175,7 @@ def cut_broken_line(path: Path) -> bool:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Write a path where no file is yet, or a link to no file, which the system follows or refuses to follow.
-    """
+    """Write a path where no file is yet, or a link to no file, which the system follows or refuses to follow."""
     if path.is_symlink():
         written = Path(os.path.realpath(path))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)

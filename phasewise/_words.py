@@ -33,8 +33,7 @@ LOW_LIMIT = "-: faster than the limit, which was measured while the machine was 
 
 
 def plural(count: float, singular: str, several: str | None = None) -> str:
-    """The noun for a count: `singular` for one, else `several` or `singular` with an s, e.g. `plan`, `plans`.
-    """
+    """The noun for a count: `singular` for one, else `several` or `singular` with an s, e.g. `plan`, `plans`."""
     if count == 1:
         return singular
     if several is not None:

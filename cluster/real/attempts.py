@@ -1,5 +1,4 @@
-"""Attempts to compute requests on instances, and the part of each answer that has been given to its client.
-"""
+"""Attempts to compute requests on instances, and the part of each answer that has been given to its client."""
 
 from __future__ import annotations
 

@@ -216,8 +216,7 @@ class _Instance:
         self._guides.want(GuideWanted(request.request_id, request.client, take.guide, begin, refuse))
 
     def _begin(self, part: Part, request: Submit) -> None:
-        """Give the request to the engine. Called on the main thread, or on the thread that compiles guides.
-        """
+        """Give the request to the engine. Called on the main thread, or on the thread that compiles guides."""
         if part == "whole":
             self._thread.send(request)
         elif part == "prompt":

@@ -174,8 +174,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class HandOverFailed:
-    """Message of an instance: an attempt to hand a request over cannot go on. reason: one word for a counter.
-    """
+    """Message of an instance: an attempt to hand a request over cannot go on. reason: one word for a counter."""
 
     request_id: str
     reason: str
@@ -215,6 +214,7 @@ _from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, 
 
 
 def write(message: ToInstance | FromInstance) -> bytes:
+    """Write a message as JSON."""
     if isinstance(message, ToInstance):
         return _to_instance.dump_json(message)
     return _from_instance.dump_json(message)

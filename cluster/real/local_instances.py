@@ -22,8 +22,7 @@ Tell = Callable[[Orders], bytes]
 
 
 class LocalInstances(Launcher):
-    """Launcher of instances on this host: starts `python -m MODULE` for each, and tells it this process's id.
-    """
+    """Launcher of instances on this host: starts `python -m MODULE` for each, and tells it this process's id."""
 
     def __init__(self, module: str, tells: Sequence[Tell]) -> None:
         self._module = module

@@ -140,8 +140,7 @@ class RayInstances:
         return sum(place.wanted.cores for place in self._places if place.node_id == here)
 
     def free_bytes(self) -> dict[str, int | None]:
-        """Free bytes of memory of the instances' nodes, by node id; None for a node that does not report it.
-        """
+        """Free bytes of memory of the instances' nodes, by node id; None for a node that does not report it."""
         strategies = the_ray("util.scheduling_strategies")
         ask = self._ray.remote(available_bytes)
         asked = {
@@ -186,8 +185,7 @@ class RayInstances:
         )
 
     def _find(self, place: _Place, deadline_s: float) -> bool:
-        """Find a placement group for an instance: on a node that it need not avoid if possible, else on any.
-        """
+        """Find a placement group for an instance: on a node that it need not avoid if possible, else on any."""
         for apart in filter(None, (self._apart_from(place), {place.left} - {""})):
             if self._wait_for_group(place, apart, time.monotonic() + APART_S):
                 return True

@@ -85,8 +85,7 @@ Action = Callable[[], None]
 
 
 class Timeline:
-    """A clock in seconds that only events move; events of one instant run in the order they were scheduled.
-    """
+    """A clock in seconds that only events move; events of one instant run in the order they were scheduled."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -112,8 +111,7 @@ class Listener(Protocol):
     """Receiver of events of a machine's requests, at the simulated instant of each."""
 
     def prompt_step_begins(self, request_id: str) -> None:
-        """A step begins that computes a part of the request's prompt, or of a part that a preemption undid.
-        """
+        """A step begins that computes a part of the request's prompt, or of a part that a preemption undid."""
 
     def prompt_computed(self, request_id: str) -> None:
         """All of the request's prompt is computed."""
@@ -503,8 +501,7 @@ def _limits(kind: MachineType, longest: int, spec: ClusterSpec) -> SchedulerLimi
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:
-    """Stand-ins for a prompt's token ids. Without prefix reuse they are never compared, so a range is enough.
-    """
+    """Stand-ins for a prompt's token ids. Without prefix reuse they are never compared, so a range is enough."""
     n_tokens = arrival.prompt_tokens
     if not reuse:
         return cast("tuple[int, ...]", range(n_tokens))

@@ -48,8 +48,7 @@ class Curve:
 
 
 class PromptPart(NamedTuple):
-    """The tokens of one prompt that a step computes, and the tokens of that prompt that were computed before.
-    """
+    """The tokens of one prompt that a step computes, and the tokens of that prompt that were computed before."""
 
     n_tokens: int
     n_before: int = 0

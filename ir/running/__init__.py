@@ -1,1 +1,1 @@
-"""Kernels run in processes with limits: arguments drawn, results compared with the original, calls timed."""
+"""Runs of kernels in processes with limits: arguments drawn, results compared with the original, calls timed."""

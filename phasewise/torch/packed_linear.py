@@ -124,8 +124,7 @@ def _array(state: dict[str, Any], name: str) -> Any:
 def packed_weight(
     weight: torch.Tensor, storage: Storage = "auto", weight_format: WeightFormat = "native"
 ) -> PackedWeight:
-    """Pack a weight [outputs, inputs] as `PackedLinear` does. ValueError for a weight that cannot be packed.
-    """
+    """Pack a weight [outputs, inputs] as `PackedLinear` does. ValueError for a weight that cannot be packed."""
     weight = weight.detach()
     if weight.dtype not in _DTYPES or weight.device.type != "cpu":
         raise ValueError(f"a weight of {weight.dtype} on {weight.device}: a float weight on the CPU expected")

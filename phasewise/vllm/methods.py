@@ -68,8 +68,7 @@ def _lookup() -> ScheduleLookup:
 
 
 def cores_of(seen: Sequence[int], machine: Machine) -> tuple[int, ...]:
-    """The CPUs that the threads were seen on; if the threads moved, as many first cores as there are threads.
-    """
+    """The CPUs that the threads were seen on; if the threads moved, as many first cores as there are threads."""
     if len(set(seen)) == len(seen) and min(seen) >= 0:
         return tuple(sorted(seen))
     first = [core[0] for core in machine.allowed_cores()] or list(machine.allowed_pus)

@@ -97,8 +97,7 @@ def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
 
 
 def _fail_unless_answered(loads: list[dict[str, Any]]) -> None:
-    """End the process if no request of any load was answered. A search has no loads, and reports for itself.
-    """
+    """End the process if no request of any load was answered. A search has no loads, and reports for itself."""
     if loads and not any(load["ok"] for load in loads):
         fail(f"none of {counted(sum(load['requests'] for load in loads), 'request')} was answered", 1)
 

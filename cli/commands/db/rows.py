@@ -344,8 +344,7 @@ def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) 
 
 
 class OtherDiff(Row):
-    """A plan, storage, predictor or user's kernel that differs as a row; None for a database that has none.
-    """
+    """A plan, storage, predictor or user's kernel that differs as a row; None for a database that has none."""
 
     kind: str = column("kind")
     of: str = column("of", shortened(23))

@@ -36,8 +36,8 @@ class FrameKind(IntEnum):
     END_SHARED = 3
     """The logits, sent after all layers were written into the receiving instance's memory."""
     STATE = 4
-    """A part of the state of linear layers, sent after position `end`; the header has the part's number in
-    place of the layer's."""
+    """A part of the sequence's state after position `end`; the header has the part's number in place of the
+    layer's."""
 
 
 class FrameError(Exception):
