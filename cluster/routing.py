@@ -28,8 +28,7 @@ from phasewise.serving.scheduling.held_prefixes import (
 AUTHORS_OVERFLOW_TOKENS = 8192
 """The authors' value of `Limits.prompt_overflow_tokens`, for an H100."""
 OVERFLOW_S = 1.34
-"""Seconds that the authors' machine takes for `AUTHORS_OVERFLOW_TOKENS`, by their profile: Llama 2 70B on two
-H100."""
+"""Seconds of the authors' machine for `AUTHORS_OVERFLOW_TOKENS` by their profile: Llama 2 70B, two H100."""
 
 OWN_TOKEN_COUNTS = 4
 """Weight of a prompt's own tokens relative to those that wait before it: computing again what another machine
@@ -43,8 +42,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Assignment(NamedTuple):
-    """The machines of a request, by index. If they differ, keys and values go from machine `prompt` to
-    `token`."""
+    """The machines of a request, by index. If they differ, keys and values go from `prompt` to `token`."""
 
     prompt: int
     token: int
@@ -133,8 +131,7 @@ class HeldBlocks:
         self._coming.update(keys)
 
     def ended(self, keys: Sequence[int]) -> None:
-        """Take back what `expect` counted for a request that has ended: the machine itself reports the blocks
-        that stay."""
+        """Take back what `expect` counted for an ended request: the machine reports the blocks that stay."""
         self._coming.subtract(keys)
         for key in keys:
             if self._coming[key] <= 0:
@@ -184,8 +181,7 @@ class _Machine:
 
     @property
     def pending_tokens(self) -> int:
-        """The queue that JSQ (join the shortest queue) compares: prompt tokens, and one token for each
-        answer."""
+        """The queue that JSQ compares (join the shortest): prompt tokens, and one token for each answer."""
         return self.prompt_tokens + self.n_answers
 
     def has_room(self, n_tokens: int) -> bool:
@@ -226,8 +222,7 @@ class Router:
     """Assigns requests to machines of given roles and sizes, under one policy."""
 
     def __init__(self, machines: Iterable[tuple[Role, int]], policy: str, limits: Limits) -> None:
-        """Make a router. machines: role of each, and number of KV slots of its pool. policy: one of
-        `POLICIES`."""
+        """Make a router. machines: role and KV slots of each. policy: one of `POLICIES`."""
         self._machines = tuple(
             _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)
             for index, (role, kv_slots) in enumerate(machines)
@@ -256,13 +251,11 @@ class Router:
         return len(self._machines[index].blocks)
 
     def leave(self, index: int) -> None:
-        """Note that a machine has ended: it is given no request until it is `back`. Its requests are still
-        counted."""
+        """Note that a machine has ended: no request goes there until `back`; earlier requests still count."""
         self._machines[index].is_here = False
 
     def back(self, index: int, kv_slots: int) -> None:
-        """Note that a machine can be given requests (again). A machine that was started anew reports its
-        prefixes anew."""
+        """Note that a machine takes requests (again). One that was started anew reports its prefixes anew."""
         machine = self._machines[index]
         machine.is_here, machine.kv_slots, machine.token_s = True, kv_slots, 0.0
         machine.blocks.most = _most_blocks(kv_slots)
@@ -320,8 +313,7 @@ class Router:
         return Assignment(least.index, least.index)
 
     def prompt_done(self, request_id: str) -> None:
-        """Note that a request's prompt is computed, and has left its machine's queue. A second call does
-        nothing."""
+        """Note that a request's prompt is computed and leaves its machine's queue; again, it does nothing."""
         held = self._held[request_id]
         if held.is_prompt_done:
             return

@@ -12,8 +12,7 @@ from phasewise.ir.words import C_NAMES
 
 
 def c_type(of: Type, name: str = "", special: Callable[[Type], str | None] = lambda _: None) -> str:
-    """C's declaration of `name` with a type. special: function for the words of types without any in C, such
-    as registers."""
+    """C's declaration of `name` with a type. special: gives the words for types that C lacks, or None."""
     own = special(of)
     if own is not None:
         return f"{own} {name}".rstrip()

@@ -1,4 +1,4 @@
-"""Facts about a loop that transformations need: values carried to the next turn, and movement of addresses."""
+"""Facts about a loop that transformations need: values carried to the next turn, movement of addresses."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def accumulators(loop: ir.Steps) -> tuple[list[Accumulator], list[str]]:
 
 
 def _is_read_first(body: ir.Body, name: str) -> bool:
-    """True if a variable that a body declares without a value may be read before it is set, with the value of
-    the turn before."""
+    """True if a variable declared without a value may be read before it is set: the last turn's value."""
     for statement in body:
         if isinstance(statement, ir.Declare) and statement.name == name:
             return (
@@ -137,8 +136,7 @@ def _combining(value: ir.Expr, name: str) -> str | None:
 
 
 def coefficient(e: ir.Expr, variable: str, changing: set[str]) -> int | None:
-    """The number of elements by which `e` grows when the variable grows by one; None if that number is
-    unknown."""
+    """The number of elements by which `e` grows when the variable grows by one; None if unknown."""
     match e:
         case ir.Const():
             return 0

@@ -102,8 +102,7 @@ def _is_one(e: ir.Expr) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """C of a function in pieces, so that several functions may share a file. definitions: types, words and
-    tables by name."""
+    """C of a function in pieces that can share a file. definitions: types, words and tables by name."""
 
     name: str
     signature: str
@@ -298,8 +297,7 @@ class _Lowerer(LoweredExpressions):
         self._loop(plain, f"for ({before};; {after})", loop.condition, loop.body)
 
     def _loop(self, plain: str, endless: str, condition: ir.Expr, body: ir.Body) -> None:
-        """Write a loop. A loop whose condition needs lines of its own is written as `endless`, with the test
-        inside."""
+        """Write a loop, as `endless` with the test inside where its condition needs lines of its own."""
         lines, text = self._captured(condition)
         if not lines:
             self._block(plain.format(condition=text), body)

@@ -1,5 +1,4 @@
-"""Lowering of the high level's expressions to C: a number becomes one text, a vector one text for each
-register."""
+"""Lowering of the high level's expressions to C: one text for a number, or for each register of a vector."""
 
 from __future__ import annotations
 
@@ -201,8 +200,7 @@ class LoweredExpressions:
         return f"{name}({self._scalar(a)})"
 
     def _reduced(self, op: str, source: ir.Expr, order: str) -> str:
-        """C of a reduction to a number. In halves, whole registers are reduced first; in pairs, a register's
-        own lanes."""
+        """C of a reduction to a number: `halves` join whole registers first, `pairs` a register's lanes."""
         part, parts = self._part(ir.vec(source)), self._vector(source)
         if order == "pairs":
             values = [f"{self._words.reduction(op, part, order)}({register})" for register in parts]
@@ -425,7 +423,7 @@ class LoweredExpressions:
         return registers
 
     def _computed(self, e: ir.CallExpression, of: Vec) -> Parts:
-        """C of an operation in which each part of the result depends only on the same part of each argument."""
+        """C of an operation whose result has parts that depend only on the same part of each argument."""
         n, part = self._n_parts(of), self._part(of)
         sources = [arg.type for arg in e.args]
         vectors = [self._vector(arg) for arg in e.args]

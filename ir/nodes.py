@@ -37,8 +37,7 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """An arithmetic operation or comparison of C, on vectors lane by lane. The left side of + and - may be a
-    pointer."""
+    """C's arithmetic or comparison, on vectors lane by lane. The left side of + and - may be a pointer."""
 
     type: Type
     op: str
@@ -228,8 +227,7 @@ class Argument:
     line: int
     count: Expr | None = None
     numbers: tuple[tuple[str, float], ...] = ()
-    """Named numbers of the description: low and high for the values of a buffer; least, most and multiple for
-    a number."""
+    """Numbers of the description by name: low and high of values; least, most and multiple of a number."""
     halves: tuple[str, ...] = ()
     """Names of fields that hold float16 bits."""
     is_out: bool = False

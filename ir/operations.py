@@ -69,7 +69,7 @@ def _need(condition: bool, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The operands of an operation: types of values, known numbers, and the element type that the text names."""
+    """The operands of an operation: types of values, known numbers, and the named element type."""
 
     name: str
     types: list[Type]
@@ -136,8 +136,7 @@ class Operation:
     moves_lanes: bool = False
     """True if the operation moves lanes across groups of sixteen bytes."""
     is_lanewise: bool = False
-    """True if each lane of the result depends on the same lane of the operands only, for any number of lanes.
-    """
+    """True if each lane of the result depends only on the same lane of the operands."""
 
 
 # ---- types of results ------------------------------------------------------------------------------------
@@ -458,8 +457,7 @@ def as_elem(a: ir.Expr, elem: Scalar) -> ir.Expr:
 
 
 def integer_result(op: str, a: int, b: int, of: Scalar) -> int | None:
-    """The result of `a op b` in the type of both; None where C defines none: a division by 0, a shift by too
-    much."""
+    """The result of `a op b` in both's type; None where C has none: division by 0, a shift by too much."""
     value = _exact(op, a, b, 8 * of.size)
     return None if value is None else int(fitting(value, of))
 

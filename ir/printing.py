@@ -36,8 +36,7 @@ def printed_c(function: ir.FunctionDefinition) -> str:
 
 
 def printed_parts(function: ir.FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
-    """Print the declarations that the function needs, except structs and headers, by name, and the function
-    itself."""
+    """Print the function's declarations, except structs and headers, by name, and the function itself."""
     printer = _Printer()
     tables = {table.name: table for part in (*function.helpers, function) for table in part.tables}
     helpers = {helper.name: printer.function(helper, is_static=True) for helper in function.helpers}
@@ -178,8 +177,7 @@ class Original:
         return printed_c(self.function)
 
     def lowered(self, name: str) -> Lowered:
-        """Print the original as pieces of a file with other functions; the function is static and called
-        `name`."""
+        """Print the original as pieces of a file; the function is static and called `name`."""
         definitions, body = printed_parts(replace(self.function, name=name), is_static=True)
         return Lowered(name, "", "", definitions, body)
 

@@ -16,8 +16,7 @@ COMMON_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class IsaTarget:
-    """An instruction set as a target. register_bytes: size of the widest vector that one variable of the
-    lowered C holds."""
+    """An instruction set as a target. register_bytes: widest vector of one variable of the lowered C."""
 
     name: str
     family: str

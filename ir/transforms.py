@@ -24,8 +24,7 @@ MAX_COPIES = 64
 
 
 def transformed(function: ir.FunctionDefinition, where: str = "kernel") -> ir.FunctionDefinition:
-    """Transform every loop of the function as its text says. SourceError, with the line, for a loop that
-    cannot be."""
+    """Transform every loop as its text says. SourceError, with the line, for a loop that cannot be."""
     worker = _Transformer(function, where)
     return replace(function, body=worker.body(function.body))
 

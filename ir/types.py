@@ -43,8 +43,7 @@ class Vec:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer type: address of elements in memory of the kernel's caller. is_const: True if not written
-    through."""
+    """A pointer type, to elements in the caller's memory. is_const: True if not written through."""
 
     to: Type
     is_const: bool = False
@@ -56,8 +55,7 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array type: `count` elements in a row, in a field of a struct, in a table, or in memory of the
-    kernel's own."""
+    """An array type: `count` elements in a row, in a struct's field, a table, or the kernel's own memory."""
 
     of: Type
     count: int

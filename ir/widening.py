@@ -15,8 +15,7 @@ from phasewise.ir.operations import OPERATIONS, call
 from phasewise.ir.types import Scalar, Vec
 
 SMALL_BYTES = 32
-"""Bytes below which a vector is kept as one vector for each turn, as long as all vectors that it meets are.
-"""
+"""Bytes below which a vector is kept as one for each turn, as long as all that it meets are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,7 @@ class Words:
         return name
 
     def quads(self, part: Vec) -> str:
-        """C of dot_u8i8 for targets without its instruction: even and odd bytes become sixteen bits, so that
-        nothing saturates."""
+        """C of dot_u8i8 where no instruction does it: even and odd bytes in sixteen bits never saturate."""
         lanes = 4 * part.lanes
         name = f"{self.type(part)}_dot_u8i8"
         words16, u16 = (
@@ -307,8 +306,7 @@ _X86_ROUND = {
 
 
 def _x86_name(operation: str, result: Vec, target: IsaTarget) -> str | None:
-    """The x86 intrinsic for an operation, without its prefix; None if vector extensions or a loop do the
-    operation."""
+    """The x86 intrinsic for an operation, without its prefix; None if it has none."""
     elem, width = result.elem, 8 * result.elem.size
     suffix = {"f32": "ps", "f64": "pd"}.get(elem.name)
     is_wide = result.size == 64

@@ -1,4 +1,4 @@
-"""Attempts to compute requests on instances, and the part of each answer that has been given to its client."""
+"""Attempts to compute requests on instances, and the part of each answer that its client has got."""
 
 from __future__ import annotations
 

@@ -128,8 +128,7 @@ class Front:
         self._waiting: dict[str, GivenSoFar] = {}
         """Requests, with their answers so far, that no instance can take yet."""
         self._leaving: dict[str, Assignment] = {}
-        """Attempts that were given up: the answer's instance is told once the prompt's instance has stopped
-        writing."""
+        """Attempts that were given up; the answer's instance is told when the prompt's stops writing."""
         self._epoch = 0
         self._inbox: queue.SimpleQueue[Message | DrainPlace] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -277,8 +276,7 @@ class Front:
         return block_keys(request.known_token_ids, ready.identity.model_hash, space)
 
     def _begin_answer(self, attempt: Attempt) -> None:
-        """Note that the prompt is being computed, so that the block that the answer's instance keeps for it
-        will be filled."""
+        """Note that the prompt is being computed: the block that the other instance keeps will be filled."""
         attempt.is_expected = True
         self._say(self._members[attempt.assignment.token], attempt.take("answer"))
 
@@ -296,8 +294,7 @@ class Front:
         self._router.finished(attempt.request_id)
 
     def _drop(self, attempt: Attempt) -> None:
-        """Free what an attempt holds on instances, first on the prompt's instance, which may still be
-        writing."""
+        """Free an attempt's blocks, first on the prompt's instance, which may still be writing."""
         prompt, token = (self._members[index] for index in attempt.assignment)
         if attempt.is_divided and (prompt.ready is not None or prompt.ending is not None):
             self._leaving[attempt.attempt_id] = attempt.assignment
@@ -492,8 +489,7 @@ class Front:
         return ("timeout", f"nothing came for {number(patience_s)} s") if is_late else None
 
     def _bury(self, member: InstanceMember, why: str) -> None:
-        """Give up an instance that has ended or is of no use: its requests run again, and the instance is
-        started anew."""
+        """Give up an instance that has ended or is of no use: requests run again, and it starts anew."""
         lost = self._supervisor.end(member, why)
         self._router.leave(member.index)
         for ended in self._supervisor.ended():

@@ -94,8 +94,7 @@ class Orders:
 
 
 def host_name() -> str:
-    """An id of kernel, PID namespace and user: processes with the same id can open each other's files in
-    /proc."""
+    """An id of kernel, PID namespace and user: processes that share it can open each other's /proc files."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
@@ -216,7 +215,7 @@ class _Instance:
         self._guides.want(GuideWanted(request.request_id, request.client, take.guide, begin, refuse))
 
     def _begin(self, part: Part, request: Submit) -> None:
-        """Give the request to the engine. Called on the main thread, or on the thread that compiles guides."""
+        """Give the request to the engine. Called on the main thread, or the one that compiles guides."""
         if part == "whole":
             self._thread.send(request)
         elif part == "prompt":
@@ -382,8 +381,7 @@ class _Posts:
         return send
 
     def memory(self, endpoint: str, place: KvPlace, share: KvShare) -> KvMemory:
-        """Map the memory of another instance's blocks, once; an instance that was started anew has another
-        place."""
+        """Map the memory of another instance's blocks, once; an instance started anew has another place."""
         key = f"{endpoint} {place.path}"
         if key not in self._mapped:
             self._mapped[key] = map_place(place, share.shape)

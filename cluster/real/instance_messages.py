@@ -42,8 +42,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Order to free what a request holds. The instance replies `Dropped`, after which nothing is written for
-    the request."""
+    """Order to free what a request holds. After the reply `Dropped` nothing is written for the request."""
 
     request_id: str
     kind: Literal["drop"] = "drop"
@@ -86,8 +85,7 @@ class Identity:
     vocab_size: int
     context_length: int
     fingerprint: Fingerprint
-    """The fingerprint of the model and its arithmetic: an answer's bits must not depend on the instance that
-    computes it."""
+    """The fingerprint of model and arithmetic, on which an answer's bits depend; all instances share it."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Content hashes of the instance's adapters, by name."""
 
@@ -174,7 +172,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class HandOverFailed:
-    """Message of an instance: an attempt to hand a request over cannot go on. reason: one word for a counter."""
+    """Message of an instance: an attempt to hand over cannot go on. reason: one word for a counter."""
 
     request_id: str
     reason: str
@@ -184,8 +182,7 @@ class HandOverFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Message of an instance: it lives. turns: number of turns of its engine; an engine with work whose turns
-    stand still hangs."""
+    """Message of an instance: it lives. turns: turns of its engine, which hangs if it has work and none."""
 
     turns: int
     is_busy: bool

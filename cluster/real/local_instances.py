@@ -1,5 +1,4 @@
-"""Instances as child processes on this host: they end with the thread that launched them, also while they are
-stopped by a signal."""
+"""Instances as child processes on this host: they end with the thread that launched them, even if stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ Tell = Callable[[Orders], bytes]
 
 
 class LocalInstances(Launcher):
-    """Launcher of instances on this host: starts `python -m MODULE` for each, and tells it this process's id."""
+    """Launcher of instances on this host: starts `python -m MODULE`, and tells it this process's id."""
 
     def __init__(self, module: str, tells: Sequence[Tell]) -> None:
         self._module = module
@@ -59,8 +58,7 @@ class LocalInstances(Launcher):
         return self._processes[index].pid
 
     def wait(self, index: int) -> str:
-        """Wait until the last process launched for the instance has ended; returns the way it ended, in one
-        line."""
+        """Wait until the process launched last has ended; returns the way it ended, in one line."""
         self._processes[index].wait()
         ended = self.ended(index)
         assert ended is not None

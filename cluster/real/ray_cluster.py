@@ -68,8 +68,7 @@ class InstanceActor:
         return str(the_ray().util.get_node_ip_address())
 
     def run(self, module: str, told: bytes) -> str:
-        """Start the process and wait until it has ended; returns the way it ended. The process ends with the
-        calling thread."""
+        """Start the process, which ends with this thread; wait for its end and return the way it ended."""
         node_id = str(the_ray().get_runtime_context().get_node_id())
         text = told.replace(NODE_ID.encode(), node_id.encode()).replace(NODE.encode(), self.node().encode())
         processes = LocalInstances(module, [lambda _orders: text])
@@ -85,8 +84,7 @@ class InstanceActor:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one instance, and its process. The place's own thread starts the process, another thread
-    may cancel."""
+    """The place of one instance, and its process, which the place's own thread starts; others may cancel."""
 
     wanted: WantedInstance
     group: Any = None
@@ -117,8 +115,7 @@ class RayInstances:
         self._spread = spread
         self._tells: Sequence[Tell] = ()
         self.server = secrets.token_hex(4)
-        """This server's own part of the actors' names: other servers of the cluster name their instances
-        alike."""
+        """This server's own part of the actors' names, as other servers name instances alike."""
         self._lock = threading.Lock()
         self._places = [_Place(instance) for instance in wanted]
         self._nodes = {str(node["NodeID"]): node for node in self._ray.nodes() if node["Alive"]}
@@ -140,7 +137,7 @@ class RayInstances:
         return sum(place.wanted.cores for place in self._places if place.node_id == here)
 
     def free_bytes(self) -> dict[str, int | None]:
-        """Free bytes of memory of the instances' nodes, by node id; None for a node that does not report it."""
+        """Free bytes of memory of the instances' nodes, by node id; None for an unknown amount."""
         strategies = the_ray("util.scheduling_strategies")
         ask = self._ray.remote(available_bytes)
         asked = {
@@ -185,7 +182,7 @@ class RayInstances:
         )
 
     def _find(self, place: _Place, deadline_s: float) -> bool:
-        """Find a placement group for an instance: on a node that it need not avoid if possible, else on any."""
+        """Find a placement group for an instance, on a node to avoid only if there is no other."""
         for apart in filter(None, (self._apart_from(place), {place.left} - {""})):
             if self._wait_for_group(place, apart, time.monotonic() + APART_S):
                 return True

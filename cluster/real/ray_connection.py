@@ -218,7 +218,7 @@ def _problem(first: bytes) -> str:
 
 
 def _first_bytes(there: socket.socket, deadline_s: float) -> bytes:
-    """Read the head of the other side's first frame, or less where it closes. TimeoutError at the deadline."""
+    """Read the head of the other side's first frame, or less if it closes. TimeoutError at the deadline."""
     first = b""
     while len(first) < _FRAME_HEAD_BYTES and first[:1] not in _TLS_RECORDS:
         there.settimeout(max(1e-3, deadline_s - time.monotonic()))

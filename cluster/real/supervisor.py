@@ -64,8 +64,7 @@ class Launcher(Protocol):
         return {}
 
     def kill(self, index: int) -> None:
-        """End an instance at once, also one that a signal has stopped. It cannot write to any memory once
-        this returns."""
+        """End an instance at once, even if stopped by a signal; it then writes to no memory any more."""
 
     def vacate(self, index: int) -> None:
         """Give an instance's place back, after `kill`: the next launch looks for another one."""
@@ -97,8 +96,7 @@ class FrontSettings:
     hand_over_s: float = 10.0
     """Seconds that a hand-over may take from the end of a prompt to the arrival of its keys and values."""
     again_s: float = 60.0
-    """Seconds after which a place that was given up is tried again; a host that joins makes it tried at once.
-    """
+    """Seconds after which a given-up place is tried again; when a host joins, it is tried at once."""
 
 
 @dataclass(slots=True)
@@ -126,8 +124,7 @@ class InstanceMember:
     hand_over_bytes: int = 0
     reports_refused: int = 0
     due_s: float | None = 0.0
-    """The instant at which to launch the next instance; None if one runs, or the place is given up or was
-    left."""
+    """The instant of the next launch; None if an instance runs, or the place is given up or was left."""
     is_given_up: bool = False
     given_up_s: float = 0.0
     problem: str = ""
@@ -268,8 +265,7 @@ class Supervisor:
         return facts
 
     def heard(self, name: str) -> InstanceMember | None:
-        """Note that the instance of this name was heard and return its member; None for an earlier life of an
-        instance."""
+        """Note that an instance was heard and return its member; None for an earlier life's name."""
         member = self._by_name.get(name)
         if member is not None:
             member.heard_s = time.monotonic()
@@ -482,7 +478,6 @@ def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -
 
 
 def _together_ns(times_ns: Sequence[float]) -> float:
-    """Nanoseconds a token of several instances that compute prompts at the same time; 0 if none has computed
-    one."""
+    """Nanoseconds a token of several instances that compute prompts at once; 0 if none has computed one."""
     positive_ns = [time_ns for time_ns in times_ns if time_ns > 0]
     return 1 / sum(1 / time_ns for time_ns in positive_ns) if positive_ns else 0.0

@@ -38,8 +38,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Slo:
-    """Promises together. Bounds are in seconds or, with `is_slowdown`, in multiples of an idle reference
-    machine's time."""
+    """Promises together. Bounds: seconds, or, with `is_slowdown`, multiples of an idle reference's time."""
 
     name: str
     bounds: tuple[Bound, ...]
@@ -61,8 +60,7 @@ TABLE_VI = Slo(
 
 
 def parse_slo(text: str) -> Slo:
-    """Parse `table6`, or times such as `ttft=1.5s,tbt=100ms,e2e.p99=20s`; a metric without a percentile means
-    P90."""
+    """Parse `table6`, or times such as `ttft=1.5s,tbt=100ms,e2e.p99=20s`; the default percentile is P90."""
     if text == TABLE_VI.name:
         return TABLE_VI
     try:
@@ -106,8 +104,7 @@ class Summary:
     uses: tuple[RoleUse, ...]
     n_transfers: int
     transfer_s: Mapping[int, float]
-    """Seconds, by percentile, that a transfer adds between the end of a prompt and the arrival of its keys
-    and values."""
+    """Seconds, by percentile, between the end of a prompt and the arrival of its keys and values."""
     n_preemptions: int
 
 

@@ -45,8 +45,7 @@ Run = Callable[[Cell], Outcome]
 
 @dataclass
 class Search:
-    """The cells that were run, for one design at one rate. weights: cost of a machine on each axis, in the
-    objective."""
+    """The cells that were run, for one design at one rate. weights: a machine's objective on each axis."""
 
     weights: tuple[float, ...]
     run: Run
@@ -63,8 +62,7 @@ class Search:
         return self.outcomes[cell]
 
     def is_feasible(self, cell: Cell) -> bool:
-        """True if the cell keeps the promises: inferred from cells that were run where they decide it, else
-        by running the cell."""
+        """True if the cell keeps the promises: inferred from other cells, else by running the cell."""
         implied = self._implied(cell)
         return self.outcome(cell).is_feasible if implied is None else implied
 
@@ -205,8 +203,7 @@ def _least_tight(search: Search, best: Cell) -> Cell:
 
 
 def _better_neighbour(search: Search, best: Cell) -> Cell | None:
-    """Find a feasible cell around `best` that is better; None certifies `best`. Only infeasibility is
-    inferred."""
+    """Find a better feasible cell around `best`; None certifies `best`. Only infeasibility is inferred."""
     objective = round(search.objective(best), 9)
     around = product(*(range(max(1, count - NEIGHBOURHOOD), count + NEIGHBOURHOOD + 1) for count in best))
     cheaper = [
@@ -222,8 +219,7 @@ def _better_neighbour(search: Search, best: Cell) -> Cell | None:
 
 
 def highest_rate(feasible: Callable[[float], bool], step: float, most: float, above: float = 0.0) -> float:
-    """Find the highest multiple of `step` in (above, most] that is feasible, by bisection; `above` if none
-    is."""
+    """Find the highest feasible multiple of `step` in (above, most], by bisection; `above` if none is."""
     low, high = round(above / step), math.floor(most / step)
     if not feasible((low + 1) * step):
         return above

@@ -85,7 +85,7 @@ Action = Callable[[], None]
 
 
 class Timeline:
-    """A clock in seconds that only events move; events of one instant run in the order they were scheduled."""
+    """A clock in seconds that only events move; events of one instant run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -111,7 +111,7 @@ class Listener(Protocol):
     """Receiver of events of a machine's requests, at the simulated instant of each."""
 
     def prompt_step_begins(self, request_id: str) -> None:
-        """A step begins that computes a part of the request's prompt, or of a part that a preemption undid."""
+        """A step begins that computes a part of the request's prompt, perhaps again after a preemption."""
 
     def prompt_computed(self, request_id: str) -> None:
         """All of the request's prompt is computed."""
@@ -464,8 +464,7 @@ class ProductionCluster:
             raise ClusterError(f"request {request.request_id} cannot run on {kind}: {error}") from None
 
     def _send(self, request_id: str) -> None:
-        """Send a request's keys and values once its prompt is computed and its block is granted; do nothing
-        before both."""
+        """Send a request's keys and values once its prompt is computed and its block granted; else wait."""
         going = self._going[request_id]
         life = going.life
         if going.is_sending or not going.is_computed or math.isnan(going.granted_s):
@@ -501,7 +500,7 @@ def _limits(kind: MachineType, longest: int, spec: ClusterSpec) -> SchedulerLimi
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:
-    """Stand-ins for a prompt's token ids. Without prefix reuse they are never compared, so a range is enough."""
+    """Stand-ins for a prompt's token ids; a range without prefix reuse, as they are never compared."""
     n_tokens = arrival.prompt_tokens
     if not reuse:
         return cast("tuple[int, ...]", range(n_tokens))

@@ -24,8 +24,7 @@ class Arrival(NamedTuple):
     """An id for the content of each block of `PREFIX_BLOCK_TOKENS` prompt tokens; equal ids mean the same
     tokens after the same prefix. Empty: the prompt shares no prefix."""
     client: str = ""
-    """The client that sends the request. Clients share a machine fairly; requests of one client are first
-    come, first served."""
+    """The client that sends the request: clients share a machine, one client's requests keep their order."""
 
 
 PREFIX_BLOCK_TOKENS = 512
@@ -66,8 +65,7 @@ class Life:
 
     @property
     def transfer_s(self) -> float:
-        """Seconds from the end of the prompt to the arrival of its keys and values; NaN if they stayed on one
-        machine."""
+        """Seconds from the prompt's end to the arrival of keys and values; NaN if they stayed."""
         return self.kv_arrival_s - self.prompt_end_s
 
 

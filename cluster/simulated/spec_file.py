@@ -105,8 +105,7 @@ class MachineCatalogue:
         self._known: dict[str, MachineType] = {}
 
     def __getitem__(self, name: str) -> MachineType:
-        """The machine type of this name. ClusterError for an unknown type, or one without figures of the
-        model."""
+        """The machine type of this name. ClusterError for an unknown type, or one without the model."""
         if name not in self._known:
             if name not in self._own and name not in shipped():
                 raise ClusterError(

@@ -48,7 +48,7 @@ class Curve:
 
 
 class PromptPart(NamedTuple):
-    """The tokens of one prompt that a step computes, and the tokens of that prompt that were computed before."""
+    """The tokens of one prompt that a step computes, and the prompt's tokens that were computed before."""
 
     n_tokens: int
     n_before: int = 0
@@ -74,16 +74,14 @@ class StepTimes:
     after_prefill_s: tuple[float, ...] = ()
     """Extra seconds of the first decode steps after a prefill step, by their number since it."""
     rows_at_once: int | None = None
-    """Most prompt tokens that are computed at once: larger steps go in pieces of this size. None: all at
-    once."""
+    """Most prompt tokens computed at once: larger steps go in pieces of this size. None: all at once."""
 
     def prefill_s(self, n_tokens: int, n_before: int = 0) -> float:
         """Seconds of a prefill step of one prompt."""
         return self.prompts_s([PromptPart(n_tokens, n_before)])
 
     def prompts_s(self, prompts: Iterable[PromptPart]) -> float:
-        """Seconds of a prefill step of several prompts. Tokens attend only to earlier tokens of their own
-        prompts."""
+        """Seconds of a prefill step; tokens attend only to earlier tokens of their own prompts."""
         return sum(map(self._piece_s, pieces(prompts, self.rows_at_once)))
 
     def _piece_s(self, prompts: Sequence[PromptPart]) -> float:
@@ -100,8 +98,7 @@ class StepTimes:
 
 
 def pieces(prompts: Iterable[PromptPart], most_tokens: int | None) -> Iterator[list[PromptPart]]:
-    """Yield the parts of a step as engines compute them: runs of `most_tokens` at most, with prompts cut
-    where a run is full."""
+    """Yield the parts of a step as engines compute them: runs of at most `most_tokens`, cutting prompts."""
     if most_tokens is None:
         yield list(prompts)
         return
@@ -179,8 +176,7 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
 
 
 def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
-    """Fit seconds of a prefill step by its tokens, from steps without earlier tokens; else from steps with
-    the fewest."""
+    """Fit seconds of a prefill step by its tokens, from steps with no, or else the fewest, earlier tokens."""
     least = min(row.context for row in rows)
     repeats: dict[int, list[float]] = defaultdict(list)
     for row in rows:

@@ -1,5 +1,4 @@
-"""Meaning of the intrinsics with AVX-512 masks. A mask is raised to a comparison's result: all bits of a lane
-set or none."""
+"""Meaning of AVX-512's masks: a mask is raised to a comparison's result, all bits of a lane set or none."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _BYTES = 64
 
 
 def compared(elem: Scalar) -> Build:
-    """Make a builder of a comparison whose kind an immediate number chooses; its result has all bits of a
-    lane set or none."""
+    """Make a builder of a comparison chosen by an immediate; the result's lanes have all bits or none."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         x, y, which = as_elem(a[0], elem), as_elem(a[1], elem), number(a[2])
@@ -87,7 +85,7 @@ def _put_comparisons(table: Table, suffix: str, elem: Scalar, mask: Vec) -> None
 
 
 def _chosen(mask: ir.Expr, if_set: ir.Expr, if_clear: ir.Expr, bits: Scalar) -> ir.Expr:
-    """Choose lanes of `if_set` or `if_clear` by a mask, which may be a number that is known when compiling."""
+    """Choose lanes of `if_set` or `if_clear` by a mask, which may be a constant number."""
     elem = ir.vec(if_set).elem
     if elem.size != bits.size:
         if_set, elem = as_elem(if_set, bits), bits

@@ -112,8 +112,7 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
 
 
 def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
-    """Builders of intrinsics on floats of one size whose result is a register of floats, by name without
-    prefix and suffix."""
+    """Builders of intrinsics whose result is a register of floats, by name without prefix and suffix."""
     bits, mask = SCALARS[f"u{8 * elem.size}"], SCALARS[f"i{8 * elem.size}"]
     comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "neq": "!="}
     return {
@@ -230,8 +229,7 @@ def _x86_integers(table: Table, prefix: str, size: int) -> None:
 
 
 def _bitwise(op: str, elem: Scalar) -> Build:
-    """Make a builder of a bitwise operation in the lanes that both sides have, so that no reinterpretation
-    comes between them."""
+    """Make a builder of a bitwise operation in the lanes of both sides, without a reinterpretation."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         own = [arg.type.elem for arg in a if isinstance(arg.type, Vec)]

@@ -31,8 +31,7 @@ def parse_file(
     include: Sequence[Path] = (),
     define: Sequence[str] = (),
 ) -> ir.FunctionDefinition:
-    """Parse the function of that name, and all that it calls, to the low level. SourceError for code outside
-    the subset."""
+    """Parse the function of that name, with all that it calls. SourceError for code outside the subset."""
     text = read_source(path)
     return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
 
@@ -229,8 +228,7 @@ class _Body(SourceExpressions):
                 raise self._refuse(node, f"{what} is not in the subset")
 
     def _asked_before(self, node: Node, line: int) -> tuple[list[ir.Stmt], ir.Expr]:
-        """Statements before a condition, and the condition; with `i++` in it, the condition is computed
-        before i grows."""
+        """Statements before a condition, and the condition, which is computed before an `i++` in it."""
         self._after = []
         condition = self.condition(node)
         after, self._after = self._after, None
@@ -338,8 +336,7 @@ class _Body(SourceExpressions):
         return [ir.Do(call, line)]
 
     def _memcpy(self, node: Node, line: int) -> list[ir.Stmt]:
-        """Read a memcpy as statements: the bits of one variable or element as another one, the only use of
-        memcpy in the subset."""
+        """Read a memcpy as statements: the bits of a variable or element as another, its only use here."""
         to, of, size = self._arguments(node)
         if isinstance(to, ir.Var) and isinstance(to.type, Array) and isinstance(size, ir.Const):
             return self._copied_elements(to, of, int(size.value), node, line)

@@ -66,8 +66,7 @@ class SourceExpressions:
         self.tables: dict[str, ir.Declare] = {}
         self.result: Type = VOID
         self._after: list[ir.Stmt] | None = None
-        """Statements for each `i++`, to be done after the current statement; None where `i++` is not allowed.
-        """
+        """Statements for each `i++`, to follow the current statement; None where `i++` is not allowed."""
 
     # ---- the source ----
 
@@ -239,8 +238,7 @@ class SourceExpressions:
                 raise self._refuse(node, f"{described_node(node)} {self._quoted(node)} is not in the subset")
 
     def _counted_after(self, node: Node, after: list[ir.Stmt]) -> ir.Expr:
-        """The variable of an `i++` in a statement that names it nowhere else; the variable grows after the
-        statement."""
+        """The variable of an `i++` in a statement that names it nowhere else; `after` gets the increment."""
         argument, operator = needed(node, "argument"), needed(node, "operator")
         whole = node
         while whole.parent is not None and whole.type not in ("declaration", "expression_statement"):
@@ -529,8 +527,7 @@ def _literal(source: Source, node: Node) -> ir.Const:
 
 
 def _folded(op: str, a: ir.Expr, b: ir.Expr, operation: ir.Expr) -> ir.Expr:
-    """Compute an operation on two constants, since sizes and indices read better so; else return the
-    operation."""
+    """Compute an operation on two constants, since sizes read better so; else return the operation."""
     if not (isinstance(a, ir.Const) and isinstance(b, ir.Const) and isinstance(operation.type, Scalar)):
         return operation
     if operation.type.is_float or not isinstance(a.value, int) or not isinstance(b.value, int):

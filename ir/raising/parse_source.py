@@ -1,4 +1,4 @@
-"""Parser of the top level of a C source: its names and types. Bodies of functions are parsed when asked for."""
+"""Parser of the top level of a C source: names and types. Bodies of functions are parsed when asked for."""
 
 from __future__ import annotations
 

@@ -250,8 +250,7 @@ _PERHAPS_A_CAST = re.compile(
 
 
 def _unambiguous(text: str) -> str:
-    """Move the sign of `(x) + y` into the parentheses, since the grammar knows no types and would take `(x)`
-    for a cast."""
+    """Move the sign of `(x) + y` into the parentheses: the untyped grammar would take `(x)` for a cast."""
     types = _TYPE_WORDS | set(_TYPEDEF.findall(text))
 
     def signed(match: re.Match[str]) -> str:

@@ -96,8 +96,7 @@ class _Raiser:
                 raise AssertionError(statement)
 
     def _asked_after(self, loop: ir.While) -> ir.Body:
-        """Raise a `do .. while` loop to an endless loop with a `break`, since the high level tests before a
-        turn."""
+        """Raise `do .. while` to an endless loop with a `break`: the high level tests before a turn."""
         if _has_continue(loop.body):
             raise self._refuse("`continue` in a `do` loop is not in the subset")
         body, condition = self._body(loop.body), self.expr(loop.condition)
@@ -394,8 +393,7 @@ def _memory_type(of: Type) -> Type:
 
 
 def _register_scale(of: Type) -> int:
-    """Elements of the raised pointer in each register that the pointer points to; 0 if it points to no
-    registers."""
+    """Elements of the raised pointer in a register that it points to; 0 for pointers to no registers."""
     if not (isinstance(of, Pointer) and isinstance(of.to, Vec)):
         return 0
     return of.to.size if of.to.elem == BITS else of.to.lanes

@@ -132,7 +132,7 @@ class _Recogniser(ir.Rewriter):
         return None
 
     def _same_width(self, e: ir.Expr, inner: ir.Expr) -> list[Tree] | None:
-        """Turn the sources of 64-bit lanes, which only were moved, into sources of lanes of half the width."""
+        """Turn sources of 64-bit lanes that were moved whole into sources of lanes of half the width."""
         if (
             not isinstance(e.type, Vec)
             or not isinstance(inner.type, Vec)
@@ -185,7 +185,7 @@ def _is_lane_by_lane(lanes: list[Tree]) -> bool:
 
 
 def _plain_store(place: ir.Expr, value: ir.Expr) -> ir.Expr | None:
-    """Make a store of bytes a store of numbers, if the pointer was cast from one to such numbers; else None."""
+    """Make a store of bytes a store of numbers, if the pointer was cast from one to numbers; else None."""
     if not (isinstance(place, ir.Cast) and isinstance(place.a.type, Pointer) and isinstance(value.type, Vec)):
         return None
     of = place.a.type.to

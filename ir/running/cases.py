@@ -53,8 +53,7 @@ class Case:
 
 
 def described(function: ir.FunctionDefinition, where: str = "kernel") -> dict[str, ir.Argument]:
-    """The description of every argument, by name. SourceError for a buffer without one: sizes are never
-    guessed."""
+    """The description of every argument, by name. SourceError for a buffer without: no size is guessed."""
     by_name = {argument.name: argument for argument in function.described}
     for name, of in function.args:
         if name not in by_name and isinstance(of, Pointer):
@@ -188,8 +187,7 @@ def _numbers(
 
 
 def magnitudes(case: Case, function: ir.FunctionDefinition) -> Case:
-    """Copy a case with absolute values of its numbers; its result is the scale of a result without
-    cancellation."""
+    """Copy a case with absolute values; its result is the scale of a result without cancellation."""
     values: list[int | float | bytes] = []
     described_by = {argument.name: argument for argument in function.described}
     for value, (name, of) in zip(case.values, function.args, strict=True):

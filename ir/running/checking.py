@@ -31,8 +31,7 @@ values. Twice 2^-24 for each of the at most 512 additions that one lane of a sum
 
 @dataclass(frozen=True)
 class KernelOutputs:
-    """The outcome of one call: the result's bits, and the content of buffers that are not const, in the order
-    of arguments."""
+    """The outcome of one call: the result's bits, and the buffers that are not const, in order."""
 
     result: bytes
     buffers: tuple[bytes, ...]
@@ -69,8 +68,7 @@ class Program:
         compile_c([main, *sources], self._path, target, flags)
 
     def run(self, cases: Sequence[Case]) -> list[KernelOutputs]:
-        """Run all cases in one process. CheckError for a kernel that touches memory it was not given, or does
-        not end."""
+        """Run all cases in one process. CheckError for a kernel that touches other memory or never ends."""
         data, out = self._folder / f"{self._name}.in", self._folder / f"{self._name}.out"
         with data.open("wb") as file:
             for number, case in enumerate(cases):
@@ -222,7 +220,7 @@ LIMITS = ChildLimits(seconds=3600, memory_bytes=8 << 30, file_bytes=0)
 
 
 class TimingProcess(LimitedProcess):
-    """Process that times kernels of one signature with one case's arguments on one core; for a `with` block."""
+    """Process that times kernels of one signature with one case's arguments on one core, in `with`."""
 
     def __init__(self, function: ir.FunctionDefinition, cases: list[Case], folder: Path, core: int) -> None:
         self._function = function

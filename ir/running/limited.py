@@ -81,7 +81,7 @@ class LimitedProcess:
         )
 
     def answer_to(self, line: str) -> str:
-        """Send a line and wait for the process's answer, with its line end; empty if the process has ended."""
+        """Send a line and read the answer, with its line end; empty if the process has ended."""
         assert self._process.stdin
         assert self._process.stdout
         try:
@@ -103,8 +103,7 @@ class LimitedProcess:
 
 
 def _confinement(limits: ChildLimits, core: int | None) -> Callable[[], None]:
-    """Make the function that a new process calls first: it starts a session, and sets the process's core and
-    limits."""
+    """Make the function that a new process calls first: it starts a session, and sets core and limits."""
 
     def confine() -> None:
         os.setsid()

@@ -36,8 +36,7 @@ class FrameKind(IntEnum):
     END_SHARED = 3
     """The logits, sent after all layers were written into the receiving instance's memory."""
     STATE = 4
-    """A part of the sequence's state after position `end`; the header has the part's number in place of the
-    layer's."""
+    """A part of the sequence's state after position `end`; its number stands in the layer's place."""
 
 
 class FrameError(Exception):
@@ -64,8 +63,7 @@ class Frame:
 
 
 def runs_of(begin: int, end: int) -> Sequence[tuple[int, int]]:
-    """The runs in which a range of positions is moved, as (first position, slots): whole panels, cut at
-    `KV_CHUNK`."""
+    """The runs in which positions are moved, as (first position, slots): whole panels, cut at `KV_CHUNK`."""
     first, last = begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
     runs = []
     while first < last:
@@ -82,8 +80,7 @@ def parts_of(state_bytes: int) -> Sequence[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Writer and reader of frames of one model. model_hash: SHA-256 of the model that both sides run (32
-    bytes)."""
+    """Writer and reader of frames of one model. model_hash: SHA-256 of the model of both sides (32 bytes)."""
 
     shape: KvShape
     vocab_size: int

@@ -32,8 +32,7 @@ class BlockLink(Protocol):
     """The way to one request's block on another instance, called by one thread at a time."""
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
-        """Bring positions [begin, end) of a layer to the other block. False: try again later. LinkBroken: it
-        can never be done."""
+        """Bring positions [begin, end) of a layer to the other block. False: not now; LinkBroken: never."""
         ...
 
     def put_state(self, part: int, source: Placement) -> bool:
@@ -150,8 +149,7 @@ class _Job:
     sent: list[int] = field(default_factory=list)
     """Positions that were sent, by layer."""
     n_parts: int = 0
-    """Number of parts of the state that were sent, after all layers and after the step that ends the prompt.
-    """
+    """Number of parts of the state that were sent, after all layers and the prompt's last step."""
     logits: npt.NDArray[np.float32] | None = None
 
 
@@ -175,8 +173,7 @@ class Sender:
         self._on_begun = on_begun
         self._on_failed = on_failed
         self._changed = threading.Condition()
-        """Lock of the jobs. A copy is made under the lock, so that `drop` and `cancel` wait for one copy at
-        most."""
+        """Lock of the jobs, held for each copy, so that `drop` and `cancel` wait for one copy at most."""
         self._jobs: dict[str, _Job] = {}
         self._by_block: dict[tuple[int, tuple[int, ...] | None], _Job] = {}
         self._is_stopping = False
@@ -328,8 +325,7 @@ class Sender:
         return job.source is not None and min(job.sent) == job.n_prompt
 
     def _finish(self, job: _Job) -> bool:
-        """Send the end of a prompt whose layers and state are all sent. False if some are not, or the link
-        cannot send now."""
+        """Send the end of a prompt after its layers and state. False: some are not sent, or not now."""
         if not self._has_all_layers(job) or job.n_parts < self._n_parts:
             return False
         assert job.link is not None
