@@ -256,8 +256,7 @@ def _first_paragraph(command: Any) -> str:
 
 
 class CommandApp(typer.Typer):
-    """A Typer app with this package's help. Typer's own help drops `[words in brackets]` and breaks choices
-    mid-word."""
+    """A Typer app with our help: Typer's own drops `[words in brackets]` and breaks choices mid-word."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(

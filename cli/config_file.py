@@ -31,8 +31,7 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
 
 
 def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
-    """Turn the values of a checked file into click's default map, whose keys are the parameters' own names.
-    """
+    """Turn the values of a checked file into click's default map, with the parameters' own names."""
     children, keys = getattr(command, "commands", {}), _keys(command)
     defaults: dict[str, Any] = {}
     for key, value in values.items():
@@ -74,8 +73,7 @@ def wrong_value(tables: Sequence[str], key: str, value: Any, command: Any) -> st
 
 
 def _keys(command: Any) -> dict[str, _Key]:
-    """The parameters of a command by their keys: an option's flag, `kv_budget` for --kv-budget, or an
-    argument's name."""
+    """The parameters of a command by key: a flag, `kv_budget` for --kv-budget, or an argument's name."""
     keys = {}
     for parameter in command.params:
         is_list = getattr(parameter, "multiple", False) or parameter.nargs == -1

@@ -1,5 +1,4 @@
-"""Text and JSON of `--explain`: schedules of products and attention, nodes of weights, shares of ranks, and
-the rule of drafts."""
+"""Text and JSON of `--explain`: schedules, NUMA nodes of weights, shares of ranks, the rule of drafts."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 
 
 _CELL_CHARS = 16
-"""Most characters of a cell with a weight's names or shape before it is wrapped, so that a row stays within
-80 columns."""
+"""Most characters of a cell with a weight's names or shape; a longer text is wrapped, for 80 columns."""
 
 
 def load_words(phase: str, from_sequences: int) -> str:
@@ -57,8 +55,7 @@ def uses_text(
 
 
 def _storage(use: ScheduleUse) -> str:
-    """The storage of a weight that could be sparse or dense, and the reason for it; empty for all other
-    weights."""
+    """The storage of a weight that could be sparse or dense, and the reason; all other weights are dense."""
     return f"{_problem(use)}: {use.storage}" + (f"\n  {use.storage_why}" if use.storage_why else "")
 
 

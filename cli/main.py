@@ -153,8 +153,7 @@ EXTRAS = {"tree_sitter": "kernels", "tree_sitter_c": "kernels", "ray": "ray", "g
 
 
 def absence_of(error: BaseException) -> str | None:
-    """The message for a library that is not installed, with the extra that installs it; None for every other
-    error."""
+    """The message for a library that is not installed, with the extra to install; None for other errors."""
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if module not in EXTRAS:
         return None
@@ -162,8 +161,7 @@ def absence_of(error: BaseException) -> str | None:
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Log handler that writes to stderr as logging does without a handler, but a shortage in one line without
-    its traceback."""
+    """Log handler that writes to stderr, a shortage in one line without its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         shortage = shortage_of(record.exc_info[1]) if record.exc_info else None

@@ -1,5 +1,4 @@
-"""Options of commands from settings dataclasses: each field with an `Option` (`phasewise._options`) becomes
-one."""
+"""Options of commands from settings dataclasses, for each field with an `Option` (`phasewise._options`)."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def info(option: Option, panel: str | None = None) -> Any:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn a command with parameters that are settings dataclasses into one with an option for each of their
-    fields."""
+    """Turn a command whose parameters are settings dataclasses into one with an option for each field."""
     own = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)
     sets = {name: own[name] for name in signature.parameters if _is_settings(own[name])}
@@ -87,8 +85,7 @@ def _kind(kind: Any) -> Any:
 
 
 def _checked(option: Option, default: Any) -> str | None:
-    """The default as a user writes it; ValueError if the option's parser does not read it as the field's
-    default."""
+    """The default as a user writes it; ValueError if the parser does not read it as the field's default."""
     if option.written is not None and option.settings["parser"](option.written) != default:
         raise ValueError(f"{option.written!r} is not the default {default!r}")
     return option.written

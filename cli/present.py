@@ -74,8 +74,7 @@ def write_text(text: str) -> None:
 
 
 def print_json(fields: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout, led by the version of its schema. Records become objects of their
-    fields."""
+    """Print a JSON object on stdout, led by its schema's version. Records become objects of their fields."""
     whole = {"schema_version": SCHEMA_VERSION, **fields}
     say(json.dumps(whole, indent=2, ensure_ascii=False, default=_as_value))
 
@@ -97,8 +96,7 @@ def has_colours(stream: TextIO) -> bool:
 
 
 def note(message: str) -> None:
-    """Print a line of progress or remark on stderr, broken between words on a terminal; dropped when stderr
-    is closed."""
+    """Print a progress line or remark on stderr, broken between words on a terminal; dropped if closed."""
     text = printable(message)
     try:
         if sys.stderr.isatty():

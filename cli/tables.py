@@ -1,5 +1,4 @@
-"""Rows as a table, JSON or CSV. On a terminal rich draws tables in colours by meaning; in a pipe tabulate
-writes them."""
+"""Rows as a table, JSON or CSV. On a terminal rich draws coloured tables; in a pipe tabulate writes them."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class RowTable:
         return table
 
     def narrow(self, core: Sequence[str]) -> RowTable:
-        """Keep the columns of `core` that are not empty in every row, and as many as fit into 80 characters.
-        """
+        """Keep the columns of `core` that are not empty, as many as fit into 80 characters."""
         names: list[str] = []
         for name in core:
             if any(row.get(name, "") not in _EMPTY for row in self.rows):
@@ -129,8 +127,7 @@ def show(*parts: str | RowTable) -> None:
 def table_of_rows(
     rows: Sequence[Row], *, wide: bool = True, title: str = "", form: Literal["simple", "github"] = "simple"
 ) -> RowTable:
-    """Make the table of rows whose fields have columns. wide: True for all columns, False for as many as fit
-    into 80 characters."""
+    """Make the table of rows whose fields have columns. wide: False for as many as fit into 80 characters."""
     columns = {name: own for row in rows for own, cells in row.cells() for name in cells}
     left = [name for name, own in columns.items() if own.is_left]
     blank = dict.fromkeys(columns, "")
@@ -166,8 +163,7 @@ def scalar_names(kind: type[DataclassInstance], *others: str) -> list[str]:
 
 
 def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: bool = False) -> str:
-    """Write a header and lines as CSV. quoted: True puts every value, but not the header, in double quotes.
-    """
+    """Write a header and lines as CSV. quoted: put every value, but not the header, in double quotes."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow(names)
     body = csv.writer(out, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL, lineterminator="\n")
@@ -176,6 +172,5 @@ def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: b
 
 
 def low_limit_lines(shares: Iterable[float]) -> list[str]:
-    """The line that explains `-` in a table with a share above a measured limit; none without such a share.
-    """
+    """The line that explains `-` for a share above a measured limit; none without such a share."""
     return [LOW_LIMIT] if any(share_of_limit(share) is None for share in shares) else []

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MAX_SHOWN = 200
-"""Characters of a part of a message that an error shows."""
+"""Most characters of a part of a message that an error shows."""
 
 
 class ClusterError(Exception):
@@ -18,7 +18,7 @@ class ClusterError(Exception):
 
 
 def first_line(error: ValidationError) -> str:
-    """The first thing that is wrong with a message or a file, and its place there."""
+    """The first fault of a message or a file, with its place there, as pydantic found it."""
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0] if problems else {"loc": (), "msg": "it is empty"}
     place = ".".join(map(str, first["loc"]))

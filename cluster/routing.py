@@ -2,9 +2,9 @@
 an `Assignment` out; no clock, no sockets. A front over real instances and the simulator run the same code.
 
 A router is told when a prompt is done and when a request has ended; from that it knows every queue. Machines
-may tell how fast they are and which beginnings of prompts they hold (decision 0119).
-Pools are never stored. A machine is in the mixed pool while it holds work of the kind that is not its own,
-and back in its own pool when that is done (IV-A, "machine pool management").
+may report their pace and the prefixes of prompts that they hold (decision 0119). Pools are never stored. A
+machine is in the mixed pool while it holds work of the kind that is not its own, and back in its own pool
+when that is done (IV-A, "machine pool management").
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from phasewise.serving.scheduling.held_prefixes import (
 )
 
 AUTHORS_OVERFLOW_TOKENS = 8192
-"""The authors' value of `Limits.prompt_overflow_tokens`, of an H100."""
+"""The authors' value of `Limits.prompt_overflow_tokens`, for an H100."""
 OVERFLOW_S = 1.34
-"""Seconds that the authors' machine takes for `AUTHORS_OVERFLOW_TOKENS`, by their profile: Llama 2 70B on two
-H100."""
+"""Seconds of the authors' machine for `AUTHORS_OVERFLOW_TOKENS` by their profile: Llama 2 70B, two H100."""
 
 OWN_TOKEN_COUNTS = 4
-"""Weight of a prompt's own tokens beside those that wait before it: computing what is held elsewhere delays
-all that come after too, the more the busier the machines are. Figures: benchmarks/notes/clusters.md."""
+"""Weight of a prompt's own tokens relative to those that wait before it: computing again what another machine
+holds delays all later prompts too, the more the busier the machines are. Figures:
+benchmarks/notes/clusters.md."""
 UNLIKE = 2.0
-"""Ratio of two machines' times for a token from which on they are not of one kind."""
+"""Least ratio of two machines' times for a token at which they count as different kinds."""
 
 Role = Literal["prompt", "token", "mixed"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Assignment(NamedTuple):
-    """The machines of a request, by index. Where they differ, keys and values go from `prompt` to `token`."""
+    """The machines of a request, by index. If they differ, keys and values go from `prompt` to `token`."""
 
     prompt: int
     token: int
 
 
 class Ask(NamedTuple):
-    """The facts of a request that a router must know."""
+    """The facts of a request that a router needs."""
 
     request_id: str
     prompt_tokens: int
     answer_tokens: int
-    """Tokens of the answer: expected, or the most that it may become."""
+    """Tokens of the answer: expected, or the maximum."""
     prefix: tuple[int, ...] = ()
-    """Keys of its prompt's whole blocks (`serving.scheduling.held_prefixes`); empty: they do not count."""
+    """Keys of the prompt's whole blocks (`serving.scheduling.held_prefixes`); empty: prefixes are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits beyond which a queue is long, and a prompt is divided from its answer."""
+    """Limits above which a queue is long, and a prompt is divided from its answer."""
 
     prompt_overflow_tokens: int | None = AUTHORS_OVERFLOW_TOKENS
-    """Pending prompt tokens of a machine beyond which the next pool is asked; None: as many as it computes in
-    `OVERFLOW_S` by what it tells, and the authors' value until it has told anything."""
+    """Pending prompt tokens of a machine above which the next pool is asked. None: as many as the machine
+    computes in `OVERFLOW_S` at its reported pace, and the authors' value before any report."""
     split_above_tokens: int = 0
-    """Prompt tokens to be computed up to which a prompt is computed where its answer is."""
+    """Tokens to be computed of a prompt up to which the answer's machine computes them itself."""
 
 
 # ---- blocks of tokens that a machine can take over: reported ones, and those that it will compute ---------
@@ -78,8 +78,8 @@ class ReportRefused(ClusterError):
 
 
 class HeldBlocks:
-    """The blocks of one machine, which can hold `most`. Reports are changes and are checked as a stranger's:
-    one that cannot be true ends the trust in that machine until it is started anew."""
+    """The prefix blocks of one machine, of which it can hold `most`. Reports are changes and are checked as a
+    stranger's: after a false report a machine's reports are ignored until the machine is started anew."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -92,8 +92,8 @@ class HeldBlocks:
         return len(self._held)
 
     def hear(self, report: HeldReport) -> None:
-        """Take note of a report; the first of a life replaces all before. ReportRefused for one that cannot
-        be true: nothing that the machine reports counts from then on, until it begins anew."""
+        """Apply a report; the first report of a life replaces all before. ReportRefused for a report that
+        cannot be true: from then on reports are ignored until the machine begins anew."""
         if report.number == 1:
             self._held.clear()
             self._n_reports, self._is_believed = 0, True
@@ -109,7 +109,7 @@ class HeldBlocks:
         self._held.update(report.added)
 
     def _mistake(self, report: HeldReport) -> str | None:
-        """The reason, in one line, why a report cannot be true; None: it can."""
+        """The reason, in one line, why a report cannot be true; None if it can."""
         added, removed = set(report.added), set(report.removed)
         if max(len(report.added), len(report.removed)) > MOST_KEYS:
             return f"a report of held prefixes has more than {MOST_KEYS} keys"
@@ -127,19 +127,18 @@ class HeldBlocks:
         return None
 
     def expect(self, keys: Sequence[int]) -> None:
-        """Count the blocks of a request that is on its way to the machine, and begins with them."""
+        """Count the blocks of a request on its way to the machine, which will hold them."""
         self._coming.update(keys)
 
     def ended(self, keys: Sequence[int]) -> None:
-        """Take back what `expect` counted for a request that has ended: what is left of it the machine
-        reports itself."""
+        """Take back what `expect` counted for an ended request: the machine reports the blocks that stay."""
         self._coming.subtract(keys)
         for key in keys:
             if self._coming[key] <= 0:
                 del self._coming[key]
 
     def n_first(self, keys: Sequence[int]) -> int:
-        """The number of the first of these blocks that are there, or will be."""
+        """The number of these blocks, from the first on without a gap, that are on the machine or will be."""
         n_first = 0
         for key in keys:
             if key not in self._held and key not in self._coming:
@@ -160,18 +159,17 @@ class _Machine:
     kv_slots: int
     blocks: HeldBlocks
     prompt_tokens: int = 0
-    """Tokens that are still to be computed of the prompts that were assigned to the machine."""
+    """Tokens that are still to be computed of the prompts assigned to the machine."""
     n_prompts: int = 0
     n_answers: int = 0
     kv_tokens: int = 0
     """Positions that the machine's requests hold or will need at their ends."""
     token_s: float = 0.0
-    """Seconds of a prompt's token at its best, as the machine told, whatever else it does; 0: it has not
-    told."""
+    """Least seconds of one prompt token, as the machine reported it; 0 before any report."""
     is_here: bool = True
     """False after the machine has ended: it gets no requests until it is back."""
     pool: Role = "mixed"
-    """The machine's pool when it was looked at last."""
+    """The pool that the machine was in at the last look."""
     counts: RoutedCounts = field(default_factory=lambda: RoutedCounts())
 
     @property
@@ -183,20 +181,20 @@ class _Machine:
 
     @property
     def pending_tokens(self) -> int:
-        """The queue that JSQ compares: prompt tokens, and one token for each answer."""
+        """The queue that JSQ compares (join the shortest): prompt tokens, and one token for each answer."""
         return self.prompt_tokens + self.n_answers
 
     def has_room(self, n_tokens: int) -> bool:
         return self.kv_tokens + n_tokens <= self.kv_slots
 
     def n_to_compute(self, ask: Ask) -> int:
-        """Tokens of a prompt that the machine does not hold yet: its last one at least."""
+        """Tokens of a prompt that the machine does not hold yet; at least the last one."""
         return max(1, ask.prompt_tokens - self.blocks.n_first(ask.prefix) * BLOCK_TOKENS)
 
 
 @dataclass(slots=True)
 class RoutedCounts:
-    """Counts of the work that a machine was given since the start. They never fall."""
+    """Counts of the work that a machine was given since the start; none ever falls."""
 
     prompts: int = 0
     prompt_tokens: int = 0
@@ -208,7 +206,7 @@ class RoutedCounts:
 
 
 class _Held(NamedTuple):
-    """A request that has not ended."""
+    """The work of a request that has not ended."""
 
     ask: Ask
     assignment: Assignment
@@ -217,14 +215,14 @@ class _Held(NamedTuple):
 
 
 Work = tuple[bool, float]
-"""A queue by which machines are ordered: True where there is no room, then the length."""
+"""Length of a queue, by which machines are ordered: True where there is no room, then the length."""
 
 
 class Router:
-    """Requests on their way over machines of given roles and sizes, under one policy."""
+    """Assigns requests to machines of given roles and sizes, under one policy."""
 
     def __init__(self, machines: Iterable[tuple[Role, int]], policy: str, limits: Limits) -> None:
-        """Make a router. machines: role, and KV slots that its pool has. policy: one of `POLICIES`."""
+        """Make a router. machines: role and KV slots of each. policy: one of `POLICIES`."""
         self._machines = tuple(
             _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)
             for index, (role, kv_slots) in enumerate(machines)
@@ -240,7 +238,7 @@ class Router:
 
     @property
     def counts(self) -> tuple[RoutedCounts, ...]:
-        """Work that each machine was given."""
+        """Counts of the work that each machine was given."""
         return tuple(machine.counts for machine in self._machines)
 
     @property
@@ -249,32 +247,30 @@ class Router:
         return any(machine.is_here for machine in self._machines)
 
     def n_blocks(self, index: int) -> int:
-        """Blocks of prefixes that a machine says it holds."""
+        """Number of prefix blocks that a machine reports to hold."""
         return len(self._machines[index].blocks)
 
     def leave(self, index: int) -> None:
-        """Note that a machine has ended: it is given no request until it is `back`. Those it had are still
-        counted."""
+        """Note that a machine has ended: no request goes there until `back`; earlier requests still count."""
         self._machines[index].is_here = False
 
     def back(self, index: int, kv_slots: int) -> None:
-        """Note that a machine can be given requests (again). One that was started anew reports what it holds
-        anew."""
+        """Note that a machine takes requests (again). One that was started anew reports its prefixes anew."""
         machine = self._machines[index]
         machine.is_here, machine.kv_slots, machine.token_s = True, kv_slots, 0.0
         machine.blocks.most = _most_blocks(kv_slots)
 
     def tells(self, index: int, token_s: float, report: HeldReport | None = None) -> None:
-        """Note what a machine tells: its pace (`_Machine.token_s`), and changes of what it holds.
-        ReportRefused for a report that cannot be true."""
+        """Note a machine's pace (`_Machine.token_s`) and changes of its held prefixes. ReportRefused for a
+        report that cannot be true."""
         machine = self._machines[index]
         machine.token_s = token_s if 0 < token_s < math.inf else 0.0
         if report is not None:
             machine.blocks.hear(report)
 
     def assign(self, ask: Ask, *, whole: bool = False) -> Assignment:
-        """Choose machines for a request, which counts on them until it is `finished`. whole: one machine for
-        both phases. ClusterError if no machine is here."""
+        """Choose machines for a request, which counts in their queues until it is `finished`. whole: True for
+        one machine for both phases. ClusterError if no machine is here."""
         if ask.request_id in self._held:
             raise ValueError(f"request {ask.request_id!r} is assigned already")
         here = [machine for machine in self._machines if machine.is_here]
@@ -302,7 +298,7 @@ class Router:
         return assignment
 
     def _look(self, assignment: Assignment) -> None:
-        """Count the machines that are in another pool than before."""
+        """Count the changes of pool of the assignment's machines."""
         for index in set(assignment):
             machine = self._machines[index]
             if machine.role != machine.pool:
@@ -310,15 +306,14 @@ class Router:
                 machine.counts.pool_changes += 1
 
     def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
-        """Choose a machine; where one kind is missing for now, the others do both phases."""
+        """Choose machines; if one kind is missing for now, the others do both phases."""
         if len(here) == len(self._machines) or _can_divide({machine.home for machine in here}):
             return _in_pools(ask, here, self._limits, self._queues_for(ask, here))
         least = min(here, key=lambda machine: machine.pending_tokens)
         return Assignment(least.index, least.index)
 
     def prompt_done(self, request_id: str) -> None:
-        """Note that a request's prompt is computed, and has left the machine that did it. A second call does
-        nothing."""
+        """Note that a request's prompt is computed and leaves its machine's queue; again, it does nothing."""
         held = self._held[request_id]
         if held.is_prompt_done:
             return
@@ -331,7 +326,7 @@ class Router:
         self._look(held.assignment)
 
     def finished(self, request_id: str) -> None:
-        """Note that a request has ended, for whatever reason, also before its prompt was done."""
+        """Note that a request has ended, for any reason, also before its prompt was done."""
         self.prompt_done(request_id)
         held = self._held.pop(request_id)
         machine = self._machines[held.assignment.token]
@@ -343,9 +338,9 @@ class Router:
 
 
 def _by_queue(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Work]:
-    """Join the shortest queue, in pools (`splitwise`): a machine's own kind first, then the mixed pool, then
-    the opposite kind, whose machine becomes mixed by that. Where all are full, both phases run on the least
-    loaded.
+    """Measure queues for joining the shortest queue in pools (`splitwise`): a machine's own kind first, then
+    the mixed pool, then the opposite kind, whose machine becomes mixed by that. If all are full, both phases
+    run on the least loaded machine.
 
     A prompt machine's queue is its pending tokens. A token machine's is the context that its steps read,
     since that is what fills its memory and makes its steps long; a token is pending for each answer all the
@@ -355,16 +350,18 @@ def _by_queue(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Wo
 
 
 def _by_work(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Work]:
-    """As `splitwise`, but a queue is the work that it would be with this request: the tokens that the machine
-    has not computed yet, of those before it and, `OWN_TOKEN_COUNTS` times, of this prompt. So a request goes
-    where its beginning is, unless the queue there is longer by that much than elsewhere; and then it is there
-    too. A machine whose memory its requests will fill comes after those that have room.
+    """Measure queues like `splitwise`, but as the work with this request included: tokens that the machine
+    has yet to compute of earlier prompts and, `OWN_TOKEN_COUNTS` times, of this prompt. So a request goes to
+    the machine that holds its prefix, unless the queue there is longer by that much than elsewhere; the other
+    machine then holds the prefix too. A machine whose memory its requests will fill comes after those that
+    have room.
 
-    Seconds are compared where a machine takes `UNLIKE` times as long for a token as the fastest. Finer
-    differences are of the steps that it had: by them one of many idle machines would be given every prompt.
+    Seconds are compared if a machine takes `UNLIKE` times as long for a token as the fastest. Finer
+    differences come from the steps that each happened to have: by them one of many idle machines would be
+    given every prompt.
 
-    An answer is placed as under `splitwise`, but for a prompt whose rest is short where its answer may run:
-    it is computed there, as the next turn of a conversation is where the last one was answered.
+    An answer is placed as under `splitwise`, except where its machine already holds all but a short rest of
+    the prompt: that machine computes the rest too, as for the next turn of a conversation.
     """
     least_s = min((machine.token_s for machine in machines if machine.token_s > 0), default=1.0)
     needed = ask.prompt_tokens + ask.answer_tokens
@@ -380,7 +377,8 @@ def _by_work(ask: Ask, machines: Sequence[_Machine]) -> Callable[[_Machine], Wor
 def _in_pools(
     ask: Ask, machines: Sequence[_Machine], limits: Limits, work: Callable[[_Machine], Work]
 ) -> Assignment:
-    """The machines of a request where prompts join the queue with the least `work`."""
+    """Assign a request in pools: its prompt to the machine with the least `work`, its answer to the least
+    loaded machine with room."""
     needed = ask.prompt_tokens + ask.answer_tokens
     token_pools: tuple[Role, ...] = ("token", "mixed", "prompt")
     token = _first_fit(machines, token_pools, _kv_load, lambda machine: machine.has_room(needed))
@@ -419,7 +417,7 @@ POLICIES: Mapping[str, Callable[[Ask, Sequence[_Machine]], Callable[[_Machine], 
     "splitwise": _by_queue,
     "prefix-aware": _by_work,
 }
-"""The policies by name: each measures the queues that a request may join."""
+"""The policies by name: functions that measure the queues that a request may join."""
 
 
 def _first_fit(
@@ -428,7 +426,7 @@ def _first_fit(
     load: Callable[[_Machine], Work],
     fits: Callable[[_Machine], bool],
 ) -> _Machine | None:
-    """The least loaded machine of the first pool whose least loaded machine fits."""
+    """The least loaded machine of the first pool whose least loaded machine fits; None if none fits."""
     for role in pools:
         pool = [machine for machine in machines if machine.role == role]
         if pool:
@@ -439,7 +437,7 @@ def _first_fit(
 
 
 def _most_blocks(kv_slots: int) -> int:
-    """Most blocks of prefixes that a machine with this number of slots can hold in memory and on disk."""
+    """Most prefix blocks that a machine with this number of slots can hold in memory and on disk."""
     return kv_slots // BLOCK_TOKENS + MOST_STORED_BLOCKS
 
 

@@ -1,3 +1,1 @@
-"""Hand-written C kernels as text that a person edits: parsed, raised, checked and moved to other instruction
-sets.
-"""
+"""Hand-written C kernels as text that a person edits: parsed, raised, checked, lowered to other targets."""

@@ -1,6 +1,5 @@
-"""C of a kernel's text for a target, with a choice of its parameters, and the name of such a build in the
-database; and parameters for a text that has none yet: a first space for the search, which a person edits.
-"""
+"""C of a kernel's text for a target with chosen parameters, and the name of such a build in the database; and
+first parameters for a text without any: a space for the search, which a person edits."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from phasewise.ir.types import Vec
 
 
 def target_named(name: str) -> IsaTarget:
-    """The target of this name. SourceError (usage) where there is none."""
+    """The target of this name. SourceError for an unknown name, as wrong usage."""
     if name not in TARGETS:
         raise SourceError(name, 0, f"is no instruction set; there are {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
 def chosen(text: str, choice: Mapping[str, int], where: str = "kernel") -> ir.FunctionDefinition:
-    """The kernel of a text with a choice of its parameters, its loops transformed."""
+    """Read the kernel of a text with chosen values of its parameters, and transform its loops."""
     return transformed(read(text, where, choice), where)
 
 
@@ -37,16 +36,15 @@ def built(
     text: str, choice: Mapping[str, int], target: IsaTarget, where: str = "kernel", name: str | None = None,
     is_static: bool = False,
 ) -> Lowered:  # fmt: skip
-    """C of the kernel with these parameters. SourceError where they do not fit each other."""
+    """Lower the kernel with these parameters to C. SourceError for values that do not fit together."""
     return lower(chosen(text, choice, where), target, name, is_static)
 
 
 def kernel_abi(text: str, target: IsaTarget, compiler: str) -> str:
-    """The name of a build: a kernel, a target, and a hash of its text, its lowering and the compiler.
+    """Name a build: the kernel, the target, and a hash of its text, its lowering and the compiler.
 
-    Parameters are stored under this name.
-
-    Neither the values that are offered to the search nor the description of arguments are part of it.
+    The database stores parameters under this name. Neither the values that are offered to the search nor the
+    description of arguments are part of it.
     """
     function = read(text)
     bare = replace(
@@ -69,14 +67,14 @@ def compiler_version(compiler: str) -> str:
 
 
 WIDEN, UNROLL = (1, 2, 4), (1, 2, 4, 8)
-"""Factors of `widen` and of `unroll` that are tried."""
+"""Factors that the search tries for `widen` and for `unroll`."""
 MAX_CHOICES = 500
 
 
 def with_parameters(text: str, where: str = "kernel") -> str:
-    """The text with `widen` and `unroll` for each innermost loop that may have them. Loops of vectors get
-    both; loops of numbers `unroll`, where the kernel has no vectors at all. A transformation that a loop
-    refuses is left out: sums of floats are widened only where the text says `reassociate()`."""
+    """Add `widen` and `unroll` parameters to each innermost loop that may have them. Loops of vectors get
+    both; loops of numbers get `unroll`, if the kernel has no vectors at all. A transformation that a loop
+    refuses is left out: sums of floats are widened only under `reassociate()`."""
     function = read(text, where)
     loops = [loop for loop in innermost(function.body) if _is_worth(loop, function)]
     n_choices = 1
@@ -93,19 +91,19 @@ def with_parameters(text: str, where: str = "kernel") -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A parameter that a loop may have, and its values; 1, the first, leaves the loop as it is."""
+    """A parameter that a loop may have, and its values; the first value, 1, leaves the loop as it is."""
 
     loop: str
     name: str
     values: tuple[int, ...]
 
     def in_text(self, text: str, value: str) -> str:
-        """The text with one more transformation at the end of the loop's line."""
+        """Add the transformation at the end of the loop's line in the text."""
         start = rf'^(\s*for \w+ in steps\("{re.escape(self.loop)}", .*)\):$'
         return re.sub(start, rf"\1, {self.name.lower()}({value})):", text, count=1, flags=re.MULTILINE)
 
     def may(self, text: str, value: int, where: str) -> bool:
-        """True if the loop takes this value of the parameter."""
+        """True if the loop can be transformed with this value of the parameter."""
         try:
             transformed(read(self.in_text(text, str(value)), where, {}), where)
         except SourceError:
@@ -114,7 +112,7 @@ class _Change:
 
 
 def innermost(body: ir.Body) -> list[ir.Steps]:
-    """The loops that hold no other loop, in the order of the text."""
+    """The loops that contain no other loop, in the order of the text."""
     loops: list[ir.Steps] = []
     for statement in body:
         inner: list[ir.Steps] = []
@@ -136,7 +134,7 @@ def _is_worth(loop: ir.Steps, function: ir.FunctionDefinition) -> bool:
 
 
 def _declared(text: str, line: str) -> str:
-    """The text with a parameter before the kernel's first line that is not one."""
+    """Insert the line that declares a parameter before the kernel's first line that declares none."""
     lines = text.splitlines()
     index = next(i for i, kernel_line in enumerate(lines) if kernel_line.startswith("def ")) + 1
     index += sum(1 for _ in itertools.takewhile(_is_first, lines[index:]))

@@ -31,18 +31,16 @@ Build: TypeAlias = Callable[[Sequence[ir.Expr]], ir.Expr]
 
 @dataclass(frozen=True, slots=True)
 class Intrinsic:
-    """An intrinsic's result, and `build`, which makes the operation of raised arguments; vectors that it
-    returns have the result's size."""
+    """An intrinsic's result type, and `build`, which makes the operation from raised arguments; a vector that
+    `build` returns has the result's size."""
 
     result: Type
     build: Build
 
 
 class Table(dict[str, Intrinsic]):
-    """A table of intrinsics by name."""
-
     def put(self, names: str, result: Type, build: Build) -> None:
-        """Add one row: several names, with blanks between them, of intrinsics that do the same."""
+        """Add one row: intrinsics of the same meaning, their names separated by blanks."""
         self.update(dict.fromkeys(names.split(), Intrinsic(result, build)))
 
 
@@ -55,14 +53,14 @@ X86_TYPES["__m64"] = Vec(BITS, 8)
 MASK_TYPES: dict[str, Vec] = {
     f"__mmask{64 // elem.size}": Vec(elem, 64 // elem.size) for elem in (I8, I16, I32, I64)
 }
-"""Types of 512-bit masks, as the comparisons that they come from: all bits of a lane set, or none."""
+"""Types of AVX-512 masks, by the comparisons that make them: all bits of a lane set, or none."""
 X86_TYPES |= MASK_TYPES
 X86_NAMES = {of: name for name, of in X86_TYPES.items()}
 # ---- helpers of builders ---------------------------------------------------------------------------------
 
 
 def number(e: ir.Expr) -> int:
-    """The value of an argument that must be known when compiling."""
+    """The value of an argument that must be known when compiling; an error if it is not."""
     if not isinstance(e, ir.Const) or not isinstance(e.value, int):
         raise Mistyped("takes a number that is known when compiling")
     return e.value
@@ -88,7 +86,7 @@ def lanes_of(e: ir.Expr) -> int:
 
 
 def pointer_to(e: ir.Expr, elem: Scalar | None) -> ir.Expr:
-    """A pointer argument of a load or store, to numbers of the vector's kind."""
+    """Make the pointer argument of a load or store point to numbers of the vector's kind."""
     of = e.type
     target = pointee(of)
     if target is None:
@@ -103,7 +101,7 @@ def pointer_to(e: ir.Expr, elem: Scalar | None) -> ir.Expr:
 
 
 def first_lanes(e: ir.Expr, elem: Scalar, lanes: int) -> ir.Expr:
-    """The first lanes of a register whose bits are read as `elem`."""
+    """Take the first lanes of a register whose bits are read as `elem`."""
     register = as_elem(e, elem)
     while lanes_of(register) > lanes:
         register = half("lo", register)
@@ -111,7 +109,7 @@ def first_lanes(e: ir.Expr, elem: Scalar, lanes: int) -> ir.Expr:
 
 
 def half(which: str, e: ir.Expr) -> ir.Expr:
-    """One half of a vector; of a concatenation, the part that is this half."""
+    """Take one half of a vector; of a concatenation, the part that is this half."""
 
     if ir.is_call(e, "concat"):
         return e.args[which == "hi"]
@@ -125,7 +123,7 @@ def half(which: str, e: ir.Expr) -> ir.Expr:
 
 
 def padded(e: ir.Expr, size: int) -> ir.Expr:
-    """A vector with zeros behind it, up to a register's size."""
+    """Append zeros to a vector, up to a register's size."""
     while size_of(e) < size:
         assert isinstance(e.type, Vec)
         e = call("concat", (e, zero(e.type.elem, e.type.lanes)))
@@ -137,21 +135,21 @@ def shuffled(a: ir.Expr, b: ir.Expr, places: Sequence[int]) -> ir.Expr:
 
 
 def signs(elem: Scalar, lanes: int, of_even: bool) -> ir.Expr:
-    """A mask of sign bits in every second lane."""
+    """Make a mask of the sign bits of every second lane."""
     top = 1 << (8 * elem.size - 1)
     bits = SCALARS[f"u{8 * elem.size}"]
     return constant(bits, [top if (i % 2 == 0) == of_even else 0 for i in range(lanes)])
 
 
 def flipped(e: ir.Expr, of_even: bool) -> ir.Expr:
-    """A vector with every second lane negated."""
+    """Negate every second lane of a vector."""
     elem = ir.vec(e).elem
     mask = signs(elem, ir.vec(e).lanes, of_even)
     return as_elem(binary("^", as_elem(e, ir.vec(mask).elem), mask), elem)
 
 
 def reading(elem: Scalar) -> Build:
-    """Builds a reading of the same bits as numbers of another type."""
+    """Make a builder that reads the same bits as numbers of another type."""
     return lambda a: a[0] if elem == BITS else as_elem(a[0], elem)
 
 
@@ -220,7 +218,7 @@ def unpacked(elem: Scalar, which: int) -> Build:
 
 
 def neighbours(a: Sequence[ir.Expr], elem: Scalar, op: str = "+") -> ir.Expr:
-    """Each lane added to (or combined by `op` with) the next one."""
+    """Add each lane to the next one, or combine the two by `op`."""
     first, second = as_elem(a[0], elem), as_elem(a[1], elem)
     group = 2 * (16 // elem.size)
     even = shuffled(first, second, range(0, group, 2))
@@ -228,7 +226,7 @@ def neighbours(a: Sequence[ir.Expr], elem: Scalar, op: str = "+") -> ir.Expr:
 
 
 def saturated(e: ir.Expr, to: Scalar) -> ir.Expr:
-    """Lanes of half the width or less; a number that does not fit becomes the nearest that does."""
+    """Convert lanes to half their width or less; a number that does not fit becomes the nearest that does."""
     wide, bits = ir.vec(e).elem, 8 * to.size
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to.is_signed else (0, (1 << bits) - 1)
     bounded = call("min", (e, constant(wide, [high] * lanes_of(e))))
@@ -238,7 +236,7 @@ def saturated(e: ir.Expr, to: Scalar) -> ir.Expr:
 
 
 def element(p: ir.Expr) -> ir.Expr:
-    """The type of what a pointer points to."""
+    """The element that a pointer expression points to, as an `Index`."""
     of = target(p)
     if isinstance(p, ir.Binary) and p.op == "+" and isinstance(p.a.type, Pointer | Array):
         return ir.Index(of, p.a, p.b)

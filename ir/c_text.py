@@ -12,8 +12,7 @@ from phasewise.ir.words import C_NAMES
 
 
 def c_type(of: Type, name: str = "", special: Callable[[Type], str | None] = lambda _: None) -> str:
-    """C's declaration of `name` with a type. special: the words for types that have none here, such as
-    registers."""
+    """C's declaration of `name` with a type. special: gives the words for types that C lacks, or None."""
     own = special(of)
     if own is not None:
         return f"{own} {name}".rstrip()
@@ -45,7 +44,7 @@ def signature(name: str, args: Sequence[tuple[str, Type]], result: Type) -> str:
 
 
 def number(value: int | float, of: Scalar) -> str:
-    """The text of a constant in C."""
+    """The constant's text in C."""
     if of.is_float:
         suffix = "f" if of == F32 else ""
         if math.isnan(value):
@@ -72,7 +71,7 @@ def number(value: int | float, of: Scalar) -> str:
 
 
 def compared(e: ir.Binary, a: str, b: str, typed: Callable[[Type], str]) -> str:
-    """C of an operation on two numbers; sides of a comparison are first converted as C converts them."""
+    """C of an operation on two numbers; the sides of a comparison are first converted as C converts them."""
     left, right = decayed(e.a.type), decayed(e.b.type)
     if e.op in COMPARISONS and isinstance(left, Scalar) and isinstance(right, Scalar) and left != right:
         shared = common(left, right)
@@ -86,7 +85,7 @@ def is_simple(text: str) -> bool:
 
 
 def wrapped(text: str) -> str:
-    """An operand of C: in parentheses unless it is a name, a number or closed already."""
+    """Put an operand of C in parentheses unless it is a name, a number or closed already."""
     if text.isidentifier() or text.replace(".", "").isalnum():
         return text
     if text[0] == "(" and text[-1] == ")":

@@ -1,6 +1,5 @@
-"""One C file, and its header, that builds anywhere without phasewise: the tuned variants and how a call
-chooses one.
-"""
+"""Emission of one C file, and its header, that builds anywhere without phasewise: the tuned variants and the
+choice among them for each call."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ class TunedTarget:
     by_shape: Mapping[Shape, Mapping[str, int]]
     core_sig: str
     original: Original | None = None
-    """The original function, for the shapes whose choice it is."""
+    """The original function, for shapes at which it is in use; None if there are none."""
 
 
 def emitted(text: str, tuned: Sequence[TunedTarget], header: str | None, about: str) -> str:
-    """The C file of a kernel: its variants for each tuned target of which the compiler is told; else the
-    defaults in portable C."""
+    """Write the C file of a kernel: its variants for each tuned target that the compiler enables, else the
+    default parameters in portable C."""
     function = read(text)
     plain = built(text, {}, TARGETS["portable"])
     sections = [
@@ -61,7 +60,7 @@ def emitted(text: str, tuned: Sequence[TunedTarget], header: str | None, about: 
 
 
 def about_comment(about: str, tuned: Sequence[TunedTarget]) -> str:
-    """The comment at the top of a file: where it comes from, and with which flags it is fast."""
+    """The comment at the top of a file: its source, and the compiler flags with which it is fast."""
     lines = [f"/* {about}"]
     lines += [
         f" * Tuned on {tuned_target.core_sig}: build with -O3 {' '.join(tuned_target.target.flags)}"
@@ -73,7 +72,7 @@ def about_comment(about: str, tuned: Sequence[TunedTarget]) -> str:
 
 
 def emitted_header(text: str, about: str) -> str:
-    """The header of a kernel: structs and the declaration."""
+    """Write the header of a kernel: its structs and its declaration."""
     function = read(text)
     plain = built(text, {}, TARGETS["portable"])
     guard = f"{function.name.upper()}_H"
@@ -82,7 +81,7 @@ def emitted_header(text: str, about: str) -> str:
 
 
 def _section(text: str, name: str, tuned: TunedTarget) -> tuple[str, str]:
-    """The variants for a target, and the function that chooses among them."""
+    """C of the variants for a target, and of the function that chooses among them."""
     choices = list(dict.fromkeys(tuple(sorted(parameters.items())) for parameters in tuned.by_shape.values()))
     variants = [_variant(text, dict(choice), tuned, f"{name}_variant{i}") for i, choice in enumerate(choices)]
     numbers = {
@@ -121,8 +120,8 @@ def _variant(text: str, choice: Mapping[str, int], tuned: TunedTarget, name: str
 
 
 def _dispatch(text: str, variants: Sequence[Lowered], numbers: Mapping[Shape, int]) -> str:
-    """C of the function under its own name, which calls the variant of the nearest shape in ratio, by the
-    product of what differs between shapes."""
+    """C of the function under its own name, which calls the variant of the nearest shape: nearest in ratio,
+    by the product of the numbers that differ between shapes."""
     function = read(text)
     names = ", ".join(name for name, _ in function.args)
     word = "" if isinstance(function.result, Void) else "return "

@@ -1,6 +1,4 @@
-"""Errors of a kernel that a user brings. One line each, with file and line where there is
-one.
-"""
+"""Errors of a kernel that a user brings: one line each, with file and line where they are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of a loop that transformations need: values carried to the next turn, and movement of addresses."""
+"""Facts about a loop that transformations need: values carried to the next turn, movement of addresses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from phasewise.ir.types import Array, Scalar, Type, Vec
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
-    """A variable that a loop only adds to, or raises: its turns may be computed apart and combined."""
+    """A variable that each turn of a loop only adds to, or takes the minimum or maximum with: turns may be
+    computed apart and combined."""
 
     name: str
     type: Type
     op: str
-    """The operator by which it grows: +, min or max."""
+    """The operator by which the accumulator grows: +, min or max."""
 
     @property
     def is_exact(self) -> bool:
-        """True if the order of turns changes no bit of the result. Of floats it does change bits, of min and
-        max too, for NaN and zeros."""
+        """True if the order of turns changes no bit of the result. It changes bits for floats, with min and
+        max too, because of NaN and zeros."""
         return not _elem(self.type).is_float
 
     def identity(self, value: ir.Expr) -> ir.Expr:
-        """The first value of a second accumulator. value: the first value of the first one."""
+        """The first value of a second accumulator. value: the first value of this accumulator."""
         if self.op != "+":
             return value
         elem = _elem(self.type)
@@ -40,7 +41,7 @@ class Accumulator:
         return call(self.op, (a, b))
 
     def total(self, parts: list[ir.Expr]) -> ir.Expr:
-        """All partial results combined to one: neighbours, then neighbours of those."""
+        """Combine all partial results to one: neighbours, then neighbours of the results."""
         while len(parts) > 1:
             half = len(parts) // 2
             pairs = [self.combined(parts[2 * i], parts[2 * i + 1]) for i in range(half)]
@@ -57,7 +58,7 @@ def _elem(of: Type) -> Scalar:
 
 
 def accumulators(loop: ir.Steps) -> tuple[list[Accumulator], list[str]]:
-    """The accumulators of a loop, and the names of what else it carries from turn to turn."""
+    """Find the accumulators of a loop, and the names of all else that it carries from turn to turn."""
     own = {node.name for node in ir.walk_body(loop.body) if isinstance(node, ir.Declare)}
     counted = {node.variable for node in ir.walk_body(loop.body) if isinstance(node, ir.Steps)}
     carried = ir.assigned(loop.body) - own - counted - {loop.variable}
@@ -73,7 +74,7 @@ def accumulators(loop: ir.Steps) -> tuple[list[Accumulator], list[str]]:
 
 
 def _is_read_first(body: ir.Body, name: str) -> bool:
-    """True if a variable that a body declares without a value may still have one of the turn before."""
+    """True if a variable declared without a value may be read before it is set: the last turn's value."""
     for statement in body:
         if isinstance(statement, ir.Declare) and statement.name == name:
             return (
@@ -98,8 +99,8 @@ def _is_read_before_written(body: ir.Body, name: str) -> bool:
 
 
 def _accumulator(body: ir.Body, name: str) -> Accumulator | None:
-    """The accumulator that a name is in a body, if every assignment does the same one operation on it, and
-    nothing else uses it; else None."""
+    """The accumulator of this name in a body, if every assignment does the same one operation on the variable
+    and nothing else uses it; else None."""
     ops: set[str] = set()
     of: Type | None = None
     n_uses = 0
@@ -135,8 +136,7 @@ def _combining(value: ir.Expr, name: str) -> str | None:
 
 
 def coefficient(e: ir.Expr, variable: str, changing: set[str]) -> int | None:
-    """The number of elements by which `e` grows when the variable grows by one; None: not by a known
-    number."""
+    """The number of elements by which `e` grows when the variable grows by one; None if unknown."""
     match e:
         case ir.Const():
             return 0
@@ -163,14 +163,14 @@ def coefficient(e: ir.Expr, variable: str, changing: set[str]) -> int | None:
 
 
 def moved(e: ir.Expr, loop: ir.Steps, turns: int) -> ir.Expr:
-    """The expression `e` as it is some turns later."""
+    """The expression `e` with the loop's variable some turns later."""
     if not turns:
         return e
     return ir.Substitute({loop.variable: later(loop, turns)}).expr(e)
 
 
 def later(loop: ir.Steps, turns: int) -> ir.Expr:
-    """The loop's variable some turns later."""
+    """The loop's variable some turns later, as an expression."""
     variable = ir.Var(loop.type, loop.variable)
     if not turns:
         return variable
@@ -178,7 +178,7 @@ def later(loop: ir.Steps, turns: int) -> ir.Expr:
 
 
 def times(step: ir.Expr, n: int) -> ir.Expr:
-    """A step taken n times; a number if the step is one."""
+    """The step taken n times; a constant if the step is constant."""
     if isinstance(step, ir.Const):
         return ir.Const(step.type, int(step.value) * n)
     assert isinstance(step.type, Scalar)
@@ -186,7 +186,7 @@ def times(step: ir.Expr, n: int) -> ir.Expr:
 
 
 def trip_count(loop: ir.Steps) -> int | None:
-    """The number of turns of a loop between known numbers; None of any other."""
+    """The number of turns of a loop between known numbers; None for any other loop."""
     match loop.condition:
         case ir.Binary(op="<" | "<=" as op, a=ir.Var(name=name), b=ir.Const(value=end)) if (
             name == loop.variable
@@ -219,7 +219,7 @@ def leaves_early(body: ir.Body) -> bool:
 
 
 def renamed(body: ir.Body, suffix: str) -> ir.Body:
-    """A copy of a body whose own variables get this suffix."""
+    """Copy a body with this suffix on the names of its own variables."""
     by: dict[str, ir.Expr] = {}
     for node in ir.walk_body(body):
         if isinstance(node, ir.Declare):

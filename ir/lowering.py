@@ -1,12 +1,11 @@
-"""C of the high level for one target, once parameters are chosen and loops transformed.
+"""Lowering of the high level to C for one target, once parameters are chosen and loops transformed.
 
 A vector wider than a register becomes several variables of a register each, a narrower one a smaller
 variable. Lanes keep their places, so every target computes the same sums in the same order.
 
-Byte dot products whose pairs cannot overflow become one instruction of VNNI.
-`dot_i16(dot_u8i8_sat(a, b), ones)` adds pairs in 16 bits, which saturates, and these in 32. Where every lane
-of `a` is seen to be at most 128, no pair leaves 16 bits (2 * 128 * -128 is the least), and `dot_u8i8` gives
-the same bits.
+Byte dot products whose pairs cannot overflow become one instruction of VNNI. `dot_i16(dot_u8i8_sat(a, b),
+ones)` adds pairs in 16 bits, which saturates, and the results in 32. Where every lane of `a` is known to be
+at most 128, no pair leaves 16 bits (2 * 128 * -128 is the least), and `dot_u8i8` gives the same bits.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from phasewise.ir.types import I32, Array, Scalar, Type, Vec, numbers_of
 from phasewise.ir.words import halves, typedef, vec_name
 
 MOST = 128
-"""Largest value of a lane with which a pair of products fits 16 bits."""
+"""Largest value of a lane for which the sum of two products with bytes fits 16 bits."""
 
 
 def joined(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
-    """The function with four products in one operation, wherever that changes no bit."""
+    """Replace dot products by one operation of four products, wherever that changes no bit."""
     body = _Joiner(function).body(function.body)
     return function if body == function.body else without_unused(replace(function, body=body))
 
@@ -60,13 +59,13 @@ class _Joiner(ir.Rewriter):
         return call("dot_u8i8", (zero, a, b))
 
     def _known(self, e: ir.Expr) -> ir.Expr:
-        """The expression that a name stands for, if it has only one value."""
+        """The expression that a name stands for, if it has only one value; else the name."""
         while isinstance(e, ir.Var) and e.name in self._values and e.name not in self._changing:
             e = self._values[e.name]
         return e
 
     def _most(self, e: ir.Expr) -> int:
-        """A bound of the lanes: no lane of bytes, read without a sign, is larger."""
+        """An upper bound for the lanes of a vector of bytes, read without a sign."""
         e = self._known(e)
         match e:
             case ir.CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):
@@ -103,8 +102,7 @@ def _is_one(e: ir.Expr) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """C in pieces, so that several functions may share a file. `definitions` are types, words and tables by
-    name."""
+    """C of a function in pieces that can share a file. definitions: types, words and tables by name."""
 
     name: str
     signature: str
@@ -129,7 +127,8 @@ def own_header(target: IsaTarget) -> str:
 def lower(
     function: ir.FunctionDefinition, target: IsaTarget, name: str | None = None, is_static: bool = False
 ) -> Lowered:
-    """C of a kernel whose numbers are all known (reading.read with a choice, transforms.transformed)."""
+    """Lower a kernel to C. All its numbers must be known (`reading.read` with a choice,
+    `transforms.transformed`)."""
     lowerer = _Lowerer(joined(function) if target.has_vnni else function, target)
     return lowerer.lowered(name or function.name, is_static)
 
@@ -173,7 +172,7 @@ class _Lowerer(LoweredExpressions):
         return "\n".join([f"static const {c_type(flat, declaration.name)} = {{", *lines, "};"])
 
     def _declare_locals(self) -> None:
-        """Declare all variables at the beginning: those of a loop keep their value after it."""
+        """Declare all variables at the beginning: a loop's variables keep their values after it."""
         seen: set[str] = set(self._names)
         for node in ir.walk_body(self._function.body):
             match node:
@@ -298,8 +297,7 @@ class _Lowerer(LoweredExpressions):
         self._loop(plain, f"for ({before};; {after})", loop.condition, loop.body)
 
     def _loop(self, plain: str, endless: str, condition: ir.Expr, body: ir.Body) -> None:
-        """Write a loop; an `endless` one, which tests within itself, where its condition needs lines of its
-        own."""
+        """Write a loop, as `endless` with the test inside where its condition needs lines of its own."""
         lines, text = self._captured(condition)
         if not lines:
             self._block(plain.format(condition=text), body)

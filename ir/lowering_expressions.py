@@ -1,4 +1,4 @@
-"""C of the high level's expressions: numbers as one text, vectors as one text for each register."""
+"""Lowering of the high level's expressions to C: one text for a number, or for each register of a vector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Parts: TypeAlias = list[str]
 
 
 class LoweredExpressions:
-    """Writes expressions, and the lines and words that they need before them."""
+    """Writes expressions as C, and the lines and words that they need before them."""
 
     def __init__(self, target: IsaTarget, names: set[str]) -> None:
         self._target = target
@@ -75,7 +75,7 @@ class LoweredExpressions:
         return name
 
     def _captured(self, e: ir.Expr) -> tuple[list[str], str]:
-        """The C of an expression, and the lines that it needs before it."""
+        """The C of an expression, and the lines that must come before it."""
         mine, self._lines = self._lines, []
         text = self._scalar(e)
         lines, self._lines = self._lines, mine
@@ -144,8 +144,7 @@ class LoweredExpressions:
         return name
 
     def _is_punned(self, e: ir.Index | ir.Member) -> bool:
-        """True for memory of one type that is read as another, or off its alignment: it is copied by
-        memcpy."""
+        """True for memory of one type that is read as another, or unaligned: it is copied by memcpy."""
         base = e.base
         while isinstance(base, ir.Binary):
             base = base.a
@@ -201,8 +200,7 @@ class LoweredExpressions:
         return f"{name}({self._scalar(a)})"
 
     def _reduced(self, op: str, source: ir.Expr, order: str) -> str:
-        """C of a reduction to a number. Halves are whole registers first; pairs meet within a register
-        first."""
+        """C of a reduction to a number: `halves` join whole registers first, `pairs` a register's lanes."""
         part, parts = self._part(ir.vec(source)), self._vector(source)
         if order == "pairs":
             values = [f"{self._words.reduction(op, part, order)}({register})" for register in parts]
@@ -337,7 +335,7 @@ class LoweredExpressions:
         return text if is_simple(text) else self._temporary(self._words.type(of), text)
 
     def _take(self, parts: Parts, of: Vec, start: int, count: int) -> str:
-        """`count` lanes of a vector from `start` on, whatever registers they are in."""
+        """C of `count` lanes of a vector from `start` on, whatever registers they are in."""
         part = self._part(of)
         own = self._words.type(Vec(of.elem, count))
         first = start // part.lanes
@@ -425,7 +423,7 @@ class LoweredExpressions:
         return registers
 
     def _computed(self, e: ir.CallExpression, of: Vec) -> Parts:
-        """C of an operation of which each part of the result depends on the same part of each argument."""
+        """C of an operation whose result has parts that depend only on the same part of each argument."""
         n, part = self._n_parts(of), self._part(of)
         sources = [arg.type for arg in e.args]
         vectors = [self._vector(arg) for arg in e.args]

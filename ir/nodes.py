@@ -16,7 +16,7 @@ from phasewise.ir.types import I32, Array, Pointer, Scalar, Struct, Type, Vec
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A constant number. Integers are Python's, floats too (of f32: one that float32 has)."""
+    """A constant number: a Python int or float; one of type f32 is a value of float32."""
 
     type: Type
     value: int | float
@@ -37,8 +37,7 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """An operation of C's arithmetic or comparisons; on vectors lane by lane. A pointer may be on the left of
-    + and -."""
+    """C's arithmetic or comparison, on vectors lane by lane. The left side of + and - may be a pointer."""
 
     type: Type
     op: str
@@ -62,8 +61,8 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class CallExpression:
-    """A call of an intrinsic, a helper or an operation. `numbers`: what has to be known when compiling, e.g.
-    lanes, a shift, a pattern."""
+    """A call of an intrinsic, a helper or an operation. numbers: arguments that must be known when compiling,
+    e.g. lanes, a shift, a pattern."""
 
     type: Type
     name: str
@@ -72,13 +71,13 @@ class CallExpression:
 
     @property
     def places(self) -> list[int]:
-        """The known numbers of the call, as places of lanes."""
+        """The call's known numbers as indices of lanes."""
         return [int(number.value) for number in self.numbers if isinstance(number, Const)]
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """An element of a pointer or an array; also of a set of registers, at the high level."""
+    """An element of a pointer or an array; at the high level also of an array of registers."""
 
     type: Type
     base: Expr
@@ -105,7 +104,7 @@ Expr: TypeAlias = Const | Var | Unary | Binary | Ternary | Cast | CallExpression
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Declaration of a variable of the function; without a value its content is not defined, an array is zero
+    """Declaration of a variable of the function. Without a value its content is undefined; an array is zero
     or `values`."""
 
     name: str
@@ -125,7 +124,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """A statement that calls for the effect alone."""
+    """A call as a statement, for its effect alone."""
 
     call: Expr
     line: int
@@ -145,7 +144,8 @@ class For:
 @dataclass(frozen=True, slots=True)
 class Steps:
     """A named loop: `variable` goes from `start` by `step` while the condition holds, and keeps its last
-    value. `how` transforms it, in this order; `unroll` there expands a loop of known length completely."""
+    value. how: transformations, applied in this order; `unroll` among them expands a loop of known length
+    completely."""
 
     name: str
     variable: str
@@ -220,24 +220,24 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The values that callers pass for one argument: how many elements, of which kind. Counts are expressions
-    over other arguments."""
+    """The description of one argument: the number and kind of elements that callers pass. Counts are
+    expressions over other arguments."""
 
     name: str
     line: int
     count: Expr | None = None
     numbers: tuple[tuple[str, float], ...] = ()
-    """The numbers of the description: low and high of values; least, most and multiple of a number."""
+    """Numbers of the description by name: low and high of values; least, most and multiple of a number."""
     halves: tuple[str, ...] = ()
-    """Fields that hold float16 bits."""
+    """Names of fields that hold float16 bits."""
     is_out: bool = False
     alias: str = ""
-    """Name of another buffer that callers may pass here too, as a whole; empty: none."""
+    """Name of another buffer that callers may also pass, as a whole, as this argument; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionDefinition:
-    """A kernel; `structs` and `tables` are those that it uses."""
+    """A kernel; `structs` and `tables` are the ones that it uses."""
 
     name: str
     args: tuple[tuple[str, Type], ...]
@@ -247,7 +247,7 @@ class FunctionDefinition:
     structs: tuple[Struct, ...] = ()
     tables: tuple[Declare, ...] = ()
     helpers: tuple[FunctionDefinition, ...] = ()
-    """At the low level: the functions that it calls, callees first."""
+    """At the low level: the functions that the kernel calls, callees before callers."""
     parameters: tuple[Parameter, ...] = ()
     described: tuple[Argument, ...] = ()
     reassociate: bool = False
@@ -295,14 +295,14 @@ class Rewriter:
         return self.leave(self.inside(e))
 
     def leave(self, e: Expr) -> Expr:
-        """The expression that replaces `e`, whose parts have been rewritten before."""
+        """Replace the expression `e`, whose parts have been rewritten before."""
         return e
 
     def inside(self, e: Expr) -> Expr:
         return self._rebuilt(e)
 
     def _rebuilt(self, node: Node) -> Node:
-        """A node with its parts rewritten, or itself where none changes."""
+        """Rewrite a node's parts; the node itself if none changes."""
         values = {field.name: getattr(node, field.name) for field in fields(node)}
         new = {name: self._value(value) for name, value in values.items()}
         changed = {name: value for name, value in new.items() if value is not values[name]}
@@ -324,7 +324,7 @@ class Rewriter:
         return tuple(new for statement in body for new in self.statement(statement))
 
     def statement(self, statement: Stmt) -> Body:
-        """The statements that replace a statement: none, one or several."""
+        """Replace a statement by none, one or several statements."""
         return (self.statement_inside(statement),)
 
     def statement_inside(self, statement: Stmt) -> Stmt:

@@ -1,10 +1,8 @@
-"""The operations of the high level: names, and the type of a result, given the types of operands.
+"""The operations of the high level: their names, and the type of a result by the types of the operands.
 
-No operation names an instruction set, and each means the same for any number of lanes. Those that x86
-computes in groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because that is what authors
-wrote.
-
-`integer_result` is C's arithmetic on whole numbers, for constants and for the interpreter.
+No operation names an instruction set, and each means the same for any number of lanes. Operations that x86
+computes in groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because authors wrote their
+kernels for that. `integer_result` is C's arithmetic on whole numbers, for constants and for the interpreter.
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ LIBRARY = (
     *("fmaxf", "fminf", "rintf", "nearbyintf", "truncf", "roundf", "copysignf", "fmodf", "tanf", "asinf"),
     *("acosf", "atanf", "atan2f", "log2f", "log10f", "exp2f", "hypotf", "sinhf", "coshf", "log1pf", "expm1f"),
 )
-"""Functions of C's library on float32 that kernels may call."""
+"""Functions of C's math library on float32 that kernels may call."""
 
 LIBRARY_F64 = {f"{name[:-1]}_f64": name[:-1] for name in LIBRARY}
-"""Functions of C's library on float64: C's names by the names here."""
+"""C names of the math functions on float64, by their names in kernels."""
 
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
-"""Orders in which a reduction halves a vector: the upper half upon the lower, or neighbours; `halves_pairs`:
-halves down to sixteen bytes, then neighbours."""
+"""Orders in which a reduction halves a vector. `halves`: the upper half is combined with the lower; `pairs`:
+neighbours; `halves_pairs`: halves down to sixteen bytes, then neighbours."""
 
 DOTS = {
     # name: (types of the factors, type of the sums, products in one sum,
@@ -61,7 +59,7 @@ MAX_VECTOR_BYTES = 1024
 
 
 class Mistyped(Exception):
-    """Raised where an operation does not take its operands. The caller adds file and line."""
+    """An operation does not take its operands. The caller adds file and line."""
 
 
 def _need(condition: bool, text: str) -> None:
@@ -71,8 +69,7 @@ def _need(condition: bool, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The operands of an operation: types of values, known numbers, and the element type that the text
-    names."""
+    """The operands of an operation: types of values, known numbers, and the named element type."""
 
     name: str
     types: list[Type]
@@ -80,7 +77,7 @@ class Operands:
     of: Scalar | None
 
     def number(self, index: int = 0) -> int:
-        """A number among the operands, which is known before the kernel runs."""
+        """A number among the operands, known before the kernel runs."""
         value = self.numbers[index] if index < len(self.numbers) else None
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise Mistyped("a number that is known before the kernel runs is missing")
@@ -114,7 +111,7 @@ class Operands:
         return self.of
 
     def alike(self, first: int = 0, word: str = "two") -> None:
-        """Refuse values of different types, from the first one on."""
+        """Refuse values of different types, from `first` on."""
         types = self.types[first:]
         told = f", not {', '.join(map(spelled, types))}" if first == 0 else ""
         _need(len(set(types)) == 1, f"{self.name} takes {word} of one type{told}")
@@ -126,20 +123,20 @@ class Operands:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation: how many values it takes, and the type of its result."""
+    """One operation: the number of values that it takes, and the type of its result."""
 
     values: int
     result: Callable[[Operands], Type]
     takes_numbers: bool = False
-    """True if numbers that are known when compiling stand behind the values."""
+    """True if numbers that are known when compiling follow the values."""
     names_type: bool = False
     """True if the text names the type of the result's lanes, as in `widen(v, i32)`."""
     is_effect: bool = False
-    """True if the operation is a statement of its own, for what it does to memory."""
+    """True if the operation is a statement of its own, for its effect on memory."""
     moves_lanes: bool = False
-    """True if the operation moves lanes beyond groups of sixteen bytes."""
+    """True if the operation moves lanes across groups of sixteen bytes."""
     is_lanewise: bool = False
-    """True if each lane of the result depends on the same lane of the operands, however many there are."""
+    """True if each lane of the result depends only on the same lane of the operands."""
 
 
 # ---- types of results ------------------------------------------------------------------------------------
@@ -330,7 +327,7 @@ OPERATIONS: dict[str, Operation] = {
 def call(
     name: str, args: tuple[ir.Expr, ...], numbers: Sequence[ir.Expr | int] = (), of: Scalar | None = None
 ) -> ir.CallExpression:
-    """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
+    """Make a call with its type. of: the element type that the text names, e.g. `i32` in `widen(v, i32)`."""
     expressions = tuple(
         ir.integer(constant) if isinstance(constant, int) else constant for constant in numbers
     )
@@ -362,8 +359,8 @@ SHIFTS = ("<<", ">>")
 
 
 def binary(op: str, a: ir.Expr, b: ir.Expr) -> ir.Binary:
-    """A binary operation with its type: C's types for numbers and pointers; vectors meet vectors of their own
-    type, shifts a known number."""
+    """Make a binary operation with its type: C's type for numbers and pointers. Both vectors must have one
+    type; shifts of vectors take a known number."""
     return ir.Binary(binary_type(op, a.type, b.type), op, a, b)
 
 
@@ -421,7 +418,7 @@ def decayed(of: Type) -> Type:
 
 
 def cast(of: Type, a: ir.Expr) -> ir.Expr:
-    """The expression `a` as another type; itself where it has the type."""
+    """Convert the expression `a` to another type; `a` itself if it has the type already."""
     if a.type == of:
         return a
     if isinstance(a, ir.Const) and isinstance(of, Scalar):
@@ -430,7 +427,7 @@ def cast(of: Type, a: ir.Expr) -> ir.Expr:
 
 
 def fitting(value: int | float, of: Scalar) -> int | float:
-    """A number converted to a type as C converts it."""
+    """Convert a number to a type as C does."""
     if of == F32:
         try:
             return float(struct.unpack("f", struct.pack("f", value))[0])
@@ -443,7 +440,7 @@ def fitting(value: int | float, of: Scalar) -> int | float:
 
 
 def as_elem(a: ir.Expr, elem: Scalar) -> ir.Expr:
-    """The expression `a` with the same bits, read as lanes of `elem`."""
+    """Read the bits of the expression `a` as lanes of `elem`."""
     if ir.vec(a).elem == elem:
         return a
     if ir.is_call(a, "bits"):
@@ -460,8 +457,7 @@ def as_elem(a: ir.Expr, elem: Scalar) -> ir.Expr:
 
 
 def integer_result(op: str, a: int, b: int, of: Scalar) -> int | None:
-    """The result of `a op b` in a type that both have; None where C defines none: a division by 0, a shift by
-    too much."""
+    """The result of `a op b` in both's type; None where C has none: division by 0, a shift by too much."""
     value = _exact(op, a, b, 8 * of.size)
     return None if value is None else int(fitting(value, of))
 

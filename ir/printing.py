@@ -1,8 +1,8 @@
-"""C of the low level: what the parser read, with every conversion written out.
+"""Printer of C of the low level: the parsed function with every conversion written out.
 
-An `Original` is the function that a kernel was raised from: a contestant in its tuning, and a variant of what
-is emitted. Its print compiles to the same results. A database holds a hash of
-this text and no code, so that an original is in use only beside the very file it was measured from.
+An `Original` is the function that a kernel was raised from: a contestant in its tuning, and a variant of the
+emitted file. Its print compiles to the same results. A database holds a hash of this text and no code, so
+that an original is in use only beside the very file it was measured from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x)
 
 
 def printed_c(function: ir.FunctionDefinition) -> str:
-    """A C file with the function, its helpers, structs and tables."""
+    """Print a C file with the function, its helpers, structs and tables."""
     own = "" if function.source_isa == "portable" else "#include <immintrin.h>\n"
     head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
     printer = _Printer()
@@ -36,8 +36,7 @@ def printed_c(function: ir.FunctionDefinition) -> str:
 
 
 def printed_parts(function: ir.FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
-    """The declarations that the function needs but structs and headers, by name, and the C of the
-    function."""
+    """Print the function's declarations, except structs and headers, by name, and the function itself."""
     printer = _Printer()
     tables = {table.name: table for part in (*function.helpers, function) for table in part.tables}
     helpers = {helper.name: printer.function(helper, is_static=True) for helper in function.helpers}
@@ -158,19 +157,19 @@ class _Printer:
 
 
 NAME = "original"
-"""Name that stands where a parameter's name does; parameters are upper-case."""
+"""Stands in place of a parameter's name in the choice of an original; parameters are upper-case."""
 
 
 @dataclass(frozen=True)
 class Original:
-    """A function of the low level and the hash that a database knows it by."""
+    """A function of the low level, and the hash by which a database knows it."""
 
     function: ir.FunctionDefinition
     digest: int
 
     @property
     def choice(self) -> tuple[tuple[str, int], ...]:
-        """The choice of parameters that stands for the original."""
+        """The entry in place of a choice of parameters that stands for the original."""
         return ((NAME, self.digest),)
 
     def file(self) -> str:
@@ -178,7 +177,7 @@ class Original:
         return printed_c(self.function)
 
     def lowered(self, name: str) -> Lowered:
-        """The original as pieces of a file with other functions; the function is static and called `name`."""
+        """Print the original as pieces of a file; the function is static and called `name`."""
         definitions, body = printed_parts(replace(self.function, name=name), is_static=True)
         return Lowered(name, "", "", definitions, body)
 
@@ -187,9 +186,9 @@ def original_of(
     path: Path, kernel: ir.FunctionDefinition, target: IsaTarget,
     include: Sequence[Path] = (), define: Sequence[str] = (),
 ) -> Original:  # fmt: skip
-    """The original of a kernel: the function of its name in a C file. include, define: folders of headers and
-    macros that the file needs. Raises SourceError where it is outside the subset, and UserKernelError where
-    it has other arguments than the kernel or cannot be compiled for `target`."""
+    """Read the original of a kernel: the function of its name in a C file. include, define: folders of
+    headers and macros that the file needs. SourceError for a function outside the subset; UserKernelError for
+    other arguments than the kernel's, or a file that cannot be compiled for `target`."""
     function = parse_file(path, kernel.name, None, include, define)
     if (function.args, function.result) != (kernel.args, kernel.result):
         raise UserKernelError(f"{path}: {kernel.name} has other arguments than the kernel")

@@ -1,8 +1,7 @@
-"""Reader of the high level's text: typed statements. Every complaint names the line of the text.
+"""Reader of the high level's text: typed statements. Every error names the line of the text.
 
-Python's own parser reads the syntax; the subset that means something here is listed by the branches below.
-Parameters get values first, because the lanes of a vector may depend on them: a kernel is read anew for each
-choice.
+Python's own parser reads the syntax; the branches below accept the subset that has a meaning here. Parameters
+get values first, because the lanes of a vector may depend on them: a kernel is read anew for each choice.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from phasewise.ir.types import (
 MAX_CHARS = 1 << 20
 MAX_DEPTH = 100
 MAX_SPACE = 100_000
-"""Most choices of all parameters together."""
+"""Most choices, as the product of the numbers of values of all parameters."""
 TRANSFORMATIONS = ("unroll", "widen")
-"""Transformations of a loop, each by a number; see transforms.py."""
+"""Names of a loop's transformations, each with a number; see transforms.py."""
 
 
 def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> ir.FunctionDefinition:
-    """Read a kernel from its text. With `choice`, these values stand in place of the parameters; else the
+    """Read a kernel from its text. choice: values in place of the parameters; without it the parameters'
     names stay, and types are those of the defaults. Raises SourceError."""
     return _Reader(text, where, choice).function()
 
@@ -49,7 +48,7 @@ class _Reader(TextExpressions):
         super().__init__(where, choice)
         self._tables: dict[str, ir.Declare] = {}
         self._described: list[ir.Argument] = []
-        """The parameters that have several values."""
+        """The descriptions of arguments that were read so far."""
         self._loops: set[str] = set()
         self._reassociate = False
         self._result: Type = VOID
@@ -191,7 +190,7 @@ class _Reader(TextExpressions):
         )
 
     def _is_header(self, node: ast.stmt) -> bool:
-        """Note a line that describes the kernel and computes nothing; True if it is one."""
+        """True if the line describes the kernel and computes nothing; its content is noted."""
         match node:
             case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
                 return True
@@ -338,8 +337,7 @@ class _Reader(TextExpressions):
         self._types[name] = of
 
     def _fit(self, value: ir.Expr, of: Type, node: ast.AST) -> ir.Expr:
-        """A value fitted to the type that is needed. Numbers of the text take it, nothing else is
-        converted."""
+        """Give a value the needed type. Numbers of the text take the type, other values are not converted."""
         if value.type == of:
             return value
         if (

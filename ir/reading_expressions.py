@@ -1,4 +1,4 @@
-"""Reader of the high level's types and expressions, which become typed expressions."""
+"""Reader of the high level's types and expressions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_ELEMENTS = 1 << 20
 
 
 class TextExpressions:
-    """Reads expressions, with the names and types that are known so far."""
+    """Reader of expressions, with the names and types that are known so far."""
 
     def __init__(self, where: str, choice: Mapping[str, int] | None) -> None:
         self._where = where
@@ -247,7 +247,7 @@ class TextExpressions:
     def _with_lanes(
         self, name: str, values: tuple[ir.Expr, ...], numbers: tuple[ir.Expr, ...], of: Scalar | None
     ) -> ir.Expr:
-        """A call of an operation whose numbers may be parameters: its type is that of their defaults."""
+        """Make a call of an operation whose numbers may be parameters: its type is that of their defaults."""
         defaults = tuple(self._known(constant) for constant in numbers)
         operation = call(name, values, defaults, of)
         return operation if defaults == numbers else replace(operation, numbers=numbers)
@@ -287,7 +287,7 @@ _OPERATORS: dict[type[ast.operator], str] = {
 
 
 class Folder(ir.Rewriter):
-    """Computes arithmetic on known whole numbers."""
+    """Rewriter that computes arithmetic on known whole numbers."""
 
     def __init__(self, by: Mapping[str, ir.Const] | None = None) -> None:
         self._by: Mapping[str, ir.Const] = by or {}

@@ -1,4 +1,4 @@
-"""Instruction sets that kernels are lowered to: register sizes, and what a compiler is told."""
+"""Instruction sets that kernels are lowered to: register sizes, compiler flags, and macros."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ COMMON_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class IsaTarget:
-    """An instruction set as a target. `register_bytes` is the widest vector that one variable of the lowered
-    C holds."""
+    """An instruction set as a target. register_bytes: widest vector of one variable of the lowered C."""
 
     name: str
     family: str
@@ -25,7 +24,7 @@ class IsaTarget:
     register_bytes: int
     flags: tuple[str, ...]
     macros: tuple[str, ...]
-    """Macros by which an emitted file tests that the compiler is told of this set."""
+    """Macros by which an emitted file tests whether the compiler enables this set."""
 
     @property
     def has_vnni(self) -> bool:
@@ -61,7 +60,7 @@ CPU_WORDS = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "avx512_vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
 }
-"""Flags of /proc/cpuinfo that a set needs."""
+"""Flags of /proc/cpuinfo that an instruction set needs, by instruction set."""
 
 
 def runs_here(name: str, cpu_flags: frozenset[str]) -> bool:

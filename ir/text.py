@@ -1,7 +1,4 @@
-"""The high level as text that a person edits, in Python's syntax, one construct a line.
-
-`printed` writes it.
-"""
+"""Printer of the high level as text that a person edits, in Python's syntax, one construct a line."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ FIRST_LINE = "# phasewise kernel 1"
 
 
 def printed(function: ir.FunctionDefinition) -> str:
-    """The text of a kernel at the high level; `reading.read` takes it back."""
+    """Print a kernel at the high level; `reading.read` reads the text back."""
     lines = [FIRST_LINE]
     if function.source_isa:
         lines.append(f"# raised from C for {function.source_isa}")
@@ -129,7 +126,7 @@ WORDS = {"&&": "and", "||": "or"}
 
 
 def expression(e: ir.Expr) -> str:
-    """The text of one expression; every operation within another one stands in parentheses."""
+    """Print one expression; every operation within another one is in parentheses."""
     match e:
         case ir.Const(of, value):
             assert isinstance(of, Scalar)

@@ -24,8 +24,7 @@ MAX_COPIES = 64
 
 
 def transformed(function: ir.FunctionDefinition, where: str = "kernel") -> ir.FunctionDefinition:
-    """The function with every loop transformed as it says. SourceError where one cannot be, naming its
-    line."""
+    """Transform every loop as its text says. SourceError, with the line, for a loop that cannot be."""
     worker = _Transformer(function, where)
     return replace(function, body=worker.body(function.body))
 
@@ -37,8 +36,8 @@ class _Transformer(ir.StatementRewriter):
         self._n = 0
 
     def statement(self, statement: ir.Stmt) -> ir.Body:
-        """Transform a statement's outer loop first: what its transformations copy has the inner ones still to
-        be transformed."""
+        """Transform a statement's outer loop before its inner ones, since its transformations copy the
+        untransformed inner loops."""
         if not isinstance(statement, ir.Steps) or not statement.how:
             return (self.statement_inside(statement),)
         how, loop = statement.how[0], replace(statement, how=statement.how[1:])
@@ -50,7 +49,7 @@ class _Transformer(ir.StatementRewriter):
         return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
 
     def count(self, loop: ir.Steps, how: ir.How) -> int:
-        """The number that a transformation takes."""
+        """The known number of a transformation."""
         value = how.number
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
@@ -116,7 +115,7 @@ def _unroll(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
 
 
 def _expanded(worker: _Transformer, loop: ir.Steps, trips: int) -> ir.Body:
-    """All turns of a loop of known length as statements, one after another."""
+    """Write all turns of a loop of known length as statements, one after another."""
     assert isinstance(loop.start, ir.Const)
     assert isinstance(loop.step, ir.Const)
     statements: list[ir.Stmt] = []

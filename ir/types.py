@@ -1,7 +1,7 @@
-"""Types of both levels: numbers, vectors, pointers, arrays and structs of those. All are values.
+"""Types of both levels: numbers, vectors, pointers, arrays and structs. All are immutable values.
 
 A vector type has lanes of one number type. On x86 the low level has registers of integers whose lanes only
-the instruction tells (`__m256i`): their element is `bits`, and lanes are bytes.
+the instruction determines (`__m256i`): their element is `bits`, and lanes are bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number of a fixed width; `bits` is a byte of a register whose lanes are not known."""
+    """The type of a number of fixed width; `bits` is a byte of a register whose lanes are not known."""
 
     name: str
 
@@ -31,7 +31,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Vec:
-    """A vector type: `lanes` numbers, computed with at once."""
+    """A vector type of `lanes` numbers, which are computed with at once."""
 
     elem: Scalar
     lanes: int
@@ -43,7 +43,7 @@ class Vec:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer type: address of elements in memory that its caller owns; `is_const`: not written through."""
+    """A pointer type, to elements in the caller's memory. is_const: True if not written through."""
 
     to: Type
     is_const: bool = False
@@ -55,8 +55,7 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array type: `count` elements in a row, in a field of a struct, a table, or memory of the kernel's
-    own."""
+    """An array type: `count` elements in a row, in a struct's field, a table, or the kernel's own memory."""
 
     of: Type
     count: int
@@ -124,7 +123,7 @@ SCALARS = {scalar.name: scalar for scalar in (I8, U8, I16, U16, I32, U32, I64, U
 
 
 def innermost(of: Type) -> Type:
-    """The type of an array's numbers or registers, however many dimensions it has."""
+    """The type of an array's numbers or registers, for any number of dimensions."""
     while isinstance(of, Array):
         of = of.of
     return of
@@ -138,7 +137,7 @@ def numbers_of(of: Type) -> Scalar:
 
 
 def pointee(of: Type) -> Type | None:
-    """The type of what a pointer or an array leads to."""
+    """The element type of a pointer or an array; None for other types."""
     return of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
 
 

@@ -1,7 +1,8 @@
 """Loop vectorisation (`widen`): several turns side by side, every vector n times as long.
 
-A vector is held as one long vector, or as the n vectors of the turns where it has to be taken apart: half
-vectors, and short ones that were read from places apart. Loads and stores of neighbouring places become one.
+A vector is held as one long vector, or as the n vectors of the turns where it must be taken apart: half
+vectors, and short vectors that were read from distant places. Loads and stores of neighbouring places become
+one.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from phasewise.ir.operations import OPERATIONS, call
 from phasewise.ir.types import Scalar, Vec
 
 SMALL_BYTES = 32
-"""Bytes below which a vector stays apart as long as all vectors that it meets do."""
+"""Bytes below which a vector is kept as one for each turn, as long as all that it meets are."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The values that one expression has in each turn; `is_same`: they are one and the same."""
+    """The values of one expression in each turn; `is_same`: all turns have the same value."""
 
     values: tuple[ir.Expr, ...]
 
@@ -36,8 +37,8 @@ class _Long:
 def widened(
     loop: ir.Steps, sums: list[Accumulator], n: int, suffix: str
 ) -> tuple[ir.Body, ir.Steps, ir.Body]:
-    """The statements before, the loop of n turns at once, and the statements after it. ValueError: why that
-    cannot be."""
+    """Widen a loop; returns the statements before it, the loop of n turns at once, and the statements after
+    it. ValueError with the reason for a loop that cannot be widened."""
     if leaves_early(loop.body):
         raise ValueError("the loop may end within a turn")
     worker = _Widener(loop, sums, n, suffix)
@@ -66,7 +67,7 @@ class _Widener:
             self._sum(accumulator)
 
     def _sum(self, accumulator: Accumulator) -> None:
-        """Widen an accumulator: a sum becomes a long one, or one for each turn where it is a number."""
+        """Widen an accumulator: a vector becomes a longer one, a number becomes one for each turn."""
         own, line = ir.Var(accumulator.type, accumulator.name), self._loop.line
         if isinstance(accumulator.type, Scalar):
             copies = [
@@ -167,7 +168,7 @@ class _Widener:
     # ---- values ----
 
     def _stride(self, place: ir.Expr) -> int | None:
-        """The number of elements between the places of two turns."""
+        """The number of elements between the places of two turns; None if it is unknown."""
         step = self._loop.step
         by = coefficient(place, self._loop.variable, self._changing)
         return by * int(step.value) if by is not None and isinstance(step, ir.Const) else None
@@ -204,7 +205,7 @@ class _Widener:
         raise ValueError("an array of vectors")
 
     def _each(self, e: ir.Expr) -> _Turns:
-        """The values that every turn computes for itself."""
+        """Compute an expression for every turn by itself."""
         values: list[ir.Expr] = []
         for i in range(self._n):
             by: dict[str, ir.Expr] = {}
@@ -217,7 +218,7 @@ class _Widener:
         return _Turns(tuple(values))
 
     def _lanewise(self, e: ir.Expr, operands: tuple[ir.Expr, ...]) -> _Turns | _Long:
-        """The same lane-by-lane operation on longer vectors."""
+        """Apply a lane-by-lane operation to longer vectors."""
         values = [self._value(arg) for arg in operands]
         is_short = all(isinstance(value, _Turns) for value in values) and all(
             isinstance(arg.type, Vec) and arg.type.size < SMALL_BYTES for arg in operands
@@ -254,7 +255,7 @@ class _Widener:
 
 
 def _with_operands(e: ir.Expr, old: tuple[ir.Expr, ...], new: list[ir.Expr]) -> ir.Expr:
-    """The operation on other vectors, its result as long as these are."""
+    """Apply the operation to other vectors; its result is as long as they are."""
     first_old, first_new = old[0].type, new[0].type
     assert isinstance(first_old, Vec)
     assert isinstance(first_new, Vec)
@@ -278,7 +279,7 @@ def _joined(values: list[ir.Expr]) -> ir.Expr:
 
 
 def _part(e: ir.Expr, index: int, n: int) -> ir.Expr:
-    """The part with this index of a long vector that has n parts."""
+    """Take part `index` of a long vector that has n parts."""
     while n > 1:
         n //= 2
         which = "hi" if index >= n else "lo"

@@ -1,8 +1,8 @@
-"""The operations as C functions for vectors that fit a register of the target: one `static inline` function
-each. Arithmetic, comparisons and moves are the vector extensions that gcc and clang share. What they lack is
-an intrinsic of the target, or a loop over lanes where it has none; so every target has every word. Semantics
-are those of cython_kernels/simd: min and max give the second where either is NaN, `v_sum` is the reduction in
-halves."""
+"""The operations as C functions for vectors that fit a register of the target: a `static inline` function, or
+word, for each. Arithmetic, comparisons and moves are the vector extensions of gcc and clang. An operation
+that they lack is an intrinsic of the target, or a loop over lanes if it has none; so every target has every
+word. Semantics are those of cython_kernels/simd: min and max give the second argument if either is NaN,
+`v_sum` is the reduction in halves."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def x86_prefix(size: int) -> str:
 
 
 class Words:
-    """Makes words for one target, and remembers which of them were asked for."""
+    """Makes the words of one target, and remembers the words that were asked for."""
 
     def __init__(self, target: IsaTarget) -> None:
         self._target = target
         self.by_name: dict[str, str] = {}
-        """The C of each word."""
+        """The C of each word, by the word's name."""
         self.types: dict[str, Vec] = {}
 
     def type(self, of: Vec) -> str:
@@ -60,7 +60,7 @@ class Words:
         return name
 
     def paired(self, op: str, of: Vec, a: str, b: str) -> str:
-        """C that reduces two registers lane by lane."""
+        """C that combines two registers lane by lane, for a reduction."""
         if op == "add" and of.elem.is_float:
             return f"({a} + {b})"
         return f"{self.make(op, of, (of, of))}({a}, {b})"
@@ -92,8 +92,7 @@ class Words:
         return name
 
     def quads(self, part: Vec) -> str:
-        """The C of dot_u8i8 for targets without its instruction: even and odd bytes as sixteen bits, so that
-        nothing saturates."""
+        """C of dot_u8i8 where no instruction does it: even and odd bytes in sixteen bits never saturate."""
         lanes = 4 * part.lanes
         name = f"{self.type(part)}_dot_u8i8"
         words16, u16 = (
@@ -136,7 +135,7 @@ class Words:
         return C_NAMES[of.name] if isinstance(of, Scalar) else self.type(of)
 
     def _general(self, operation: str, result: Vec | Scalar, args: tuple[Vec | Scalar, ...]) -> str | None:
-        """The C of an operation in the vector extensions alone."""
+        """C of an operation by vector extensions alone; None if they lack it."""
         if not isinstance(result, Vec):
             return None
         r, u = vec_name(result), self._unsigned(result)
@@ -292,7 +291,7 @@ def _last_lanes(op: str, v: str, lanes: int, elem: Scalar, order: str) -> str:
 
 
 def _m128(of: Vec, letter: str) -> str:
-    """C of a vector of 8 bytes, or of a register's, as a register of bits."""
+    """C that reads a vector of 8 bytes, or of a register's size, as a register of bits."""
     if of.size > 16:
         return f"({x86_register(Vec(SCALARS['u8'], of.size))}){letter}"
     return f"(__m128i){letter}" if of.size == 16 else f"_mm_cvtsi64_si128((long long){letter})"
@@ -307,8 +306,7 @@ _X86_ROUND = {
 
 
 def _x86_name(operation: str, result: Vec, target: IsaTarget) -> str | None:
-    """The x86 intrinsic for an operation, without its prefix; None: it is done by the extensions, or a
-    loop."""
+    """The x86 intrinsic for an operation, without its prefix; None if it has none."""
     elem, width = result.elem, 8 * result.elem.size
     suffix = {"f32": "ps", "f64": "pd"}.get(elem.name)
     is_wide = result.size == 64
@@ -358,7 +356,7 @@ def _x86_name(operation: str, result: Vec, target: IsaTarget) -> str | None:
 
 
 Loop: TypeAlias = Callable[[Any, Any], str]
-"""Writes the body of a word, from the types of its result and of its arguments."""
+"""Function that writes the body of a word, from the types of its result and of its arguments."""
 
 
 def _each(lanes: int, text: str) -> str:
@@ -413,7 +411,7 @@ def _dotted(a: str, b: str, products: int, start: str, is_saturated: bool = Fals
 
 
 def _builtin(name: str, values: str) -> Loop:
-    """Builds a word that calls the compiler's built-in function of this name on floats of either size."""
+    """Make a word that calls the compiler's built-in function of this name on floats of either size."""
     return lambda result, args: _each(
         result.lanes, f"r[i] = __builtin_{name}{'f' if result.elem.name == 'f32' else ''}({values});"
     )
@@ -499,7 +497,7 @@ static inline uint16_t to_f16(float x) {
 
 
 def halves(target: IsaTarget) -> str:
-    """The C that converts one float16: the processor's instruction where the target has one."""
+    """C that converts one float16, by the processor's instruction where the target has one."""
     return {"x86": _X86_HALVES, "arm": _ARM_HALVES}.get(target.family, HALVES)
 
 

@@ -32,12 +32,10 @@ from phasewise.kerneldb.errors import (
 from phasewise.kerneldb.location import MEMORY_URL, Location
 
 BUSY_TIMEOUT_S = 15.0
-"""Seconds that SQLite waits for another writer's lock, which is held for milliseconds, or seconds to upgrade.
-"""
+"""Seconds to wait for another writer's lock, which is held for milliseconds, or seconds to upgrade."""
 
 LEAST_ROOM_BYTES = 64 << 10
-"""Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
-log."""
+"""Free bytes that opening a database for writing needs: SQLite adds 32 KiB and a log."""
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
 COPY_SUFFIX = ".before-upgrade"
@@ -55,8 +53,7 @@ _STEPS_BETWEEN_LOOKS = 1_000_000
 STATEMENT_TIMEOUT_S = 120
 """Seconds that a PostgreSQL server works on one statement at most, unless the database's URL sets a limit."""
 _NO_JIT = "-c jit=off"
-"""Option by which PostgreSQL does not compile queries: compiling `queries.keys_by_seeking` took 5 s, running
-it less than one."""
+"""Option against compiling in PostgreSQL: of `queries.keys_by_seeking` it took 5 s, running less than one."""
 _CONNECT_TIMEOUT_S = 15
 _LIBPQ_DRIVERS = ("postgresql", "postgresql+psycopg", "postgresql+psycopg2")
 
@@ -68,8 +65,7 @@ MAX_REASON_CHARS = 160
 
 
 def _json_or_none(text: str) -> Any:
-    """Parse JSON; a damaged value becomes None, which no record accepts, so that its row is refused by name.
-    """
+    """Parse JSON; a damaged value becomes None, which no record accepts: its row is refused by name."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError, TypeError):
@@ -106,8 +102,7 @@ def _read_only_parameters(file: Path) -> str:
 
 
 def _memory_engine() -> Engine:
-    """Make an engine with one connection for as long as the engine lives: an in-memory database ends with its
-    connection."""
+    """Make an engine with one connection, which the in-memory database lives as long as."""
     options = {"isolation_level": None, "check_same_thread": False}
     engine = create_engine(MEMORY_URL, poolclass=StaticPool, connect_args=options, **_JSON)
     return _with_sqlite_habits(engine)
@@ -146,8 +141,7 @@ def _server_engine(url: str, name: str) -> Engine:
 
 
 def _with_sqlite_habits(engine: Engine) -> Engine:
-    """Set up each connection: foreign keys, real transactions, text that is not UTF-8 left to the row's
-    checks."""
+    """Set up each connection: foreign keys, real transactions, non-UTF-8 text left to the row's checks."""
 
     @event.listens_for(engine, "connect")
     def set_up(dbapi: Any, _: ConnectionPoolEntry) -> None:
@@ -199,8 +193,7 @@ def _limit_steps(engine: Engine) -> None:
 
 
 def for_writing(engine: Engine) -> Engine:
-    """Copy the engine with transactions that take SQLite's write lock as they begin: they wait and never
-    deadlock."""
+    """Copy the engine with transactions that begin with SQLite's write lock: they wait, never deadlock."""
     return engine.execution_options(**{_WRITES: True})
 
 
@@ -241,8 +234,7 @@ def check_file(file: Path) -> bool:
 
 
 def check_beside(file: Path) -> None:
-    """Refuse a pipe or a device in the place of one of SQLite's own files, which SQLite would open and wait
-    for."""
+    """Refuse a pipe or a device in place of one of SQLite's own files, which SQLite would wait for."""
     for ending in _OWN_FILES:
         own = Path(f"{file}{ending}")
         if os.path.lexists(own) and not own.is_file():
@@ -279,8 +271,7 @@ def _is_open_here(file: os.stat_result) -> bool:
 
 
 def make_room(location: Location) -> None:
-    """Make sure that a new database file can be created. Only the default file's directory is created with
-    it."""
+    """Check that a new database file can be created. Only the default file's directory is created too."""
     assert location.file is not None
     folder = location.file.parent
     try:

@@ -111,8 +111,7 @@ def promoted_keys(connection: Connection, verified: bool, *where: ColumnElement[
 
 
 def _keys(connection: Connection, report: Report) -> Callable[[tuple[Any, ...]], Key | None]:
-    """Make a function from a row's columns to its key; a key that breaks its bounds is reported and becomes
-    None."""
+    """Make a function from a row's columns to its key; a key out of bounds is reported and becomes None."""
     problems = problems_by_id(connection)
 
     def made_key(columns: tuple[Any, ...]) -> Key | None:
@@ -185,8 +184,7 @@ def machines(
     absent_tables: Collection[str],
     kinds: Collection[type[StoredRow]] = KINDS.values(),
 ) -> set[MachineKey]:
-    """Every kind of machine that has rows of these kinds. absent_tables: tables that a database of an older
-    schema lacks."""
+    """Every kind of machine that has rows of these kinds. absent_tables: tables that the database lacks."""
     keys = set[tuple[Any, ...]]()
     for kind in kinds:
         columns = TABLES[kind].c

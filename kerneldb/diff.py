@@ -45,8 +45,7 @@ class Diff:
     differences: tuple[Difference, ...]
     others: tuple[OtherDifference, ...] = ()
     steps_here: int = 0
-    """Number of steps of models that were timed here alone: a choice of steps by a search is no difference.
-    """
+    """Number of models' steps that were timed here alone: a search's choice of steps is no difference."""
     steps_there: int = 0
 
 

@@ -159,13 +159,11 @@ Choice: TypeAlias = Annotated[tuple[tuple[str, int], ...], Pairs()]
 
 
 class CheckedRecord:
-    """Base of records, whose fields are checked when a record is made. RecordError names field, value and
-    bounds."""
+    """Base of records, whose fields are checked when one is made: RecordError names field, value, bounds."""
 
     __slots__ = ()
     has_table: ClassVar[bool] = False
-    """True if the record has a table of its own, since many rows share one record: it stays whole among flat
-    fields."""
+    """True if many rows share a record: it has its own table and stays whole among flat fields."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -255,8 +253,7 @@ def is_shared(record: Any) -> bool:
 
 @lru_cache(maxsize=4096, typed=True)
 def shared(record: Any, *values: Any) -> Any:
-    """Make a record such as a problem or a kind of machine once, and return it for all rows with the same
-    values."""
+    """Make a record such as a problem once, and return it for all rows with the same values."""
     return record(*values)
 
 

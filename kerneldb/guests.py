@@ -23,8 +23,7 @@ from phasewise.kerneldb.location import Location
 
 
 def engine_arguments(location: Location) -> tuple[str, dict[str, Any]]:
-    """The URL and the arguments of SQLAlchemy's `create_engine`. The database must exist: open the store
-    first."""
+    """URL and arguments of SQLAlchemy's `create_engine`. The database must exist: open the store first."""
     if location.file is None:
         url = location.url or ""
         return url, {"pool_pre_ping": True, "connect_args": server_limits(url)}
@@ -55,8 +54,7 @@ def only_reading() -> Iterator[None]:
 
 
 def lock_when_beginning(engine: Engine) -> None:
-    """Let every transaction of a guest's engine begin with SQLite's write lock, unless it runs in
-    `only_reading`."""
+    """Let a guest's transactions begin with SQLite's write lock, except within `only_reading`."""
     if engine.dialect.name == "sqlite":
 
         @event.listens_for(engine, "begin")

@@ -101,7 +101,6 @@ def same_kernels(kernel_abi: str, other: str) -> bool:
 
 
 def counts_told(hints: Iterable[Hint]) -> str:
-    """Count hints by source in words, e.g. `12 of another build of the kernels, 3 imported`; empty for no
-    hints."""
+    """Count hints by source, e.g. `12 of another build of the kernels, 3 imported`; empty for no hints."""
     counts = Counter(hint.trust for hint in hints)
     return ", ".join(f"{counts[trust]} {trust.describe()}" for trust in HintTrust if counts[trust])

@@ -198,8 +198,7 @@ def canonical(value: Mapping[str, Any]) -> str:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a record as a file has them. A kernel's build stands beside the row's fields, whichever
-    record has it."""
+    """The fields of a record as a file has them; a kernel's build always stands beside the row's fields."""
     fields: dict[str, Any] = {}
     row: Any = type(record)
     for part in parts(row):
@@ -261,8 +260,7 @@ def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[StoredRow]:
 
 
 class _Lines:
-    """Reader of a stream's lines in bounded memory, with the number of the last line and the digest of those
-    before it."""
+    """Lines of a stream in bounded memory, with the last one's number and the digest of those before."""
 
     def __init__(self, stream: BinaryIO, refuse: Refuse) -> None:
         self.number = 0

@@ -16,8 +16,7 @@ class ProductCounts:
     """Counts of products by state. A verified product counts as imported and as tuned as well."""
 
     tuned: int = 0
-    """Products with a verdict of this build of the kernels: a duel chose the schedule in use, perhaps the
-    default."""
+    """Products with a verdict of this build of the kernels, perhaps for the default schedule."""
     imported: int = 0
     """Products with timings that came from elsewhere."""
     verified: int = 0

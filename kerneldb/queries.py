@@ -29,8 +29,7 @@ def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
 
 
 def of(kind: type[StoredRow], **equal: object) -> Condition:
-    """The condition of rows of a kind whose fields have these values; a record's flat fields stand for a
-    record."""
+    """The condition of rows of a kind whose fields have these values; a record stands for its flat fields."""
     columns, conditions = TABLES[kind].c, list[ColumnElement[bool]]()
     for name, value in equal.items():
         if isinstance(value, Problem):
@@ -149,8 +148,7 @@ def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
 
 
 def old_rows(kind: type[StoredRow], keep: int) -> AnySelect:
-    """Select the ids of rows behind the `keep` newest with the same `RowKind.newest_of` fields and the same
-    `verified`."""
+    """Select the ids of rows behind the `keep` newest of equal `RowKind.newest_of` fields and `verified`."""
     columns = TABLES[kind].c
     key = [columns[name] for name in (*kind.kind.newest_of, "verified")]
     rank = func.row_number().over(partition_by=key, order_by=columns.id.desc())

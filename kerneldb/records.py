@@ -52,8 +52,7 @@ SINGLE_CORE = "1 core"
 """The placement of kernels that one thread runs."""
 
 LOOP_ORDERS = ("nm", "mn")
-"""Orders of a kernel's loops, outermost first: `nm` has panel blocks outside row blocks, `mn` row blocks
-outside."""
+"""Orders of a kernel's loops: `nm` has panel blocks outside row blocks, `mn` row blocks outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,7 @@ class Schedule(CheckedRecord):
 
     @property
     def walk(self) -> dict[str, int | str]:
-        """The fields that kernels are told: all but `compute_path` and `k_parts`, which belong to the weight.
-        """
+        """The fields that kernels are told: all but the weight's, `compute_path` and `k_parts`."""
         return {
             name: value for name, value in asdict(self).items() if name not in ("compute_path", "k_parts")
         }
@@ -249,8 +247,7 @@ class RowKind:
     on_one_core: bool = False
     """True if the placement of every row is SINGLE_CORE, which needs no column."""
     newest_of: tuple[str, ...] = ()
-    """Fields of which clean-up with a limit keeps the newest rows of each combination; empty: it deletes
-    none."""
+    """Fields of whose combinations clean-up with a limit keeps the newest rows; empty: deletes none."""
     is_used_imported: bool = False
     """True if the newest imported row counts where no row was made here."""
 
@@ -272,8 +269,7 @@ class StoredRow(CheckedRecord):
 
     @property
     def verdict(self) -> tuple[str, str, str] | None:
-        """The row in words for a comparison of databases: kind of subject, subject and verdict; None for rows
-        without."""
+        """For a comparison of databases: kind of subject, subject, verdict in words; None: no verdict."""
         return None
 
 

@@ -59,8 +59,7 @@ class RemoteIndex:
     bundles: tuple[Bundle, ...] = ()
 
     def with_bundles(self, more: Iterable[Bundle]) -> RemoteIndex:
-        """Make the next index, with these bundles too; return this index where it has them all. RemoteError
-        for too many bundles."""
+        """Make the next index, with these bundles too; the same one if none is new. RemoteError: too many."""
         bundles = tuple(sorted({*self.bundles, *more}))
         if bundles != self.bundles and (self.serial >= MAX_SERIAL or len(bundles) > MAX_BUNDLES):
             raise RemoteError(

@@ -74,8 +74,7 @@ class SharedRecords:
                     records_by_id[number] = made(kind, *values)
 
     def record_of(self, row: AnyRow) -> Any:
-        """Make the record of a row of `rows_of` that `learn` was given. RecordError for a row outside its
-        record's bounds."""
+        """Make the record of a row that `learn` was given. RecordError for a row out of bounds."""
         return self._make(row)
 
     def _getter_of(self, record: Any) -> Callable[[Any], Getter]:
@@ -105,8 +104,7 @@ class SharedRecords:
 
 
 def _assembler(record: Any, getter_of: Callable[[Any], Getter]) -> Callable[[Any], Any]:
-    """Make a function from a row to its record. getter_of: gives the function that reads a flat field of a
-    row."""
+    """Make a function from a row to its record. getter_of: gives the reader of a flat field of a row."""
     getters = [
         getter_of(part) if part.is_flat else _assembler(part.record, getter_of) for part in parts(record)
     ]
@@ -116,8 +114,7 @@ def _assembler(record: Any, getter_of: Callable[[Any], Getter]) -> Callable[[Any
 
 
 def as_tuples(value: Any) -> Any:
-    """Turn JSON's lists, and lists of lists, into the tuples that records demand; any other value stays as it
-    is."""
+    """Turn JSON's lists, and lists of lists, into the tuples of records; other values stay as they are."""
     if type(value) is not list:
         return value
     if list in map(type, value):
@@ -176,8 +173,7 @@ def _found_ids(
 
 
 def _insert_new(connection: Connection, kind: type, records: Sequence[Any]) -> None:
-    """Insert problems or schedules without a row. Where another process inserted some of them meanwhile,
-    insert one by one."""
+    """Insert problems or schedules without a row; one by one if another process inserted some meanwhile."""
     statement, new = insert(TABLES[kind]), [flattened(record) for record in records]
     try:
         with connection.begin_nested():

@@ -1,5 +1,4 @@
-"""The schema revision of a database, and its upgrade to this program's. Alembic is loaded only when needed.
-"""
+"""The schema revision of a database, and its upgrade to this program's. Alembic is loaded if needed."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ BREAKING = ("0001", "0002")
 other columns keep their meaning."""
 
 VERSION_TABLE = "phasewise_schema"
-"""Name of our Alembic version table, not the usual one: Optuna's Alembic history may be in the same database.
-"""
+"""Our Alembic version table, not the usual name: Optuna's history may be in the same database."""
 
 
 _UPGRADE_LOCK = (
@@ -40,8 +38,7 @@ _UPGRADE_LOCK = (
 
 @dataclass(frozen=True)
 class SchemaChange:
-    """The schema's revisions before and after opening a database. `before` is None for a database that was
-    just created."""
+    """Schema revisions before and after opening a database; `before` is None for a new database."""
 
     before: str | None
     after: str
@@ -152,8 +149,7 @@ def _guard_of(table_name: str) -> str:
 
 
 def _refuse_foreign_tables(connection: Connection, name: str) -> None:
-    """Refuse a file with any table, which belongs to another program. A server may be shared while no name
-    collides."""
+    """Refuse a file with any table: another program's. A server may be shared while no name collides."""
     tables = set(inspect(connection).get_table_names())
     if connection.dialect.name != "sqlite":
         tables &= set(METADATA.tables)
@@ -189,8 +185,7 @@ def migrate(connection: Connection) -> None:
 
 
 def _create_file(connection: Connection) -> None:
-    """Create the tables that all migrations together make of an empty file, in a tenth of the time. Tests
-    compare the two."""
+    """Create what all migrations make of an empty file, in a tenth of the time; tests compare the two."""
     METADATA.create_all(connection, checkfirst=False)
     for name in sorted(_GUARDED):
         connection.execute(text(_guard_of(name)))

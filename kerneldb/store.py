@@ -116,8 +116,7 @@ class Store:
             self.schema_change = self._prepare(upgrades_server)
 
     def _prepare(self, upgrades_server: bool) -> SchemaChange:
-        """Check the revision, then create or upgrade the tables; only these two need Alembic and the write
-        lock."""
+        """Check the revision; create or upgrade, which alone need Alembic and the write lock."""
         with self._engine.connect() as connection:
             before = schema.read_revision(connection, self.name)
         if not self.writable:
@@ -144,8 +143,7 @@ class Store:
         return change
 
     def _only_read(self, revision: str, remedy: str = "") -> SchemaChange:
-        """Open an older schema for reading as it is; refuse a schema whose rows have another meaning by now.
-        """
+        """Open an older schema for reading as it is; refuse one whose rows have another meaning by now."""
         self._obstacle = DatabaseTooOldError(
             f"database {self.name} has schema {revision}, older than this phasewise's {schema.HEAD}{remedy}"
         )
@@ -172,8 +170,7 @@ class Store:
         ]
 
     def stream(self, kind: type[R], **equal: object) -> Iterator[R]:
-        """Yield the rows of `rows` with few in memory: the database is being read until the last row is
-        taken."""
+        """Yield the rows of `rows`, few in memory; the database is read until the last row is taken."""
         return self._read(kind, *queries.of(kind, **equal), at_once=ROWS_AT_ONCE)
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
@@ -195,8 +192,7 @@ class Store:
     def begun_ms(
         self, problems: Sequence[Problem], machine: MachineKey, kernel_abi: str, since_ms: int = 0
     ) -> int | None:
-        """Unix time of the oldest verified measurement since `since_ms` of problems of a weight; None without
-        any."""
+        """Unix time of a weight's oldest verified measurement since `since_ms`; None without any."""
         of_weight = queries.of_weight(problems[0], machine, kernel_abi)
         of_problems = PROBLEM.c.m.in_([problem.m for problem in problems])
         counted = MEASUREMENT.c.verified & (MEASUREMENT.c.created_at_ms >= since_ms)
@@ -259,8 +255,7 @@ class Store:
         return next(self._read(PlanRecord, *key, order=order, at_once=1), None)
 
     def add_missing(self, rows: Sequence[StoredRow]) -> int:
-        """Append the rows that are not there yet, verified or not, all or none; return the number appended.
-        """
+        """Append the rows that are not there yet, verified or not, all or none; return their number."""
         with self.writing() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})

@@ -52,8 +52,7 @@ class Summarised:
 
 
 def summary_of(samples_ns: Sequence[int]) -> list[int]:
-    """The least, the quartiles and the largest of samples; all samples, in their order, where they are few.
-    """
+    """The least, the quartiles and the largest of samples; all, in their order, where samples are few."""
     if len(samples_ns) <= KEPT_SAMPLES:
         return list(samples_ns)
     ascending = sorted(samples_ns)
@@ -71,8 +70,7 @@ def losers(connection: Connection, keep: int, *where: ColumnElement[bool]) -> Lo
 
 
 def summarise(connection: Connection, numbers: Sequence[int], *, dry_run: bool) -> int:
-    """Summarise the samples of the rows with these ids; return the number of rows that had more samples than
-    are kept."""
+    """Summarise the samples of rows with these ids; return how many had more samples than are kept."""
     table = MEASUREMENT
     query = select(table).where(table.c.id.in_(numbers))
     rows: list[dict[str, Any]] = [dict(row) for row in connection.execute(query).mappings()]

@@ -79,8 +79,7 @@ AsShared: TypeAlias = Callable[[PlanRecord], PlanRecord | None]
 
 
 def newest_plans(plans: Sequence[PlanRecord]) -> dict[tuple[str, str, MachineKey], PlanRecord]:
-    """The newest plan of each model, phase and machine: a verified one, else an imported one. plans: oldest
-    first."""
+    """The newest plan of each model, phase and machine, verified before imported. plans: oldest first."""
     in_order = sorted(plans, key=lambda plan: plan.origin.verified)
     return {(plan.model_key, plan.phase, plan.origin.machine): plan for plan in in_order}
 
@@ -94,8 +93,7 @@ def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
 
 
 def builds_set_aside(keys: Collection[Key], current: Collection[str]) -> dict[str, int]:
-    """Count the winners of each stale build that wait to be timed again. keys: keys of every build with a
-    schedule in use here."""
+    """Count each stale build's winners that wait to be timed again. keys: with a schedule in use."""
     judged = {(key.problem, key.machine) for key in keys if key.kernel_abi in current}
     return dict(
         Counter(
@@ -135,8 +133,7 @@ def collect_garbage(
 
 
 def tidy(store: Store, machine: MachineKey, report: Report) -> None:
-    """Summarise samples of schedules that lost once this kind of machine has more than TIDY_ABOVE_ROWS
-    timings."""
+    """Summarise losers' samples once this kind of machine has more than TIDY_ABOVE_ROWS timings."""
     if sum(count.total for count in store.key_counts(machine=machine)) <= TIDY_ABOVE_ROWS:
         return
     lost = store.summarise_losers(KEEP_SCHEDULES, machine)

@@ -56,8 +56,7 @@ def read_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def open_input(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file, a device or a pipe for reading. OSError for a directory, and for a pipe that nobody writes
-    into."""
+    """Open a file, a device or a pipe for reading. OSError for a directory, or a pipe that has no writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -175,8 +174,7 @@ def cut_broken_line(path: Path) -> bool:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Write a path where no file is yet, or a link to no file, which the system follows or refuses to follow.
-    """
+    """Write a path without a file, or a link to no file, which the system follows or refuses to follow."""
     if path.is_symlink():
         written = Path(os.path.realpath(path))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -235,8 +233,7 @@ def _replace(real: Path, descriptor: int, content: bytes) -> bool:
 
 
 def _took_after(new: int, old: int) -> bool:
-    """Give the new file the owner, attributes (with access lists) and mode of the old one; False where that
-    fails."""
+    """Give the new file owner, attributes (with access lists) and mode of the old one; False: it cannot."""
     there, mine = os.fstat(old), os.fstat(new)
     try:
         if (there.st_uid, there.st_gid) != (mine.st_uid, mine.st_gid):
@@ -262,8 +259,7 @@ def _fill(descriptor: int, content: bytes) -> None:
 
 
 def _rewrite(descriptor: int, n_before: int, content: bytes) -> None:
-    """Write other content into the same file, which changes only after the disk has room for all of the
-    content."""
+    """Write other content into the same file, unchanged until the disk has room for all of the content."""
     if len(content) > n_before:
         try:
             os.posix_fallocate(descriptor, 0, len(content))

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 AGAIN_S = 0.002
-"""Seconds after which a dropped interrupt is sent again: the callback has returned, or drops the interrupt
-once more."""
+"""Seconds after which a dropped interrupt is sent again, perhaps to be dropped once more."""
 
 _is_waiting = _thread.allocate_lock()
 
@@ -34,8 +33,7 @@ def _send_again() -> None:
 
 
 def keep_interrupts() -> None:
-    """From now on send an interrupt that Python drops to this process again. Other errors in callbacks are
-    printed as before."""
+    """From now on resend interrupts that Python drops. Other errors in callbacks are printed as before."""
     tell = sys.unraisablehook
     if getattr(tell, "keeps_interrupts", False):
         return

@@ -93,14 +93,12 @@ def with_unique_keys(pairs: Pairs) -> dict[str, Any]:
 
 
 def infinity_of(name: str) -> float:
-    """The infinity of a JSON constant, for `constant_of`, as Python's programs write it; ValueError for
-    `NaN`."""
+    """The infinity of a JSON constant, for `constant_of`, as Python writes it; ValueError for `NaN`."""
     return float(name) if name.endswith("Infinity") else refuse_constant(name)
 
 
 def _refuse_depth(value: Any) -> None:
-    """Refuse a value nested deeper than MOST_DEPTH, without recursion: printing or writing it takes a call
-    for each level."""
+    """Refuse a value nested deeper than MOST_DEPTH, without recursion: printing it takes calls by depth."""
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [

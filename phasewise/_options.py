@@ -37,8 +37,7 @@ class NoEffect(OptionError):
 
 
 def changed(settings: Any, *names: str) -> list[str]:
-    """Those of the named fields of a dataclass that differ from their defaults; without names, of all fields.
-    """
+    """The named fields of a dataclass that differ from their defaults; without names, of all fields."""
     own = {each.name: each.default for each in fields(settings)}
     values = {name: getattr(settings, name) for name in names or own}
     return [name for name, value in values.items() if value != own[name] and value not in ([], ())]

@@ -36,8 +36,7 @@ class TensorEntry:
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Read the length of the table's JSON from the file's first bytes. ValueError, whose text follows the
-    file's name."""
+    """Read the length of the table's JSON from the file's first bytes. ValueError lacks the file's name."""
     if len(first) < LENGTH_BYTES:
         raise ValueError(f"has {counted(len(first), 'byte')}: not a safetensors file")
     (length,) = struct.unpack("<Q", first[:LENGTH_BYTES])

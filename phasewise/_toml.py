@@ -12,8 +12,7 @@ _LONG_KEY = re.compile(rb"(?<![\w-])(?:" + _PART + rb"){%d}" % MAX_KEY_PARTS)
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """Parse a TOML document. ValueError, in one line, for text that is not TOML or has a key of many parts.
-    """
+    """Parse a TOML document. ValueError, in one line, for other text, or a key of many parts."""
     if _LONG_KEY.search(data):  # tomllib's time grows with the square of a key's parts
         raise ValueError(f"it has a key of more than {MAX_KEY_PARTS} parts")
     try:

@@ -33,8 +33,7 @@ LOW_LIMIT = "-: faster than the limit, which was measured while the machine was 
 
 
 def plural(count: float, singular: str, several: str | None = None) -> str:
-    """The noun for a count: `singular` for one, else `several` or `singular` with an s, e.g. `plan`, `plans`.
-    """
+    """The noun for a count: `singular` for one, else `several` or `singular` with an s."""
     if count == 1:
         return singular
     if several is not None:
@@ -57,8 +56,7 @@ def meant(word: str, names: Iterable[str]) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason of an error in words, to follow a path in a message: the system's text, without number and
-    path."""
+    """The reason of an error, to follow a path in a message: the system's text, without number and path."""
     words: str | None = getattr(error, "strerror", None)
     return words or str(error)
 
@@ -77,8 +75,7 @@ def ending_of(code: int) -> str:
 
 
 def bytes_of(text: str) -> int | None:
-    """Parse a size such as `512M`, `1.5GiB` or `4000000` into bytes, units being powers of 1024; None for
-    anything else."""
+    """Parse `512M`, `1.5GiB` or `4000000` into bytes, units being powers of 1024; None for other text."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
     return None if match is None else int(float(match[1]) * _UNITS_BYTES[match[2].lower()])
 
@@ -89,8 +86,7 @@ def counted(count: int, singular: str, several: str | None = None) -> str:
 
 
 def number(value: float, digits: int = 6) -> str:
-    """Format a number with `digits` significant digits, or all digits before the point, never an exponent:
-    `1150`, `0.25`."""
+    """Format `digits` significant digits, or all before the point, never an exponent: `1150`, `0.25`."""
     if not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -112,8 +108,7 @@ def limit_cell(share: float) -> str:
 
 
 def share_of_limit(share: float) -> float | None:
-    """The share of a measured limit if it is at most MOST_SHARE; else None, since the limit was measured too
-    low."""
+    """The share of a measured limit if at most MOST_SHARE; else None: the limit was measured too low."""
     return share if share <= MOST_SHARE else None
 
 

@@ -236,8 +236,7 @@ def _details(finding: Finding) -> Iterator[str]:
 
 
 def _wrap(label: str, text: str) -> list[str]:
-    """Wrap a paragraph after its label, continued below the text's beginning; a path longer than a line is
-    cut."""
+    """Wrap a paragraph after its label, below the text's beginning; a path longer than a line is cut."""
     label = label.ljust(LABEL_WIDTH + 1) if label.startswith(" ") else label
     return textwrap.wrap(
         text,

@@ -1,4 +1,4 @@
-"""Attempts to compute requests on instances, and the part of each answer that has been given out."""
+"""Attempts to compute requests on instances, and the part of each answer that its client has got."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.sampling.sampling import GREEDY
 
 DEFAULT_ANSWER_TOKENS = 256
-"""Tokens that routing expects of an answer of which nothing is known."""
+"""Tokens that routing expects of an answer about which nothing is known."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt of instances to compute a request. Each time that the request runs again is another
-    attempt."""
+    """One attempt of instances to compute a request; a request that runs again is another attempt."""
 
     given: GivenSoFar
     epoch: int
@@ -36,7 +35,7 @@ class Attempt:
 
     @property
     def request_id(self) -> str:
-        """The name by which its sender knows the request."""
+        """The name by which the attempt's sender knows the request."""
         return self.request.request_id
 
     @property
@@ -66,13 +65,14 @@ class Attempt:
 
 
 def is_whole(request: Submit) -> bool:
-    """True if one instance must compute all of the request: the one that answers also gives out the prompt's
-    log-probabilities, and a request in shadow gives way at once, which a block being sent cannot."""
+    """True if one instance must compute all of the request: its answer gives out the prompt's
+    log-probabilities too, or it is a request in shadow, which gives way at once as a block being sent cannot.
+    """
     return request.prompt_logprobs is not None or request.in_shadow
 
 
 def ask_of(request: Submit, prefix_keys: tuple[int, ...] = ()) -> Ask:
-    """The request as routing sees it: tokens to compute, tokens expected after those, keys of its prefix."""
+    """Describe the request to routing: tokens to compute, tokens expected after those, keys of its prefix."""
     n_known = len(request.known_token_ids)
     n_given = n_known - len(request.prompt_token_ids)
     guess = DEFAULT_ANSWER_TOKENS if request.estimate is None else int(request.estimate.output_tokens)

@@ -72,15 +72,15 @@ from phasewise.serving.scheduling.held_prefixes import block_keys
 from phasewise.serving.scheduling.request import space_of
 
 TICK_S = 0.1
-"""The interval at which the instances' processes are looked at."""
+"""Seconds between two looks at the instances' processes."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DrainPlace:
-    """Order to give the instance of this place no request, and to stop it when it has none. undo: take the
-    order back."""
+    """Order to give the instance of a place no request, and to stop the instance when it has none. undo: take
+    an earlier order back."""
 
     index: int
     undo: bool = False
@@ -88,12 +88,12 @@ class DrainPlace:
 
 @dataclass(slots=True)
 class FrontCounts:
-    """Counts of a front since its start. They never fall."""
+    """Counts of a front since its start; none ever falls."""
 
     divided: int = 0
     """Requests whose prompts were computed on one instance and answered by another."""
     continued: int = 0
-    """Answers that had begun on an instance that ended, and went on."""
+    """Answers that had begun on an instance that ended, and were continued on another."""
     failed: Counter[str] = field(default_factory=Counter)
     """Hand-overs that failed, by reason."""
 
@@ -126,10 +126,9 @@ class Front:
         self._requests: dict[str, Attempt] = {}
         self._attempts: dict[str, Attempt] = {}
         self._waiting: dict[str, GivenSoFar] = {}
-        """Requests that no instance can take yet."""
+        """Requests, with their answers so far, that no instance can take yet."""
         self._leaving: dict[str, Assignment] = {}
-        """Attempts that were given up: the instance of the answer is told when that of the prompt has stopped
-        writing."""
+        """Attempts that were given up; the answer's instance is told when the prompt's stops writing."""
         self._epoch = 0
         self._inbox: queue.SimpleQueue[Message | DrainPlace] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -142,17 +141,17 @@ class Front:
         return self._thread.is_alive() and self.state != "lost"
 
     def recoveries(self) -> Recoveries:
-        """Instances that had been ready and were started anew count as ranks. Each follows its own cores, and
-        says so in its log."""
+        """Count instances that were ready and had to be started anew, as an engine counts ranks. Each
+        instance follows its own cores, and reports them in its log."""
         return Recoveries(self._supervisor.n_replaced, self._n_requests_rerun, self.counts.continued)
 
     def threads(self) -> dict[str, int]:
-        """No threads: instances compute."""
+        """The threads that compute: none, since instances compute."""
         return {}
 
     @property
     def pids(self) -> dict[int, int]:
-        """Processes of the instances that are ready, by place."""
+        """Process ids of the instances that are ready, by place."""
         readies = ((member.index, member.ready) for member in self._members)
         return {index: ready.pid for index, ready in readies if ready is not None}
 
@@ -163,11 +162,11 @@ class Front:
 
     @property
     def refused_frames(self) -> Counter[str]:
-        """Frames that instances threw away, by reason: of those that run now."""
+        """Count the frames that the instances running now threw away, by reason."""
         return sum((Counter(member.refused) for member in self._members), Counter())
 
     def members(self) -> list[dict[str, object]]:
-        """The facts of every place of an instance, for people and scripts."""
+        """Facts of every instance's place, for people and scripts."""
         return self._supervisor.facts(self._router.roles)
 
     def instances(self) -> list[InstanceState]:
@@ -183,8 +182,7 @@ class Front:
         self._thread.start()
 
     def send(self, message: Message | DrainPlace) -> None:
-        """Send a message, from any thread. What comes of it arrives through `deliver`, or is seen in
-        `members`."""
+        """Send a message, from any thread. Results arrive through `deliver`, or are seen in `members`."""
         self._inbox.put(message)
         os.eventfd_write(self._wake, 1)
 
@@ -269,8 +267,8 @@ class Front:
         self._say(self._members[assignment.prompt], attempt.take("prompt"))
 
     def _prefix_of(self, request: Submit) -> tuple[int, ...]:
-        """The keys by which instances say that they hold the request's beginning; none where it does not
-        count."""
+        """The keys of the request's prompt prefix, by which instances report the prefixes they hold; none
+        where routing ignores prefixes."""
         ready = next((member.ready for member in self._members if member.ready is not None), None)
         if self.settings.policy != "prefix-aware" or ready is None or request.prompt_logprobs is not None:
             return ()
@@ -278,8 +276,7 @@ class Front:
         return block_keys(request.known_token_ids, ready.identity.model_hash, space)
 
     def _begin_answer(self, attempt: Attempt) -> None:
-        """Note that the prompt is being computed, so that a block that the other instance keeps for it will
-        be filled."""
+        """Note that the prompt is being computed: the block that the other instance keeps will be filled."""
         attempt.is_expected = True
         self._say(self._members[attempt.assignment.token], attempt.take("answer"))
 
@@ -291,14 +288,13 @@ class Front:
             self._drop(attempt)
 
     def _forget(self, attempt: Attempt) -> None:
-        """Forget an attempt: nothing that instances say of it is heard any more."""
+        """Forget an attempt: later messages of instances about it are ignored."""
         del self._requests[attempt.request_id]
         del self._attempts[attempt.attempt_id]
         self._router.finished(attempt.request_id)
 
     def _drop(self, attempt: Attempt) -> None:
-        """Free what an attempt holds on instances: first where its prompt is computed, which may still be
-        writing."""
+        """Free an attempt's blocks, first on the prompt's instance, which may still be writing."""
         prompt, token = (self._members[index] for index in attempt.assignment)
         if attempt.is_divided and (prompt.ready is not None or prompt.ending is not None):
             self._leaving[attempt.attempt_id] = attempt.assignment
@@ -312,8 +308,8 @@ class Front:
         self._tell(Failure(attempt.request_id, error))
 
     def _run_again(self, attempt: Attempt, error: ServingError, *, whole: bool = False) -> None:
-        """Run the request again, after what was given out of its answer, unless it cannot or has run too
-        often."""
+        """Run the attempt's request again, continuing after what its client has of the answer, or fail it if
+        it cannot run again or has run too often."""
         again = attempt.given.after(error, n_places=len(self._members))
         if not isinstance(again, GivenSoFar):
             self._end(attempt, again)
@@ -483,7 +479,7 @@ class Front:
                 self._fail_hand_over(attempt, *overdue)
 
     def _overdue(self, attempt: Attempt, now_s: float) -> tuple[str, str] | None:
-        """The counter's label and a message for a hand-over that timed out; None: it has not."""
+        """Counter label and message for a hand-over that timed out; None for one that has time left."""
         patience_s = self.settings.hand_over_s
         prompt = self._members[attempt.assignment.prompt]
         if attempt.computed_s is None:
@@ -493,8 +489,7 @@ class Front:
         return ("timeout", f"nothing came for {number(patience_s)} s") if is_late else None
 
     def _bury(self, member: InstanceMember, why: str) -> None:
-        """Give up an instance that has ended or is of no use: its requests run again, and it is started
-        anew."""
+        """Give up an instance that has ended or is of no use: requests run again, and it starts anew."""
         lost = self._supervisor.end(member, why)
         self._router.leave(member.index)
         for ended in self._supervisor.ended():
@@ -533,7 +528,7 @@ class Front:
 
     @property
     def _lacks_a_pool(self) -> bool:
-        """True if no instance of a pool runs, and one of them was not drained."""
+        """True if a pool has no running instance, and not all of its instances were drained."""
         places = [*zip(self._members, self._router.roles, strict=True)]
         wanted = {pool for member, pool in places if not member.has_left}
         return bool(wanted - {pool for member, pool in places if member.ready is not None})

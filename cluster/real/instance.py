@@ -1,9 +1,9 @@
-"""Instance: an engine in a process of its own, with a role in a pool. It computes what a front sends it.
+"""Instance: an engine in a process of its own, with a role in a pool, that computes the requests of a front.
 
 The main thread owns the sockets and does nothing that takes long: its heartbeats say that the instance lives.
-The engine runs on its thread, as behind HTTP; grammars are compiled on theirs; keys and
-values leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again
-what has not been answered.
+The engine runs on its own thread, as behind HTTP; grammars are compiled on threads of their own; keys and
+values leave on the sender's. An instance whose ranks die ends: its front starts another one and runs the
+unanswered requests again.
 """
 
 from __future__ import annotations
@@ -76,32 +76,31 @@ from phasewise.serving.scheduling.held_prefixes import HeldPrefixes
 HEARTBEAT_S = 0.25
 STOP_S = 5.0
 MOST_UNSENT_FRAMES = 256
-"""Frames that may wait for a slow peer before its hand-overs wait too."""
+"""Frames that may wait for a slow peer before hand-overs to that peer wait too."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The addresses of an instance: its front's, and where it listens itself."""
+    """The addresses of an instance: its front's, and the one at which the instance listens."""
 
     name: str
-    """Name of this life of the instance; messages of an earlier life are ignored."""
+    """Name of this life of the instance; the front ignores messages of an earlier life."""
     front: str
     listen: str
-    """The address at which it takes keys and values, e.g. `tcp://10.0.0.2:*`."""
+    """The address at which the instance takes keys and values, e.g. `tcp://10.0.0.2:*`."""
     keys: Keys | None = None
 
 
 def host_name() -> str:
-    """An id of kernel, PID namespace and user: processes that share it can open each other's files in
-    /proc."""
+    """An id of kernel, PID namespace and user: processes that share it can open each other's /proc files."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
 def run_instance(opened: OpenEngine, orders: Orders, n_without_database: int = 0) -> int:
-    """Compute for the front until it says Stop (0), or the engine is lost (its exit code)."""
+    """Compute for the front until it says Stop or the engine is lost; returns the process's exit code."""
     with Sockets(orders.keys) as sockets:
         return _Instance(opened, orders, sockets, n_without_database).run()
 
@@ -114,8 +113,6 @@ def say_cannot_start(orders: Orders, message: str) -> None:
 
 
 class _Instance:
-    """The state of one instance's process."""
-
     def __init__(self, opened: OpenEngine, orders: Orders, sockets: Sockets, n_without_database: int) -> None:
         self._opened = opened
         self._n_without_database = n_without_database
@@ -184,7 +181,7 @@ class _Instance:
     # ---- what the front says -----------------------------------------------------------------------------
 
     def _heard(self, raw: bytes) -> bool:
-        """Take one message of the front; False: it says that this instance shall stop."""
+        """Take one message of the front; False if it tells this instance to stop."""
         try:
             message: ToInstance = read_to_instance(raw)
         except WireError as error:
@@ -218,7 +215,7 @@ class _Instance:
         self._guides.want(GuideWanted(request.request_id, request.client, take.guide, begin, refuse))
 
     def _begin(self, part: Part, request: Submit) -> None:
-        """Give the request to the engine. Called on the main thread, or on the one that compiles guides."""
+        """Give the request to the engine. Called on the main thread, or the one that compiles guides."""
         if part == "whole":
             self._thread.send(request)
         elif part == "prompt":
@@ -227,7 +224,7 @@ class _Instance:
             self._thread.send(Expect(request))
 
     def _drop(self, request_id: str) -> None:
-        """Drop a request: when `Dropped` is said, nothing is read or written for it any more."""
+        """Drop a request; once `Dropped` is sent, nothing is read or written for the request any more."""
         self._sender.cancel(request_id)
         self._receiver.forget(request_id)
         self._guides.forget(request_id)
@@ -277,9 +274,8 @@ class _Instance:
         self._put(InstanceReport((), (Failed.of(failure),), None, self._opened.engine.load()))
 
     def _deliver(self, delivery: Delivery) -> None:
-        """Send the front what the engine delivers; called on the engine's thread. Where ranks are lost
-        this instance ends, and its front says what becomes of its requests: those that have not begun run
-        again."""
+        """Send the front what the engine delivers; called on the engine's thread. Where ranks are lost this
+        instance ends, and its front decides about its requests: requests that have not begun run again."""
         for placed in delivery.placed:
             self._receiver.await_kv(placed.request_id, placed.placement)
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
@@ -326,7 +322,7 @@ class _Instance:
 
     @property
     def _is_heartbeat_due(self) -> bool:
-        """True if it is time for a heartbeat, which the front hears however many messages come."""
+        """True if it is time for a heartbeat, which is due however many messages are sent."""
         return time.monotonic() >= self._next_heartbeat_s
 
     def _ready(self, endpoint: str) -> Ready:
@@ -358,8 +354,8 @@ class _Instance:
 
 
 class _Posts:
-    """Sockets to other instances, and the memory of those that is mapped here. A socket is used by one thread
-    at a time: under the sender's lock."""
+    """Sockets to other instances, and the memory of other instances that is mapped here. A socket is used by
+    one thread at a time: under the sender's lock."""
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
@@ -367,7 +363,7 @@ class _Posts:
         self._mapped: dict[str, KvMemory] = {}
 
     def post(self, endpoint: str) -> Post:
-        """The sender to an instance; the socket is opened on the first use."""
+        """Get the function that sends to an instance; its socket is opened on the first use."""
 
         def send(parts: list[bytes]) -> bool:
             socket = self._open.get(endpoint)
@@ -385,8 +381,7 @@ class _Posts:
         return send
 
     def memory(self, endpoint: str, place: KvPlace, share: KvShare) -> KvMemory:
-        """The memory of another instance's blocks, mapped once; an instance that was started anew has another
-        place."""
+        """Map the memory of another instance's blocks, once; an instance started anew has another place."""
         key = f"{endpoint} {place.path}"
         if key not in self._mapped:
             self._mapped[key] = map_place(place, share.shape)

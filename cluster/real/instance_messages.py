@@ -21,7 +21,7 @@ Part = Literal["whole", "prompt", "answer"]
 
 
 class WireError(ServingError):
-    """A message that is not one of these."""
+    """A message has none of the known forms."""
 
 
 # ---- to an instance --------------------------------------------------------------------------------------
@@ -29,9 +29,9 @@ class WireError(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Take a request on: all of it, its prompt alone, or its answer alone. guide: the sources that the
-    instance compiles to the guide of the request, which is sent without it. epoch: the number of the attempt
-    to hand the request over."""
+    """Order to take a request on: all of it, its prompt alone, or its answer alone. guide: sources that the
+    instance compiles to the request's guide, which itself is not sent. epoch: number of the attempt to hand
+    the request over."""
 
     part: Part
     request: Submit
@@ -42,8 +42,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Order to free what a request holds. The answer is `Dropped`, after which nothing is written for it any
-    more."""
+    """Order to free what a request holds. After the reply `Dropped` nothing is written for the request."""
 
     request_id: str
     kind: Literal["drop"] = "drop"
@@ -65,7 +64,7 @@ class SendKvTo:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Order to end."""
+    """Order to an instance to end."""
 
     kind: Literal["stop"] = "stop"
 
@@ -86,20 +85,19 @@ class Identity:
     vocab_size: int
     context_length: int
     fingerprint: Fingerprint
-    """The fingerprint of the model and its arithmetic: an answer's bits must not depend on the instance that
-    computes it."""
+    """The fingerprint of model and arithmetic, on which an answer's bits depend; all instances share it."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Content hashes of the instance's adapters, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Message of an instance: it can be given requests."""
+    """Message of an instance: it is ready for requests."""
 
     identity: Identity
     pid: int
     host: str
-    """A key that is equal for two processes that can map each other's memory."""
+    """Key of the host: equal for two processes that can map each other's memory."""
     kv_slots: int
     endpoint: str
     """The address at which the instance takes keys and values."""
@@ -111,7 +109,7 @@ class Ready:
     n_sparse_weights: int = 0
     """Number of weights that the instance stores sparse."""
     n_without_database: int = 0
-    """Times that the instance has gone on without the tuning database."""
+    """Number of times that the instance has gone on without the tuning database."""
     kind: Literal["ready"] = "ready"
 
 
@@ -151,14 +149,14 @@ class InstanceReport:
     arrived: tuple[str, ...] = ()
     progress: tuple[Progress, ...] = ()
     held: HeldReport | None = None
-    """Changes of the prefixes that the instance holds, since it told them last."""
+    """Changes of the prefixes that the instance holds since its last report."""
     kind: Literal["report"] = "report"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBegun:
-    """Message of an instance: it is computing the prompt. The instance that answers may keep a block for this
-    request, and what ends this one from now on may be the request's work."""
+    """Message of an instance: it is computing the prompt. The answer's instance may keep a block for this
+    request; if this instance ends from now on, the request may be the cause."""
 
     request_id: str
     kind: Literal["prompt_begun"] = "prompt_begun"
@@ -174,8 +172,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class HandOverFailed:
-    """Message of an instance: an attempt to hand a request over cannot go on. reason: one word, for a
-    counter."""
+    """Message of an instance: an attempt to hand over cannot go on. reason: one word for a counter."""
 
     request_id: str
     reason: str
@@ -185,21 +182,20 @@ class HandOverFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Message of an instance: it lives. turns: of its engine; where it has work and they stand still, the
-    engine hangs."""
+    """Message of an instance: it lives. turns: turns of its engine, which hangs if it has work and none."""
 
     turns: int
     is_busy: bool
     n_handing_over: int
-    """Prompts that are on their way from the instance, and blocks that are being filled there."""
+    """Number of prompts on their way from the instance, and of blocks that are being filled there."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Frames that the instance has thrown away since its start, by reason."""
+    """Count of frames that the instance has thrown away since its start, by reason."""
     kind: Literal["heartbeat"] = "heartbeat"
 
 
 @dataclass(frozen=True, slots=True)
 class CannotStart:
-    """The last message of an instance that has not become ready."""
+    """Last message of an instance that does not become ready."""
 
     message: str
     kind: Literal["cannot_start"] = "cannot_start"
@@ -215,14 +211,14 @@ _from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, 
 
 
 def write(message: ToInstance | FromInstance) -> bytes:
-    """The JSON of a message."""
+    """Write a message as JSON."""
     if isinstance(message, ToInstance):
         return _to_instance.dump_json(message)
     return _from_instance.dump_json(message)
 
 
 def read_to_instance(raw: bytes) -> ToInstance:
-    """The message to an instance that this JSON holds; WireError for anything else."""
+    """Read a message to an instance; WireError for JSON that holds none."""
     try:
         return _to_instance.validate_json(raw)
     except ValidationError as error:
@@ -230,7 +226,7 @@ def read_to_instance(raw: bytes) -> ToInstance:
 
 
 def read_from_instance(raw: bytes) -> FromInstance:
-    """The message from an instance that this JSON holds; WireError for anything else."""
+    """Read a message from an instance; WireError for JSON that holds none."""
     try:
         return _from_instance.validate_json(raw)
     except ValidationError as error:

@@ -1,5 +1,4 @@
-"""Instances as child processes on this host: they end with the thread that launched them, also where they
-are stopped."""
+"""Instances as child processes on this host: they end with the thread that launched them, even if stopped."""
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ END_S = 3.0
 """Seconds after which an instance that was told to stop, and has not ended, is killed."""
 
 Tell = Callable[[Orders], bytes]
-"""Gives the line that one instance is told on its standard input."""
+"""Function that makes the line for an instance's standard input."""
 
 
 class LocalInstances(Launcher):
-    """Launcher of instances on this host: `python -m MODULE` for each, which is told the number of this
-    process."""
+    """Launcher of instances on this host: starts `python -m MODULE`, and tells it this process's id."""
 
     def __init__(self, module: str, tells: Sequence[Tell]) -> None:
         self._module = module
@@ -56,11 +54,11 @@ class LocalInstances(Launcher):
         return f"its process {process.pid} {ending_of(code)}"
 
     def pid(self, index: int) -> int:
-        """Number of the process that was launched last for this instance."""
+        """Process id of the last process that was launched for this instance."""
         return self._processes[index].pid
 
     def wait(self, index: int) -> str:
-        """Wait until the process that was launched last has ended; returns how, in one line."""
+        """Wait until the process launched last has ended; returns the way it ended, in one line."""
         self._processes[index].wait()
         ended = self.ended(index)
         assert ended is not None
@@ -73,7 +71,7 @@ class LocalInstances(Launcher):
             process.wait()
 
     def vacate(self, index: int) -> None:
-        """Nothing is to be given back: this host is every place."""
+        """Give nothing back: every place is this host."""
 
     def close(self) -> None:
         for process in self._processes.values():

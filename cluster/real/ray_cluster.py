@@ -1,9 +1,10 @@
 """Instances on the nodes of a Ray cluster: Ray keeps membership, places instances and ends them.
 
-Each instance has a place, which is a placement group of one bundle, and an actor there, which starts its
-process and waits for its end. Messages, keys and values go over our own sockets, never through Ray's store.
-Ray pins nothing and knows no NUMA node: the instance does. It notices a lost node after tens of seconds; the
-front's heartbeat does so in 2 to 3, and the instance waits for a place until Ray has noticed too.
+Each instance has a place, which is a placement group of one bundle, and an actor there, which starts the
+instance's process and waits for its end. Messages, keys and values go over our own sockets, never through
+Ray's store. Ray pins nothing and knows no NUMA node: the instance pins itself. Ray notices a lost node after
+tens of seconds; the front's heartbeat does so in 2 to 3, and the instance waits for a place until Ray has
+noticed too.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from phasewise.cluster.routing import Role
 from phasewise.serving.processes.headroom import available_bytes
 
 NODE = "{node}"
-"""Word that stands in an address for the node's own address."""
+"""Placeholder in an address for the node's own address."""
 NODE_ID = "{node_id}"
-"""Word that stands in what an instance is told for the id of its node."""
+"""Placeholder in an instance's standard input for the id of its node."""
 LABEL = "phasewise"
 """The key of the node label that `@NAME` asks for."""
 _NODE_LABEL = "ray.io/node-id"
 
 PLACED_S = 20.0
-"""Seconds within which a place must be found; one that is not there by then cannot be met."""
+"""Seconds within which a place must be found; after that the request for it counts as impossible."""
 APART_S = 2.0
-"""Seconds for which a node without other instances is waited for; then any node will do."""
+"""Seconds of waiting for a node without other instances; after that any node will do."""
 KILL_S = 5.0
 LOOK_S = 1.0
-"""The interval at which the cluster's nodes are looked at."""
+"""Seconds between two looks at the cluster's nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedInstance:
-    """An instance with a role, and the number of cores that it needs on one node. label: of the node,
-    `KEY=VALUE`; None: any node."""
+    """A wanted instance: its role, and the number of cores that it needs on one node. label: label of the
+    node, `KEY=VALUE`; None: any node."""
 
     role: Role
     cores: int
@@ -57,7 +58,7 @@ class WantedInstance:
 
 
 class InstanceActor:
-    """Actor that starts one instance's process on its node, and tells of its end."""
+    """Ray actor that starts one instance's process on its node, and reports its end."""
 
     def __init__(self) -> None:
         self._processes: LocalInstances | None = None
@@ -67,8 +68,7 @@ class InstanceActor:
         return str(the_ray().util.get_node_ip_address())
 
     def run(self, module: str, told: bytes) -> str:
-        """Start the process and wait until it has ended; returns how. It ends with the thread that is
-        here."""
+        """Start the process, which ends with this thread; wait for its end and return the way it ended."""
         node_id = str(the_ray().get_runtime_context().get_node_id())
         text = told.replace(NODE_ID.encode(), node_id.encode()).replace(NODE.encode(), self.node().encode())
         processes = LocalInstances(module, [lambda _orders: text])
@@ -84,31 +84,30 @@ class InstanceActor:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one instance, and its process. The place's own thread starts it, another one may
-    cancel."""
+    """The place of one instance, and its process, which the place's own thread starts; others may cancel."""
 
     wanted: WantedInstance
     group: Any = None
-    """The placement group; None: the place has none, or gave it back."""
+    """The placement group; None if the place has none, or gave it back."""
     node_id: str = ""
     node: str = ""
     """The node's address."""
     is_apart: bool = False
-    """True if the group excludes nodes, which it need not."""
+    """True if the group excludes some nodes, as a preference."""
     left: str = ""
-    """The node that the place was given back on, which is asked last."""
+    """The node that the place was given back on, which is asked last for the next place."""
     actor: Any = None
     end: Any = None
     problem: str | None = None
-    """The reason why the actor could not be started."""
+    """The reason why the actor could not be started; None if it could."""
     waits: str | None = None
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     starting: threading.Thread | None = None
 
 
 class RayInstances:
-    """`supervisor.Launcher` over the nodes of a cluster. Close it, or use it in `with`. spread: instances on
-    different nodes rather than on few. ClusterError where the cluster has not the cores."""
+    """Launcher (`supervisor.Launcher`) over the nodes of a Ray cluster, used in `with` or closed. spread:
+    place instances on different nodes rather than on few. ClusterError where the cluster lacks the cores."""
 
     def __init__(self, module: str, wanted: Sequence[WantedInstance], *, spread: bool) -> None:
         self._ray = the_ray()
@@ -116,8 +115,7 @@ class RayInstances:
         self._spread = spread
         self._tells: Sequence[Tell] = ()
         self.server = secrets.token_hex(4)
-        """Part of the actors' names that is this server's own: other servers of the cluster name their
-        instances alike."""
+        """This server's own part of the actors' names, as other servers name instances alike."""
         self._lock = threading.Lock()
         self._places = [_Place(instance) for instance in wanted]
         self._nodes = {str(node["NodeID"]): node for node in self._ray.nodes() if node["Alive"]}
@@ -129,7 +127,7 @@ class RayInstances:
 
     @property
     def nodes(self) -> list[str]:
-        """The id of the Ray node that each instance has its place on."""
+        """The id of the Ray node on which each instance has its place."""
         return [place.node_id for place in self._places]
 
     @property
@@ -139,8 +137,7 @@ class RayInstances:
         return sum(place.wanted.cores for place in self._places if place.node_id == here)
 
     def free_bytes(self) -> dict[str, int | None]:
-        """Bytes of memory that are free on the instances' nodes, by node id; None for one that does not
-        say."""
+        """Free bytes of memory of the instances' nodes, by node id; None for an unknown amount."""
         strategies = the_ray("util.scheduling_strategies")
         ask = self._ray.remote(available_bytes)
         asked = {
@@ -157,13 +154,13 @@ class RayInstances:
             ) from error
 
     def tell_with(self, tells: Sequence[Tell]) -> None:
-        """Set the line that each instance is told on its standard input."""
+        """Set the functions that make the lines for the instances' standard inputs."""
         self._tells = tells
 
     # ---- places ------------------------------------------------------------------------------------------
 
     def _place_all(self) -> None:
-        """Find places for all instances; ClusterError, with no place kept, where that cannot be done."""
+        """Find places for all instances; ClusterError, with no place kept, where one has none."""
         deadline_s = time.monotonic() + PLACED_S
         try:
             for place in self._places:
@@ -185,15 +182,14 @@ class RayInstances:
         )
 
     def _find(self, place: _Place, deadline_s: float) -> bool:
-        """Find a placement group for an instance: apart from the nodes it should not be on if that can be,
-        else anywhere."""
+        """Find a placement group for an instance, on a node to avoid only if there is no other."""
         for apart in filter(None, (self._apart_from(place), {place.left} - {""})):
             if self._wait_for_group(place, apart, time.monotonic() + APART_S):
                 return True
         return self._wait_for_group(place, (), deadline_s)
 
     def _apart_from(self, place: _Place) -> set[str]:
-        """The nodes to avoid: the one that the place left and, with `spread`, those that have more of our
+        """The nodes to avoid: the node that the place left and, with `spread`, nodes with more of our
         instances than others."""
         apart = {place.left} - {""}
         if self._spread:
@@ -234,7 +230,7 @@ class RayInstances:
         place.group = None
 
     def _look(self) -> None:
-        """Note which nodes the cluster has, again and again until closed."""
+        """Note the cluster's nodes every LOOK_S until closed."""
         while not self._is_closed.wait(LOOK_S):
             with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError, RuntimeError):
                 alive = {str(node["NodeID"]): node for node in self._ray.nodes() if node["Alive"]}
@@ -244,7 +240,7 @@ class RayInstances:
     # ---- what the front asks -----------------------------------------------------------------------------
 
     def launch(self, index: int, orders: Orders) -> None:
-        """Start an instance's process on a thread of its own, since Ray may take long."""
+        """Start an instance's process, on a thread of its own since Ray may take long."""
         place = self._places[index]
         place.is_cancelled, place.problem, place.end = threading.Event(), None, None
         place.waits = f"Ray has not started it on {place.node or 'a node'} yet"
@@ -289,7 +285,7 @@ class RayInstances:
         )
 
     def _is_there(self, place: _Place, actor: Any, is_cancelled: threading.Event) -> bool:
-        """Wait for the actor. False: cancelled, or its place is to be looked for anew."""
+        """Wait for the actor of a place. False if cancelled, or if another place must be found."""
         there = actor.node.remote()
         while not is_cancelled.is_set():
             if self._ray.wait([there], timeout=LOOK_S)[0]:
@@ -302,7 +298,7 @@ class RayInstances:
         return False
 
     def waits(self, index: int) -> str | None:
-        """The reason why an instance has no place yet, in one line; None: it has one."""
+        """The reason, in one line, why an instance has no place yet; None if it has one."""
         return self._places[index].waits
 
     def n_joined(self) -> int:
@@ -310,7 +306,7 @@ class RayInstances:
         return self._n_joined
 
     def place(self, index: int) -> dict[str, object]:
-        """Facts of where an instance runs or is to run."""
+        """Facts about the place where an instance runs or is to run."""
         place = self._places[index]
         return {
             "node": place.node,
@@ -332,8 +328,7 @@ class RayInstances:
             return f"its Ray actor ended: {_last_line(error)}"
 
     def kill(self, index: int) -> None:
-        """Kill an instance's process. A node that is lost cannot confirm it; no memory is
-        shared with it."""
+        """Kill an instance's process. A lost node cannot confirm it; no memory is shared with that node."""
         place = self._places[index]
         place.is_cancelled.set()
         if place.starting is not None:
@@ -352,7 +347,7 @@ class RayInstances:
         self._give_back(place)
 
     def close(self) -> None:
-        """End all instances at once, since one whose node is lost takes its time."""
+        """End all instances at the same time, since an instance on a lost node takes long."""
         self._is_closed.set()
         self._watch.join(KILL_S)  # Ray would start a cluster for one that asks after the connection ended
         with ThreadPoolExecutor(len(self._places)) as pool:
@@ -362,8 +357,7 @@ class RayInstances:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """The nodes of the connected cluster, each with address, id, cores, its own labels, and whether it is
-    alive."""
+    """The nodes of the connected cluster: address, id, cores, labels, and whether each is alive."""
     return [
         {
             "node": node["NodeManagerAddress"],

@@ -1,6 +1,6 @@
-"""A connection to a Ray cluster that exists: the only module that imports `ray`.
+"""A connection to an existing Ray cluster: the only module that imports `ray`.
 
-Off loopback it must ask for a token.
+A cluster that listens beyond loopback must ask for a token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PROBE_S = 20.0
 
 @contextlib.contextmanager
 def ray_connection(address: str) -> Iterator[str]:
-    """A connection to a running cluster; the address of this node. ClusterError, in one line, without one.
-    Off loopback it must be one that asks for a token."""
+    """Connect to a running cluster; yields the address of this node. ClusterError, in one line, where no
+    cluster answers, or where one beyond loopback asks for no token."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = the_ray()
     _check_listens(address)
@@ -82,8 +82,8 @@ class OwnStdout:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Discard file descriptor 2 for a while: Ray's C++ side writes a line a second to it while a cluster
-    refuses its token."""
+    """Discard file descriptor 2 within this context: Ray's C++ side writes a line a second to it while a
+    cluster refuses its token."""
     kept = os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -104,8 +104,8 @@ def the_ray(part: str = "") -> Any:
 
 
 def _check_listens(address: str) -> None:
-    """Check that something listens at the address, since Ray itself tries for minutes. Where Ray finds a
-    cluster on its own (`auto`), that one is asked."""
+    """Check that something listens at the address, since Ray itself tries for minutes. For `auto`, the
+    address that Ray finds is checked."""
     host, _, port = (_found_by_ray() if address == "auto" else address).rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -119,7 +119,7 @@ def _check_listens(address: str) -> None:
 
 
 def _found_by_ray() -> str:
-    """The address that Ray takes for `auto`; empty where it finds none, or does not say it."""
+    """The address that Ray takes for `auto`; empty where Ray finds none."""
     with contextlib.suppress(ClusterError, AttributeError, ConnectionError, ValueError):
         return str(the_ray("_private.services").canonicalize_bootstrap_address("auto"))
     return ""
@@ -151,7 +151,7 @@ print("it asks for no token")
 
 
 def _check_asks_for_token(address: str) -> None:
-    """Check that a cluster asks for a token: ClusterError where a process without one is answered. Another
+    """Check that a cluster asks for a token: ClusterError where it answers a process without one. Another
     process asks, since Ray reads its environment once."""
     without = {name: text for name, text in os.environ.items() if not name.startswith("RAY_AUTH_")}
     try:
@@ -176,15 +176,15 @@ GREETING_S = 5.0
 _SETTINGS = 4
 _FRAME_HEAD_BYTES = 9
 _OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
-"""Bytes that open a connection of HTTP/2: its preface, and an empty frame of settings."""
+"""Bytes that open an HTTP/2 connection: the preface, and an empty settings frame."""
 _TLS_RECORDS = (b"\x15", b"\x16")
-"""First bytes of two kinds of TLS records: of an alert and of a handshake."""
+"""First bytes of two kinds of TLS records: an alert and a handshake."""
 _CERTIFICATES = "RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT"
 
 
 def check_greets(there: socket.socket, address: str) -> None:
-    """Check that Ray answers on a connection within GREETING_S, by TLS if that is set here. Takes the
-    connection, and closes it. ClusterError, in one line, where it does not."""
+    """Check that Ray answers on a connection within GREETING_S, by TLS if that is set here, and close the
+    connection. ClusterError, in one line, where Ray does not."""
     uses_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     deadline_s = time.monotonic() + GREETING_S
     there.settimeout(GREETING_S)
@@ -218,7 +218,7 @@ def _problem(first: bytes) -> str:
 
 
 def _first_bytes(there: socket.socket, deadline_s: float) -> bytes:
-    """The head of the other side's first frame, or less where it closes. TimeoutError at the deadline."""
+    """Read the head of the other side's first frame, or less if it closes. TimeoutError at the deadline."""
     first = b""
     while len(first) < _FRAME_HEAD_BYTES and first[:1] not in _TLS_RECORDS:
         there.settimeout(max(1e-3, deadline_s - time.monotonic()))
@@ -230,8 +230,8 @@ def _first_bytes(there: socket.socket, deadline_s: float) -> bytes:
 
 
 def _context(address: str) -> ssl.SSLContext:
-    """The TLS context that Ray's own clients use: with a certificate, for heads of the cluster's authority;
-    for any host's name."""
+    """The TLS context of Ray's own clients: it shows a certificate, trusts heads of the cluster's authority,
+    and accepts any host name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.set_alpn_protocols(["h2"])

@@ -1,7 +1,7 @@
 """The desk of each server on a Ray cluster: `phasewise cluster` reads there what runs, and leaves orders.
 
-A named actor, which holds the last facts that its server told and the orders that it has not taken yet. It
-ends with its server, and Ray starts it anew elsewhere where its node is lost.
+A desk is a named actor that holds the last facts of its server, and the orders that the server has not taken
+yet. It ends with its server, and Ray starts it anew on another node where its node is lost.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Desk:
         self._orders: list[dict[str, Any]] = []
 
     def exchange(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Keep the facts of the server that calls this; returns the orders that wait."""
+        """Keep the calling server's facts; returns the orders that wait for it."""
         self._facts = facts
         orders, self._orders = self._orders, []
         return orders
 
     def facts(self) -> dict[str, Any]:
-        """The facts that the server gave last; empty before it gave any."""
+        """The last facts that the server gave; empty before it gave any."""
         return self._facts
 
     def order(self, order: dict[str, Any]) -> None:
@@ -41,8 +41,8 @@ class Desk:
 
 
 class DeskThread:
-    """Tells a front's facts at its desk and takes orders from there. Close it before the connection. names:
-    the id of the server on its cluster, its model, and its node."""
+    """Thread that brings a front's facts to its desk and takes orders from there. Close it before the
+    connection. names: the server's id on its cluster, its model, and its node."""
 
     def __init__(self, names: dict[str, str], front: Front) -> None:
         self._names = names
@@ -76,7 +76,7 @@ class DeskThread:
 
 
 def servers() -> list[dict[str, Any]]:
-    """The facts of every server of the connected cluster. A desk that does not answer in seconds has none."""
+    """The facts of every server of the connected cluster; none of a desk that does not answer in seconds."""
     ray = the_ray()
     facts = []
     for named in ray.util.list_named_actors(all_namespaces=True):
@@ -88,7 +88,7 @@ def servers() -> list[dict[str, Any]]:
 
 
 def order_drain(server: str, index: int, *, undo: bool) -> None:
-    """Leave an order at the desk of this server."""
+    """Leave an order to drain an instance, or with `undo` to let it come back, at the desk of its server."""
     ray = the_ray()
     desk = ray.get_actor(f"{_NAME}{server}", namespace=NAMESPACE)
     ray.get(desk.order.remote({"index": index, "undo": undo}), timeout=ANSWER_S)

@@ -1,7 +1,8 @@
 """Supervision of instances: their processes are started, watched by heartbeats, and restarted when they end.
 
-It knows no request. The front asks it what is wrong (`look_after`), and tells it who is of no use (`end`).
-Processes are killed on threads aside: a host that is lost confirms nothing, and the front must not wait.
+A supervisor knows no request. `look_after` tells the front the instances that are lost, and `end` kills one.
+Processes are killed on threads of their own: a host that is lost confirms nothing, and the front must not
+wait.
 """
 
 from __future__ import annotations
@@ -34,38 +35,36 @@ log = logging.getLogger(__name__)
 
 
 QUICK_S = 0.005
-"""Seconds that the front waits for the end of a process that is killed, for the first of several only."""
+"""Seconds that the front waits for the end of a killed process; of several, only for the first."""
 LEAVE_S = 5.0
 """Seconds after which a process that was told to stop, because its place is given back, is killed."""
 
 
 class Launcher(Protocol):
-    """Starts the processes of instances, and knows whether they live. Called on the front's thread, but for
-    `kill` and `vacate`, which may take long. The others return at once."""
+    """Starts the processes of instances and reports whether they live. Called on the front's thread, where
+    methods return at once, except `kill` and `vacate`, which may take long and run on other threads."""
 
     def launch(self, index: int, orders: Orders) -> None:
-        """Start the process of one instance; the instance itself says what comes of it."""
+        """Start the process of one instance; the instance itself reports its success."""
 
     def waits(self, index: int) -> str | None:
-        """The reason, in one line, why the process that was launched last has no place yet; None: it has
-        one."""
+        """The reason, in one line, why the last launched process has no place yet; None if it has one."""
         return None
 
     def ended(self, index: int) -> str | None:
-        """The way, in one line, in which the process that was launched last has ended; None while it runs."""
+        """The way in which the last launched process has ended, in one line; None while it runs."""
 
     def n_joined(self) -> int:
-        """Number of hosts that have joined since the start: when it grows, places that did not fit are tried
-        again."""
+        """Number of hosts that have joined since the start: when it grows, the supervisor tries again to
+        place instances that did not fit."""
         return 0
 
     def place(self, index: int) -> dict[str, object]:
-        """Facts of where the instance runs or is to run, for people and scripts."""
+        """Facts about the place where the instance runs or is to run, for people and scripts."""
         return {}
 
     def kill(self, index: int) -> None:
-        """End an instance at once, also where it is stopped. It cannot write to any memory once this
-        returns."""
+        """End an instance at once, even if stopped by a signal; it then writes to no memory any more."""
 
     def vacate(self, index: int) -> None:
         """Give an instance's place back, after `kill`: the next launch looks for another one."""
@@ -76,31 +75,33 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """Settings of a front and its instances. Times in seconds. endpoint: where instances reach it; listen:
-    where each of them takes keys and values. keys: needed wherever these are not on this host."""
+    """Settings of a front and its instances; times in seconds. endpoint: the front's address, for instances.
+    listen: address at which each instance takes keys and values. keys: keys of encrypted connections, needed
+    wherever these are not on this host."""
 
     endpoint: str
     listen: Callable[[int, int], str]
-    """Gives an address for an instance's number and the number of its start, e.g. `ipc:///run/x/kv-0-1`."""
+    """Function that makes an address from an instance's number and the number of its start, e.g.
+    `ipc:///run/x/kv-0-1`."""
     keys: Keys | None = None
     policy: str = "prefix-aware"
-    """One of `routing.POLICIES`."""
+    """The routing policy, one of `routing.POLICIES`."""
     split_above_tokens: int = 0
     kv_transfer: KvTransfer = "auto"
     start_s: float = 300.0
     silent_s: float = 2.5
-    """Seconds after which an instance that says nothing counts as dead."""
+    """Seconds of silence after which an instance counts as dead."""
     stuck_s: float = 60.0
     """Seconds after which an engine that has work and makes no turn counts as hanging."""
     hand_over_s: float = 10.0
     """Seconds that a hand-over may take from the end of a prompt to the arrival of its keys and values."""
     again_s: float = 60.0
-    """Seconds after which a place that was given up is tried again; it is also when a host joins."""
+    """Seconds after which a given-up place is tried again; when a host joins, it is tried at once."""
 
 
 @dataclass(slots=True)
 class InstanceMember:
-    """One place for an instance, and the instance that fills it now."""
+    """One place for an instance, and the instance that is there now."""
 
     index: int
     role: Role
@@ -117,23 +118,23 @@ class InstanceMember:
     refused: dict[str, int] = field(default_factory=dict)
     n_handing_over: int = 0
     n_without_database: int = 0
-    """Times that the instances of this place went on without the tuning database."""
+    """Number of times that the instances of this place went on without the tuning database."""
     hand_overs: int = 0
     hand_over_s: float = 0.0
     hand_over_bytes: int = 0
     reports_refused: int = 0
     due_s: float | None = 0.0
-    """The instant at which to launch the next instance; None: one runs, or the place is given up or left."""
+    """The instant of the next launch; None if an instance runs, or the place is given up or was left."""
     is_given_up: bool = False
     given_up_s: float = 0.0
     problem: str = ""
-    """The reason, in one line, why the last instance ended; empty: none has."""
+    """The reason, in one line, why the last instance ended; empty if none has ended."""
     is_draining: bool = False
-    """True while the instance is given no request, and stops when it has none."""
+    """True while the instance is given no request and stops once it has none."""
     has_left: bool = False
     """True if the instance was drained and has stopped."""
     ending: Future[None] | None = None
-    """Done when the process that was killed last cannot write any more."""
+    """Done when the last killed process cannot write any more; None if none was killed."""
 
     @property
     def name(self) -> str:
@@ -141,11 +142,11 @@ class InstanceMember:
 
     @property
     def has_nothing(self) -> bool:
-        """True if the instance says that it holds no request."""
+        """True if the instance reports that it holds no request."""
         return not self.is_busy and (self.load is None or not any(self.load[:3]))
 
     def handed_over(self, n_prompt: int, took_s: float) -> None:
-        """Count a prompt whose keys and values have arrived where it is answered."""
+        """Count a prompt whose keys and values have arrived at the instance that answers."""
         self.hand_overs += 1
         self.hand_over_s += max(0.0, took_s)
         if self.ready is not None:
@@ -153,7 +154,7 @@ class InstanceMember:
             self.hand_over_bytes += n_prompt * shape.n_layers * shape.slot_bytes
 
     def hear(self, heartbeat: Heartbeat) -> None:
-        """Take note of what the instance says of itself; it has just been heard."""
+        """Take note of the instance's report of itself, and of the time at which it was heard."""
         self.refused, self.n_handing_over, self.is_busy = (
             heartbeat.refused,
             heartbeat.n_handing_over,
@@ -172,8 +173,8 @@ class InstanceMember:
         return "given up" if self.is_given_up else "starting"
 
     def facts(self, pool: Role) -> dict[str, object]:
-        """Facts of the instance, for people and scripts. pool: the one that it is in now. From any thread: an
-        instance may be lost while they are read."""
+        """Facts of the instance, for people and scripts. pool: the pool that it is in now. Any thread may
+        call this, also while the instance is lost."""
         ready, load = self.ready, self.load
         fingerprint = ready.identity.fingerprint if ready else None
         return {
@@ -199,7 +200,7 @@ class InstanceMember:
 
 
 class Supervisor:
-    """The processes of all instances of a front. Used on the front's thread."""
+    """Starts, watches and ends the processes of all instances of a front. Used on the front's thread."""
 
     def __init__(
         self,
@@ -218,14 +219,14 @@ class Supervisor:
 
     @property
     def has_started(self) -> bool:
-        """True if every instance is ready, but for those that are given up or have left."""
+        """True if every instance is ready, except places that were given up or left."""
         return all(
             member.ready is not None or member.is_given_up or member.has_left for member in self.members
         )
 
     @property
     def is_hopeless(self) -> bool:
-        """True if no instance will be ready again by itself."""
+        """True if no instance will become ready again by itself."""
         return all(member.is_given_up or member.has_left for member in self.members)
 
     def states(self, router: Router) -> list[InstanceState]:
@@ -255,7 +256,7 @@ class Supervisor:
         ]
 
     def facts(self, pools: Sequence[Role]) -> list[dict[str, object]]:
-        """Facts of every place, for people and scripts. pools: the ones that the instances are in now."""
+        """Facts of every place, for people and scripts. pools: the pools that the instances are in now."""
         facts = []
         for member, pool in zip(self.members, pools, strict=True):
             waits = None if member.ready or member.due_s is not None else self._launcher.waits(member.index)
@@ -264,15 +265,15 @@ class Supervisor:
         return facts
 
     def heard(self, name: str) -> InstanceMember | None:
-        """The instance of this name, which has just said something; None: it was of an earlier life."""
+        """Note that an instance was heard and return its member; None for an earlier life's name."""
         member = self._by_name.get(name)
         if member is not None:
             member.heard_s = time.monotonic()
         return member
 
     def look_after(self, endpoint: str, now_s: float) -> Iterator[tuple[InstanceMember, str]]:
-        """Start the instances that are due, which find the front at `endpoint`. Yields those to `end`, and
-        why."""
+        """Start the instances that are due, which find the front at `endpoint`. Yields the instances to
+        `end`, each with the reason."""
         self._try_again(now_s)
         for member in self.members:
             problem = None
@@ -286,7 +287,7 @@ class Supervisor:
                 yield member, problem
 
     def ended(self) -> Iterator[InstanceMember]:
-        """The instances whose processes have ended since they were killed: they write to no memory."""
+        """Yield the killed instances whose processes have ended: they write to no memory any more."""
         for member in self.members:
             if member.ending is not None and member.ending.done():
                 if (error := member.ending.exception()) is not None:
@@ -295,7 +296,7 @@ class Supervisor:
                 yield member
 
     def _try_again(self, now_s: float) -> None:
-        """Make places that were given up due again after a while, and when a host has joined."""
+        """Make given-up places due again after `again_s`, or when a host has joined."""
         n_joined = self._launcher.n_joined()
         for member in self.members:
             late = now_s - member.given_up_s > self._settings.again_s
@@ -304,8 +305,8 @@ class Supervisor:
         self._n_joined = n_joined
 
     def admit(self, member: InstanceMember, ready: Ready) -> str | None:
-        """Take an instance in among the others; returns why it cannot belong to them, if so: it is given up
-        then."""
+        """Admit an instance among the others. Returns the reason why it does not fit to them, in which case
+        its place is given up, else None."""
         problem = self._misfit(member, ready)
         if problem is not None:
             member.is_given_up = True
@@ -317,8 +318,8 @@ class Supervisor:
         return None
 
     def end(self, member: InstanceMember, why: str) -> RankLost:
-        """Kill an instance that has ended or is of no use. `ended` tells when it is dead; it is started anew
-        unless it is given up or leaves."""
+        """Kill an instance that has ended or is of no use. `ended` yields it once its process is dead; it is
+        started anew unless its place is given up or it leaves."""
         was_ready, name = member.ready is not None, member.name
         lost = RankLost(f"instance {name} was lost: {why}")
         log.error("%s", lost)
@@ -336,13 +337,13 @@ class Supervisor:
         return lost
 
     def leave(self, member: InstanceMember) -> None:
-        """Let an instance go that was drained and told to stop: it is killed where it does not."""
+        """Let a drained instance go that was told to stop; it is killed if it does not."""
         member.has_left, member.due_s, member.problem = True, None, ""
         log.info("instance %s is drained", member.name)
         self._kill(member, LEAVE_S)
 
     def come_back(self, member: InstanceMember) -> None:
-        """Undo the draining of an instance: it goes on, or is started anew where it has left."""
+        """Undo the draining of an instance: it goes on, or is started anew if it has left."""
         member.is_draining = False
         if member.has_left:
             member.has_left, member.due_s = False, time.monotonic()
@@ -366,14 +367,13 @@ class Supervisor:
             self._launcher.vacate(index)
 
     def wait_for_ends(self, timeout_s: float) -> None:
-        """Wait until all that are ready have ended by themselves."""
+        """Wait until all ready instances have ended by themselves."""
         deadline_s = time.monotonic() + timeout_s
         running = [member.index for member in self.members if member.ready is not None]
         while time.monotonic() < deadline_s and any(self._launcher.ended(index) is None for index in running):
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End every process."""
         self._aside.shutdown(wait=False)
         self._launcher.close()
 
@@ -404,7 +404,7 @@ class Supervisor:
         return None
 
     def _misfit(self, member: InstanceMember, ready: Ready) -> str | None:
-        """The reason why an instance cannot serve beside the others; None: it can."""
+        """The reason why an instance cannot serve beside the others; None if it can."""
         if ready.identity.version != __version__:
             return f"it runs phasewise {ready.identity.version}, this server is {__version__}"
         for other in self.members:
@@ -416,8 +416,9 @@ class Supervisor:
 
 
 def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
-    """The obstacle to handing requests over to instance `name`, of identity `ours`; None: it can. The name of
-    a format is no difference: where the numbers and their arithmetic are the same, so are bits."""
+    """The difference of two identities for which instance `name`, of identity `ours`, cannot hand requests
+    over; None if it can. The name of a format is no difference: the same numbers and arithmetic give the same
+    bits."""
     if ours.model_hash != theirs.model_hash:
         return f"its model or weight format differs from that of instance {name}"
     if ours.shape != theirs.shape:
@@ -457,7 +458,7 @@ def _info(member: InstanceMember, place: Mapping[str, object]) -> InstanceInfo |
 
 
 def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -> EngineLoad:
-    """The load of several instances; the front knows how many requests wait and run."""
+    """Add up the load of several instances; n_waiting, n_running: the front's own counts of requests."""
     return EngineLoad(
         n_waiting,
         n_running,
@@ -477,7 +478,6 @@ def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -
 
 
 def _together_ns(times_ns: Sequence[float]) -> float:
-    """Nanoseconds a token of several instances that compute prompts at the same time; 0: none has computed
-    one."""
+    """Nanoseconds a token of several instances that compute prompts at once; 0 if none has computed one."""
     positive_ns = [time_ns for time_ns in times_ns if time_ns > 0]
     return 1 / sum(1 / time_ns for time_ns in positive_ns) if positive_ns else 0.0

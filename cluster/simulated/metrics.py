@@ -38,8 +38,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Slo:
-    """Promises together. Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's
-    time."""
+    """Promises together. Bounds: seconds, or, with `is_slowdown`, multiples of an idle reference's time."""
 
     name: str
     bounds: tuple[Bound, ...]
@@ -61,7 +60,7 @@ TABLE_VI = Slo(
 
 
 def parse_slo(text: str) -> Slo:
-    """`table6`, or times such as `ttft=1.5s,tbt=100ms,e2e.p99=20s`; without a percentile, P90 is meant."""
+    """Parse `table6`, or times such as `ttft=1.5s,tbt=100ms,e2e.p99=20s`; the default percentile is P90."""
     if text == TABLE_VI.name:
         return TABLE_VI
     try:
@@ -80,37 +79,37 @@ def parse_slo(text: str) -> Slo:
 
 @dataclass(frozen=True)
 class RoleUse:
-    """The use of the machines of one role."""
+    """The use of the machines of one role in a simulation."""
 
     role: Role
     machine: str
     count: int
     utilisation: float
-    """Share of the time in which a machine of the role computed, mean over machines."""
+    """Share of the time in which a machine of the role computed, as the mean over machines."""
     occupancy: tuple[tuple[int, float], ...]
     """Tokens of a batch, and the share of busy time that batches of at most that size took (Fig. 17)."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One simulation in figures. Times in seconds."""
+    """One simulation in figures; times in seconds."""
 
     n_requests: int
     output_tokens: int
     duration_s: float
     times_s: Mapping[Metric, Mapping[int, float]]
-    """Seconds of each metric, by metric and percentile."""
+    """Seconds by metric and percentile."""
     slowdowns: Mapping[Metric, Mapping[int, float]] | None
     """Slowdowns against the reference machine, by metric and percentile; None without one."""
     uses: tuple[RoleUse, ...]
     n_transfers: int
     transfer_s: Mapping[int, float]
-    """The time that a transfer adds between the end of a prompt and the arrival of its keys and values."""
+    """Seconds, by percentile, between the end of a prompt and the arrival of its keys and values."""
     n_preemptions: int
 
 
 def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
-    """The summary of a simulation. reference: step times of the machine that slowdowns are told against."""
+    """Summarise a simulation. reference: step times of the machine that slowdowns are relative to."""
     lives = simulation.lives
     times = _times(lives)
     slowdowns: dict[Metric, dict[int, float]] | None = None
@@ -132,7 +131,7 @@ def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
 
 
 def broken(summary: Summary, slo: Slo) -> list[str]:
-    """The promises that were not kept, for people; empty where all were."""
+    """The broken promises in words, for people; empty if all were kept."""
     figures = summary.slowdowns if slo.is_slowdown else summary.times_s
     if figures is None:
         raise ClusterError(f"SLO {slo.name} is in slowdowns: name the machine that they are told against")
@@ -153,7 +152,7 @@ def _times(lives: Sequence[Life]) -> dict[Metric, Seconds]:
 
 
 def _baseline(lives: Sequence[Life], reference: StepTimes) -> dict[Metric, Seconds]:
-    """Times of each request by itself on the reference machine, by metric."""
+    """Times of each request alone on the reference machine, by metric."""
     prompts = [life.arrival.prompt_tokens for life in lives]
     ttft = np.array([reference.prefill_s(tokens) for tokens in prompts])
     tbt = np.array([reference.decode_s(1, tokens) for tokens in prompts])

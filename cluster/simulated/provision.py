@@ -1,12 +1,13 @@
-"""The number of machines of each kind that a load needs (Splitwise IV-D), without running the whole grid.
+"""Search for the number of machines of each kind that a load needs (Splitwise IV-D), without running the
+whole grid.
 
 A design has one axis (mixed machines) or two (prompt and token machines); a cell is a number of machines on
 each. More machines keep more promises, so the feasible cells lie behind a frontier. The search finds one
-feasible cell, then asks of each column only whether it holds a better cell than the best one known; what is
-known to be dominated is never run. The answer is certified by its neighbours: every cell around it that
-would be better was run and broke a promise, or lies below a cell that did.
+feasible cell, then asks of each column only whether it holds a better cell than the best one known; a cell
+that is known to be dominated is never run. The answer is certified by its neighbours: every cell around it
+that would be better was run and broke a promise, or lies below a cell that did.
 
-Pure: the caller runs cells and says what came of them.
+Pure: the caller runs cells and returns their outcomes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Cell = tuple[int, ...]
 """A number of machines for each axis of a design, at least one each."""
 
 NEIGHBOURHOOD = 2
-"""Cells in each direction around an answer that certify it."""
+"""Cells in each direction around an answer that must be checked to certify it."""
 
 
 class Outcome(NamedTuple):
@@ -44,13 +45,12 @@ Run = Callable[[Cell], Outcome]
 
 @dataclass
 class Search:
-    """The cells that were run, for one design at one rate. `weights`: the objective of a machine on each
-    axis."""
+    """The cells that were run, for one design at one rate. weights: a machine's objective on each axis."""
 
     weights: tuple[float, ...]
     run: Run
     most: int
-    """Most machines on an axis."""
+    """Most machines on one axis."""
     outcomes: dict[Cell, Outcome] = field(default_factory=dict)
 
     def objective(self, cell: Cell) -> float:
@@ -62,8 +62,7 @@ class Search:
         return self.outcomes[cell]
 
     def is_feasible(self, cell: Cell) -> bool:
-        """True if the cell keeps the promises: inferred from cells that were run, where that decides it, else
-        by running it."""
+        """True if the cell keeps the promises: inferred from other cells, else by running the cell."""
         implied = self._implied(cell)
         return self.outcome(cell).is_feasible if implied is None else implied
 
@@ -78,7 +77,7 @@ class Search:
         return None
 
     def frontier(self) -> list[Cell]:
-        """Feasible cells that were run and that no other one undercuts on every axis."""
+        """Feasible cells that were run, without those that another one undercuts on every axis."""
         feasible = [cell for cell, outcome in self.outcomes.items() if outcome.is_feasible]
         return sorted(
             cell
@@ -100,9 +99,9 @@ class BestCell(NamedTuple):
 
 
 def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
-    """The feasible cell with the least objective; of equals the least tight one, then the smaller first axis.
-    guess: what the load keeps busy on each axis, in machines; only where the search begins. ClusterError if
-    no cell within `search.most` keeps the promises."""
+    """Find the feasible cell with the least objective; of equals the least tight one, then the smaller first
+    axis. guess: machines that the load keeps busy on each axis, where the search begins. ClusterError if no
+    cell within `search.most` keeps the promises."""
     best = _first_feasible(search, guess)
     if len(best) == 1:
         best = (_least(search, lambda count: (count,), 1, best[0]),)
@@ -142,7 +141,7 @@ def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:
 
 
 def _least(search: Search, cell: Callable[[int], Cell], low: int, high: int) -> int:
-    """The least count from `low` to `high` whose cell is feasible; `high` is."""
+    """The least count from `low` to `high` whose cell is feasible; the cell of `high` must be."""
     while low < high:
         middle = (low + high) // 2
         if search.is_feasible(cell(middle)):
@@ -153,8 +152,8 @@ def _least(search: Search, cell: Callable[[int], Cell], low: int, high: int) -> 
 
 
 def _improved(search: Search, best: Cell) -> Cell:
-    """The best cell after one look at every column; `best` where none has a better one. Each column is asked
-    once: does its dearest cell that is still better keep the promises? If so, how few machines do?"""
+    """Find the best cell by one look at every column; `best` if none has a better one. For each column: does
+    its dearest cell that is still better keep the promises, and if so, how few machines do?"""
     for tokens in _outwards(best[1], search.most):
         prompts = _most_below(search, tokens, search.objective(best))
         if prompts >= 1 and search.is_feasible((prompts, tokens)):
@@ -204,8 +203,7 @@ def _least_tight(search: Search, best: Cell) -> Cell:
 
 
 def _better_neighbour(search: Search, best: Cell) -> Cell | None:
-    """A cell around `best` that is better and feasible; None certifies `best`. Only infeasibility is
-    inferred."""
+    """Find a better feasible cell around `best`; None certifies `best`. Only infeasibility is inferred."""
     objective = round(search.objective(best), 9)
     around = product(*(range(max(1, count - NEIGHBOURHOOD), count + NEIGHBOURHOOD + 1) for count in best))
     cheaper = [
@@ -221,7 +219,7 @@ def _better_neighbour(search: Search, best: Cell) -> Cell | None:
 
 
 def highest_rate(feasible: Callable[[float], bool], step: float, most: float, above: float = 0.0) -> float:
-    """The highest multiple of `step` in (above, most] that is feasible, by bisection; `above` if none is."""
+    """Find the highest feasible multiple of `step` in (above, most], by bisection; `above` if none is."""
     low, high = round(above / step), math.floor(most / step)
     if not feasible((low + 1) * step):
         return above
@@ -251,9 +249,9 @@ class Fastest(NamedTuple):
 def fastest(
     cells: Sequence[Cell], start: int, run: Callable[[Cell, float], bool], step: float, most: float
 ) -> Fastest:
-    """The way to spend a budget, of those along it, that keeps the promises at the highest rate. Begins at
-    index `start`; a neighbour is tried at one step above the best rate, and the walk goes on from whichever
-    is better, in strides that are halved until those of one bring nothing."""
+    """Find the cell, of those that spend a budget, that keeps the promises at the highest rate. The walk
+    begins at index `start`; a neighbour is tried at one step above the best rate, and the walk goes on from
+    the better one, in strides that are halved until strides of one bring nothing."""
     n_runs = 0
     rates: dict[tuple[Cell, float], bool] = {}
 

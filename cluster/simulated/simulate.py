@@ -1,6 +1,6 @@
-"""A trace through a cluster of machines with the production scheduler, on simulated time.
+"""Simulation of a trace on a cluster of machines with the production scheduler, on simulated time.
 
-The clock moves by step times and transfers alone. The same cluster and trace give the same instants for ever:
+The clock moves by step times and transfers alone. The same cluster and trace always give the same instants:
 events of one instant run in the order in which they were scheduled, and of equal machines the first is taken.
 """
 
@@ -41,7 +41,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The outgoing link of a machine. Transfers follow one another; each has the whole bandwidth."""
+    """The outgoing link of a machine. Transfers follow one another; each gets the whole bandwidth."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -50,7 +50,7 @@ class Link:
     prompts are sent when they are done. The paper has 512 (VI-A), `phasewise serve` 0."""
 
     def to(self, other: Link) -> Link:
-        """The link between two machines: the slower of their two decides."""
+        """The link between this machine and another: the slower of their two links decides."""
         return Link(
             min(self.bytes_per_s, other.bytes_per_s),
             max(self.latency_s, other.latency_s),
@@ -75,17 +75,17 @@ class Link:
 # ---- a machine -------------------------------------------------------------------------------------------
 
 REFRESH_S = 0.5
-"""Simulated seconds between two times that a pool learns."""
+"""Simulated seconds between two updates of what a KV pool learns from its requests."""
 
 TOKEN = 0
-"""The id that stands for every token of an answer."""
+"""The token id that stands for every token of an answer."""
 
 
 Action = Callable[[], None]
 
 
 class Timeline:
-    """A clock in seconds that only events move: equal instants run in the order they were scheduled."""
+    """A clock in seconds that only events move; events of one instant run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -100,7 +100,7 @@ class Timeline:
         heappush(self._heap, (at_s, self._serial, action))
 
     def run(self) -> None:
-        """Run every event, and those that they schedule, to the last."""
+        """Run every event, and the events that they schedule, to the last."""
         heap = self._heap
         while heap:
             self.now_s, _, action = heappop(heap)
@@ -108,10 +108,10 @@ class Timeline:
 
 
 class Listener(Protocol):
-    """Hears of events of a machine's requests, at the simulated instant at which they happen."""
+    """Receiver of events of a machine's requests, at the simulated instant of each."""
 
     def prompt_step_begins(self, request_id: str) -> None:
-        """A step begins that computes a part of the request's prompt, or of what a preemption undid."""
+        """A step begins that computes a part of the request's prompt, perhaps again after a preemption."""
 
     def prompt_computed(self, request_id: str) -> None:
         """All of the request's prompt is computed."""
@@ -119,17 +119,17 @@ class Listener(Protocol):
     def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None: ...
 
     def block_granted(self, request_id: str) -> None:
-        """A request that was expected has a block."""
+        """An expected request has been granted a block."""
 
     def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
-        """A machine tells its pace, and changes of the prefixes that it holds, as instances do."""
+        """A machine reports its pace, and changes of its held prefixes, as instances do."""
 
 
 class ProductionMachine:
     """A machine that runs the production scheduler, its KV pool and its pacing. `submit`, `expect`, `arrived`
-    and `acknowledge` come from outside. Nothing here decides anything that the engine would decide: it does
-    what `serving.engine.engine.Engine.step` does with stand-ins for tokens, and moves the clock by what the
-    step-time model says."""
+    and `acknowledge` are called from outside. Each step does what `serving.engine.engine.Engine.step` does,
+    with stand-ins for tokens, and moves the clock by the step-time model; the machine decides nothing that
+    the engine would decide."""
 
     def __init__(
         self,
@@ -142,11 +142,11 @@ class ProductionMachine:
         listener: Listener,
         tells_prefixes: bool = False,
     ) -> None:
-        """Make an idle machine. tells_prefixes: those that it holds are told."""
+        """Make an idle machine. tells_prefixes: True if the machine reports its held prefixes."""
         self.index = index
         self.busy_s = 0.0
         self.occupancy_s: dict[int, float] = defaultdict(float)
-        """Seconds that steps took, by the tokens of the step."""
+        """Seconds of steps, by the tokens of the step."""
         self._steps = steps
         self._timeline = timeline
         self._listener = listener
@@ -159,7 +159,7 @@ class ProductionMachine:
         self._granted: set[str] = set()
         self._refreshed_s = 0.0
         self._since_prefill: int | None = None
-        """Decode steps since the last prefill step; None: there was none."""
+        """Decode steps since the last prefill step; None before the first prefill step."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. RequestError if it can never run here."""
@@ -180,7 +180,7 @@ class ProductionMachine:
         self._wake()
 
     def acknowledge(self, request_id: str) -> None:
-        """Note that a request that was handed over has arrived elsewhere."""
+        """Note that a request that was handed over has arrived at the other machine."""
         self.scheduler.acknowledge(request_id)
         self._wake()
 
@@ -256,7 +256,7 @@ class MachineType:
     name: str
     steps: StepTimes
     memory_bytes: int
-    """Bytes for weights, keys and values."""
+    """Bytes of memory for weights, keys and values."""
     weight_bytes: int
     kv_bytes_per_token: int
     n_layers: int
@@ -270,7 +270,7 @@ class MachineType:
 
     @property
     def kv_slots(self) -> int:
-        """Tokens whose keys and values fit beside the weights."""
+        """Tokens whose keys and values fit into memory beside the weights."""
         return (self.memory_bytes - self.weight_bytes) // self.kv_bytes_per_token
 
 
@@ -285,7 +285,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The settings of a simulation. `policy` is one of `POLICIES`."""
+    """The settings of a simulation. policy: one of `POLICIES`."""
 
     pools: tuple[Pool, ...]
     policy: str = "splitwise"
@@ -298,7 +298,7 @@ class ClusterSpec:
 
     @property
     def tells_prefixes(self) -> bool:
-        """True if machines tell the router which beginnings of prompts they hold."""
+        """True if machines report to the router which prompt prefixes they hold."""
         return self.prefix_reuse and self.policy == "prefix-aware"
 
     @property
@@ -327,7 +327,7 @@ class MachineUse:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome of a trace. `lives` in the order of the trace."""
+    """The outcome of a trace; `lives` are in the order of the trace."""
 
     spec: ClusterSpec
     lives: list[Life]
@@ -346,20 +346,20 @@ def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
 
 @dataclass(slots=True)
 class _Going:
-    """A request on its way between two machines."""
+    """A request whose prompt and answer are on different machines."""
 
     life: Life
     granted_s: float = math.nan
     is_computed: bool = False
-    """True if the prompt's keys and values are all there: a preemption undoes it."""
+    """True if all keys and values of the prompt are computed; a preemption makes it False."""
     is_sending: bool = False
 
 
 class ProductionCluster:
-    """Several engines behind a router; it is the `Listener` of each of its machines."""
+    """Several engines behind a router, which is the `Listener` of each of its machines."""
 
     def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival]) -> None:
-        """Make the machines of `spec` idle."""
+        """Make the idle machines of `spec`."""
         self._spec = spec
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
@@ -464,8 +464,7 @@ class ProductionCluster:
             raise ClusterError(f"request {request.request_id} cannot run on {kind}: {error}") from None
 
     def _send(self, request_id: str) -> None:
-        """Send a request's keys and values, if its prompt is computed and its block is granted; else one of
-        both is still to come."""
+        """Send a request's keys and values once its prompt is computed and its block granted; else wait."""
         going = self._going[request_id]
         life = going.life
         if going.is_sending or not going.is_computed or math.isnan(going.granted_s):
@@ -501,7 +500,7 @@ def _limits(kind: MachineType, longest: int, spec: ClusterSpec) -> SchedulerLimi
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:
-    """Stand-ins for token ids. Without prefix reuse they are never compared, so a range is enough."""
+    """Stand-ins for a prompt's token ids; a range without prefix reuse, as they are never compared."""
     n_tokens = arrival.prompt_tokens
     if not reuse:
         return cast("tuple[int, ...]", range(n_tokens))

@@ -1,4 +1,4 @@
-"""Arrivals at a cluster, and the instants of each request's life. Metrics are differences of instants."""
+"""Arrivals at a cluster, and the instants of each request's life, whose differences are the metrics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ class Arrival(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
-    """An id for what each block of `PREFIX_BLOCK_TOKENS` prompt tokens holds; two equal ids are the same
-    tokens after the same beginning. Empty: the prompt begins like no other."""
+    """An id for the content of each block of `PREFIX_BLOCK_TOKENS` prompt tokens; equal ids mean the same
+    tokens after the same prefix. Empty: the prompt shares no prefix."""
     client: str = ""
-    """The client that sends the request: clients share a machine; requests of one are first come, first
-    served."""
+    """The client that sends the request: clients share a machine, one client's requests keep their order."""
 
 
 PREFIX_BLOCK_TOKENS = 512
-"""Prompt tokens of a block of prefix ids, as in Mooncake's traces, the one public source of such ids."""
+"""Prompt tokens of a block of prefix ids, as in Mooncake's traces, the only public source of such ids."""
 
 
 @dataclass(slots=True)
@@ -44,35 +43,35 @@ class Life:
     prompt_end_s: float = float("nan")
     """The instant at which the last step ends that computes a part of the prompt."""
     kv_arrival_s: float = float("nan")
-    """The instant at which keys and values are on the token machine. NaN where both machines are one."""
+    """The instant at which keys and values are on the token machine; NaN if one machine does both phases."""
     first_token_s: float = float("nan")
     end_s: float = float("nan")
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Seconds from the arrival to the first token."""
         return self.first_token_s - self.arrival.at_s
 
     @property
     def e2e_s(self) -> float:
-        """Time to the last token."""
+        """Seconds from the arrival to the last token."""
         return self.end_s - self.arrival.at_s
 
     @property
     def tbt_s(self) -> float:
-        """Mean time between tokens; 0 for an answer of one token."""
+        """Mean seconds between tokens; 0 for an answer of one token."""
         n_gaps = self.arrival.output_tokens - 1
         return (self.end_s - self.first_token_s) / n_gaps if n_gaps > 0 else 0.0
 
     @property
     def transfer_s(self) -> float:
-        """Seconds from the end of the prompt to the arrival of its keys and values; NaN where they stayed."""
+        """Seconds from the prompt's end to the arrival of keys and values; NaN if they stayed."""
         return self.kv_arrival_s - self.prompt_end_s
 
 
 def poisson(lengths: Sequence[tuple[int, int]], rate: float, duration_s: float, seed: int) -> list[Arrival]:
-    """Requests at exponential intervals, with (prompt, output) tokens drawn from `lengths`. The same for the
-    same seed. Times do not depend on the lengths, so a rate's arrivals can be compared."""
+    """Draw requests at exponential intervals, with (prompt, output) tokens drawn from `lengths`. The same
+    seed gives the same requests. Times do not depend on the lengths, so a rate's arrivals can be compared."""
     if not lengths:
         raise ClusterError("there is no request to draw lengths from")
     if not 0 < rate * duration_s <= MAX_ARRIVALS:

@@ -31,7 +31,7 @@ MAX_MACHINES = 10_000
 DEFAULT_MODEL = "bloom-176b"
 
 TimedTypes: TypeAlias = Mapping[str, StepTimes]
-"""Step times that were timed or modelled, by machine type: they replace the type's own."""
+"""Step times that were timed or modelled, by machine type: they replace those of the type itself."""
 
 
 class _Fields(BaseModel):
@@ -44,7 +44,7 @@ _Amount = Annotated[float, Field(ge=0, lt=1e300)]
 _Rate = Annotated[float, Field(gt=0, lt=1e300)]
 _Point = tuple[Annotated[float, Field(ge=0, lt=1e12)], Annotated[float, Field(gt=0, lt=1e12)]]
 _Points = Annotated[list[Annotated[_Point, Strict(False)]], Field(min_length=1, max_length=MAX_POINTS)]
-"""[[tokens, milliseconds], ...]."""
+"""Points of a curve, [[tokens, milliseconds], ...]."""
 
 
 class _LinkFields(_Fields):
@@ -105,8 +105,7 @@ class MachineCatalogue:
         self._known: dict[str, MachineType] = {}
 
     def __getitem__(self, name: str) -> MachineType:
-        """The machine type of this name. ClusterError if there is none, or nothing of the model is known on
-        it."""
+        """The machine type of this name. ClusterError for an unknown type, or one without the model."""
         if name not in self._known:
             if name not in self._own and name not in shipped():
                 raise ClusterError(
@@ -164,7 +163,7 @@ def _shipped_fields(name: str) -> _MachineFields:
 def read_cluster(
     path: str | os.PathLike[str], timed: TimedTypes | None = None, model: str | None = None
 ) -> tuple[ClusterSpec, MachineCatalogue]:
-    """The cluster of a file, and the machine types that it knows. `model`: instead of the file's own."""
+    """Read a file's cluster and its catalogue of machine types. model: replaces the file's own model."""
     name = os.fspath(path)
     fields = _fields_of(name)
     catalogue = MachineCatalogue(model or fields.model, timed, fields.machines)
@@ -182,13 +181,13 @@ def read_cluster(
 def read_machines(
     path: str | os.PathLike[str], timed: TimedTypes | None = None, model: str | None = None
 ) -> MachineCatalogue:
-    """The machine types of a file, which may be a cluster file, beside those that phasewise brings."""
+    """Read the machine types of a file, which may be a cluster file, beside those that phasewise brings."""
     fields = _fields_of(os.fspath(path))
     return MachineCatalogue(model or fields.model, timed, fields.machines)
 
 
 def parse_pools(text: str, catalogue: MachineCatalogue) -> tuple[Pool, ...]:
-    """The pools that a text such as `prompt=27*h100,token=3*a100` states: roles, counts and machine types."""
+    """Parse pools such as `prompt=27*h100,token=3*a100`: roles, counts and machine types."""
     pools = []
     for part in text.split(","):
         role, _, rest = part.strip().partition("=")
@@ -213,5 +212,5 @@ def _fields_of(name: str) -> _ClusterFields:
 
 
 def names_a_file(path: str) -> bool:
-    """True if `path` is meant as a file rather than as pools in a line."""
+    """True if the text names a file, False for pools in one line."""
     return Path(path).suffix == ".toml" or "=" not in path

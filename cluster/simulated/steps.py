@@ -1,6 +1,5 @@
-"""The time of one step of a machine: piecewise linear curves, as in the paper's performance model
-(Splitwise V-B), from a table of one's own or from timed steps.
-"""
+"""Model of the time of one step of a machine: piecewise linear curves, as in the paper's performance model
+(Splitwise V-B), from a table or from timed steps."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MAX_POINTS = 4096
 
 
 class Curve:
-    """Straight lines through points, the first and last of them prolonged. x ascends."""
+    """Piecewise linear curve through points with ascending x; the first and last lines are prolonged."""
 
     __slots__ = ("_cache", "xs", "ys")
 
@@ -49,41 +48,40 @@ class Curve:
 
 
 class PromptPart(NamedTuple):
-    """Tokens of one prompt that a step computes, and those that were computed before."""
+    """The tokens of one prompt that a step computes, and the prompt's tokens that were computed before."""
 
     n_tokens: int
     n_before: int = 0
 
     @property
     def n_pairs(self) -> int:
-        """Pairs of a token of the part and one before it."""
+        """Pairs of a token of the part and an earlier token of its prompt."""
         return self.n_tokens * self.n_before + self.n_tokens * (self.n_tokens - 1) // 2
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds a step, of one model on one machine."""
+    """Times of the steps of one model on one machine, in seconds."""
 
     prefill: Curve
-    """Seconds of a step by its prompt tokens: of one prompt, from its first token on."""
+    """Seconds of a prefill step by its tokens, of one prompt from its first token on."""
     decode: Curve
-    """Seconds of a step by tokens of context that all its sequences read together."""
+    """Seconds of a decode step by the context tokens that all its sequences read together."""
     decode_sequences: Curve | None = None
-    """Seconds of a step by its sequences, on top of `decode`."""
+    """Seconds of a decode step by its sequences, in addition to `decode`."""
     prefill_context_s: float = 0.0
-    """Seconds for each pair of a prompt token and a token before the step that it attends to."""
+    """Seconds for each pair of a prompt token and a token, computed by earlier steps, that it attends to."""
     after_prefill_s: tuple[float, ...] = ()
-    """The extra time of the first decode steps after a prefill step, by their number since it."""
+    """Extra seconds of the first decode steps after a prefill step, by their number since it."""
     rows_at_once: int | None = None
-    """The most prompt tokens that are computed at once: larger steps go in pieces of so many. None: all."""
+    """Most prompt tokens computed at once: larger steps go in pieces of this size. None: all at once."""
 
     def prefill_s(self, n_tokens: int, n_before: int = 0) -> float:
         """Seconds of a prefill step of one prompt."""
         return self.prompts_s([PromptPart(n_tokens, n_before)])
 
     def prompts_s(self, prompts: Iterable[PromptPart]) -> float:
-        """Seconds of a prefill step. Tokens attend to those before them in their own prompts, and to no
-        others."""
+        """Seconds of a prefill step; tokens attend only to earlier tokens of their own prompts."""
         return sum(map(self._piece_s, pieces(prompts, self.rows_at_once)))
 
     def _piece_s(self, prompts: Sequence[PromptPart]) -> float:
@@ -92,8 +90,7 @@ class StepTimes:
         return _positive(self.prefill.at(n_tokens) + self.prefill_context_s * n_more)
 
     def decode_s(self, n_sequences: int, context_tokens: int, since_prefill: int | None = None) -> float:
-        """Seconds of a decode step. since_prefill: decode steps between the last prefill step and it; None:
-        many."""
+        """Seconds of a decode step. since_prefill: decode steps since the last prefill step; None: many."""
         extra = self.decode_sequences.at(n_sequences) if self.decode_sequences is not None else 0.0
         if since_prefill is not None and since_prefill < len(self.after_prefill_s):
             extra += self.after_prefill_s[since_prefill]
@@ -101,7 +98,7 @@ class StepTimes:
 
 
 def pieces(prompts: Iterable[PromptPart], most_tokens: int | None) -> Iterator[list[PromptPart]]:
-    """The parts of a step as engines compute them: runs of `most_tokens` at most, cut where one is full."""
+    """Yield the parts of a step as engines compute them: runs of at most `most_tokens`, cutting prompts."""
     if most_tokens is None:
         yield list(prompts)
         return
@@ -120,18 +117,18 @@ def pieces(prompts: Iterable[PromptPart], most_tokens: int | None) -> Iterator[l
 
 
 def _positive(seconds: float) -> float:
-    """The seconds, or next to nothing in place of a prolonged line's zero or less."""
+    """The seconds, but at least a tiny positive time: a prolonged line may give zero or less."""
     return seconds if seconds > 0 else 1e-9
 
 
 # ---- curves through steps that were timed -----------------------------------------------------------------
 
 SETTLED = 8
-"""Decode steps after a prefill step from which on a step takes what all later ones take."""
+"""Decode steps after a prefill step from which on a step takes as long as all later ones."""
 
 
 class TimedStep(NamedTuple):
-    """`sequences` of `context` tokens each took `tokens` new ones, in `seconds`."""
+    """One timed step: `sequences` of `context` tokens each took `tokens` new ones, in `seconds`."""
 
     phase: str
     tokens: int
@@ -143,12 +140,12 @@ class TimedStep(NamedTuple):
 
 
 def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
-    """Curves through timed steps of both phases. ClusterError where a phase has none.
+    """Fit curves to timed steps of both phases. ClusterError where a phase has none.
 
-    A prefill step costs by its tokens, and by pairs of a token and one before it; one of more rows than an
-    engine computes at once as its pieces do. A decode step costs by
-    its sequences, and by the context that they read together; the first ones after a prefill step cost more,
-    where such were timed.
+    A prefill step costs by its tokens, and by pairs of a token and an earlier one; a step of more rows than
+    an engine computes at once costs as its pieces do. A decode step costs by its sequences, and by the
+    context that they read together; the first decode steps after a prefill step cost more, where such steps
+    were timed.
     """
     rows = list(timed)
     prefill = [row for row in rows if row.phase == "prefill"]
@@ -179,8 +176,7 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
 
 
 def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
-    """Seconds of a prefill step by its tokens, from steps with nothing before them; else from those with the
-    least before them."""
+    """Fit seconds of a prefill step by its tokens, from steps with no, or else the fewest, earlier tokens."""
     least = min(row.context for row in rows)
     repeats: dict[int, list[float]] = defaultdict(list)
     for row in rows:
@@ -191,8 +187,8 @@ def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
 
 
 def _context_s(rows: Sequence[TimedStep]) -> float:
-    """Seconds for each token of context: the slope of one regression within groups of equally many sequences.
-    Pooled, so that contexts that lie far apart decide, not the noise of those that are nearly equal."""
+    """Fit seconds for each token of context: the slope of one regression within groups of equally many
+    sequences. Pooling lets contexts that lie far apart decide, not the noise of nearly equal ones."""
     products = squares = 0.0
     for sequences in sorted({row.sequences for row in rows}):
         same = [row for row in rows if row.sequences == sequences]
@@ -204,8 +200,7 @@ def _context_s(rows: Sequence[TimedStep]) -> float:
 
 
 def _after_prefill_s(rows: Sequence[TimedStep], settled: StepTimes) -> tuple[float, ...]:
-    """Extra seconds of each of the first decode steps after a prefill step, beyond what a settled one
-    takes."""
+    """Extra seconds of each of the first decode steps after a prefill step, beyond a settled step's."""
     beyond: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         usual_s = settled.decode_s(row.sequences, row.sequences * row.context)
@@ -214,6 +209,6 @@ def _after_prefill_s(rows: Sequence[TimedStep], settled: StepTimes) -> tuple[flo
 
 
 def _positive_median(values: Iterable[float]) -> float:
-    """The median, at least zero: times scatter, and nothing gets faster by having more to do."""
+    """The median, at least zero: times scatter, and no step gets faster by having more to do."""
     numbers = list(values)
     return max(0.0, median(numbers)) if numbers else 0.0

@@ -1,1 +1,1 @@
-"""From a C file to the high level: preprocessed, parsed, raised."""
+"""Raising of a C file to the high level: preprocessed, parsed, raised."""

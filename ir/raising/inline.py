@@ -13,8 +13,8 @@ MAX_STATEMENTS = 20_000
 
 
 def inlined(function: ir.FunctionDefinition, path: str = "") -> ir.FunctionDefinition:
-    """The function without calls of helpers. SourceError where a helper returns early or is called where it
-    cannot be copied (inside a condition, with statements of its own)."""
+    """Inline all calls of helpers. SourceError for a helper whose early return cannot be rewritten, or whose
+    call is where statements cannot be copied to, such as inside a condition."""
     inliner = _Inliner(function, path)
     body = inliner.body(function.body)
     return replace(function, body=body, helpers=(), tables=(*function.tables, *inliner.tables))
@@ -135,7 +135,7 @@ class _Inliner(ir.Rewriter):
     def _copy(
         self, helper: ir.FunctionDefinition, args: tuple[ir.Expr, ...]
     ) -> tuple[ir.Body, ir.Expr | None]:
-        """The helper's statements with names of their own, and its value."""
+        """Copy the helper's statements, with new names for its variables, and the expression of its value."""
         helper = self._with_one_return(helper)
         by: dict[str, ir.Expr] = {}
         before: list[ir.Stmt] = []
@@ -164,7 +164,7 @@ class _Inliner(ir.Rewriter):
         return (*before, *copied), value
 
     def _with_one_return(self, helper: ir.FunctionDefinition) -> ir.FunctionDefinition:
-        """The helper with one return: one that returns early gives its value to a variable instead."""
+        """Rewrite a helper to return once: early returns assign the value to a variable instead."""
         if all(node is _last(helper.body) for node in _returns(helper.body)):
             return helper
         result = ir.Var(helper.result, f"{helper.name}_result")
@@ -180,7 +180,7 @@ class _Inliner(ir.Rewriter):
 
 
 def _address_of(e: ir.Expr) -> ir.Var | None:
-    """The variable whose address a pointer is, if it is one; const may have been added."""
+    """The variable whose address the pointer is, also with const added; None for other pointers."""
     while isinstance(e, ir.Cast) and isinstance(e.type, Pointer) and pointee(e.a.type) == e.type.to:
         e = e.a
     is_variable = isinstance(e, ir.AddressOf) and isinstance(e.a, ir.Var) and not isinstance(e.a.type, Array)
@@ -188,7 +188,7 @@ def _address_of(e: ir.Expr) -> ir.Var | None:
 
 
 class _Dereferenced(ir.Rewriter):
-    """Replaces what a pointer leads to by the variable whose address it is."""
+    """Replaces accesses through a pointer by the variable whose address it is."""
 
     def leave(self, e: ir.Expr) -> ir.Expr:
         variable = _address_of(e.base) if isinstance(e, ir.Index) and _is_zero(e.index) else None
@@ -205,8 +205,8 @@ def _returns(part: object) -> list[ir.Return]:
 
 
 def _assigned_at_end(body: ir.Body, result: ir.Var) -> ir.Body | None:
-    """A body whose returns are assignments: statements behind an `if` that returns are put in its other
-    branch. None where a loop returns, or where both branches may go on."""
+    """Rewrite a body's returns as assignments to `result`: statements after an `if` that returns move into
+    its other branch. None where a loop returns, or where both branches may go on."""
     for index, statement in enumerate(body):
         rest = body[index + 1 :]
         match statement:
@@ -239,7 +239,7 @@ def _ends(body: ir.Body) -> bool:
 
 
 def _is_place(e: ir.Expr) -> bool:
-    """True if an expression is an address that is computed without reading memory."""
+    """True if an expression is an address computed without reading memory."""
     if not isinstance(e.type, Pointer):
         return False
     parts = [node for node in ir.walk(e) if node is not e]

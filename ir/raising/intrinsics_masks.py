@@ -1,4 +1,4 @@
-"""Meaning of AVX-512's masks: a mask is what a comparison gives, all bits of a lane set or none."""
+"""Meaning of AVX-512's masks: a mask is raised to a comparison's result, all bits of a lane set or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTES = 64
 
 
 def compared(elem: Scalar) -> Build:
-    """Builds a comparison of the kind that a number chooses, as all bits of a lane."""
+    """Make a builder of a comparison chosen by an immediate; the result's lanes have all bits or none."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         x, y, which = as_elem(a[0], elem), as_elem(a[1], elem), number(a[2])
@@ -56,7 +56,7 @@ def put_masks(table: Table) -> None:
 
 
 def _put_masked(table: Table, name: str, build: Build, of: Vec, bits: Scalar) -> None:
-    """Add the masked forms of an intrinsic: lanes that are not chosen keep the first argument's value
+    """Add the masked forms of an intrinsic: lanes that the mask leaves out keep the first argument's value
     (`mask_`), or are zero (`maskz_`)."""
 
     def kept(a: Sequence[ir.Expr]) -> ir.Expr:
@@ -85,7 +85,7 @@ def _put_comparisons(table: Table, suffix: str, elem: Scalar, mask: Vec) -> None
 
 
 def _chosen(mask: ir.Expr, if_set: ir.Expr, if_clear: ir.Expr, bits: Scalar) -> ir.Expr:
-    """Lanes of `if_set` or `if_clear` by a mask, which may be a number that is known when compiling."""
+    """Choose lanes of `if_set` or `if_clear` by a mask, which may be a constant number."""
     elem = ir.vec(if_set).elem
     if elem.size != bits.size:
         if_set, elem = as_elem(if_set, bits), bits
@@ -95,7 +95,7 @@ def _chosen(mask: ir.Expr, if_set: ir.Expr, if_clear: ir.Expr, bits: Scalar) -> 
 
 
 def mask_of(value: int, of: Vec) -> ir.Expr:
-    """The mask whose bits are those of a number."""
+    """Make the mask with the bits of a number."""
     return constant(of.elem, [-(value >> lane & 1) for lane in range(of.lanes)])
 
 
@@ -103,8 +103,8 @@ _INFINITIES = {8: float("inf"), 16: float("-inf")}
 
 
 def _classified(elem: Scalar) -> Build:
-    """Builds the classification of floats: both kinds of NaN, both zeros, infinities, which authors ask for
-    together."""
+    """Make a builder of the classification of floats into the kinds that authors ask for together: both kinds
+    of NaN, both zeros, infinities."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         x, which = as_elem(a[0], elem), number(a[1])

@@ -1,4 +1,4 @@
-"""Meaning of the intrinsics of x86: AVX2, AVX-512, F16C, VNNI."""
+"""Meaning of the intrinsics of x86 as operations: AVX2, AVX-512, F16C, VNNI."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def x86() -> Table:
 
 
 def _as(elem: Scalar, build: Build) -> Build:
-    """Builds what `build` does, with its bits read as `elem`."""
+    """Make a builder that reads the bits of `build`'s result as `elem`."""
     return lambda a: as_elem(build(a), elem)
 
 
@@ -112,8 +112,7 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
 
 
 def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
-    """Intrinsics on floats of one size whose result is a register of them, by name without prefix and
-    suffix."""
+    """Builders of intrinsics whose result is a register of floats, by name without prefix and suffix."""
     bits, mask = SCALARS[f"u{8 * elem.size}"], SCALARS[f"i{8 * elem.size}"]
     comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "neq": "!="}
     return {
@@ -164,7 +163,7 @@ def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
 
 
 def _gathered(values: list[ir.Expr], elem: Scalar) -> ir.Expr:
-    """A vector of values that are known when the kernel runs: halves of equal ones are splats."""
+    """Make a vector of values that are known only when the kernel runs: halves of equal values are splats."""
     if all(value == values[0] for value in values):
         return call("splat", (values[0],), (len(values),))
     middle = len(values) // 2
@@ -230,8 +229,7 @@ def _x86_integers(table: Table, prefix: str, size: int) -> None:
 
 
 def _bitwise(op: str, elem: Scalar) -> Build:
-    """Builds a bitwise operation in the lanes that both sides have, so that no reinterpretation stands
-    between them."""
+    """Make a builder of a bitwise operation in the lanes of both sides, without a reinterpretation."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         own = [arg.type.elem for arg in a if isinstance(arg.type, Vec)]
@@ -278,12 +276,11 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
 
 
 def _register(elem: Scalar, size: int) -> Vec:
-    """The type of a register of `size` bytes."""
     return Vec(elem, size // elem.size)
 
 
 def _part(e: ir.Expr, index: int, size: int) -> ir.Expr:
-    """The part of a register that has this index among parts of `size` bytes."""
+    """Take part `index` of a register that is divided into parts of `size` bytes."""
     parts = size_of(e) // size
     while parts > 1:
         parts //= 2
@@ -345,8 +342,8 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
 
 
 def _dot_of_four(a: Sequence[ir.Expr]) -> ir.Expr:
-    """The dot product of four floats: the number's upper bits choose the products, which are summed by pairs;
-    its lower bits choose the lanes of the result."""
+    """Build the dot product of four floats: the number's upper bits choose the products, which are summed by
+    pairs; its lower bits choose the lanes of the result."""
     imm = number(a[2])
 
     def chosen(e: ir.Expr, bits: int) -> ir.Expr:
@@ -499,7 +496,7 @@ def _places(e: ir.Expr, most: int = -1) -> list[int]:
 
 
 def _x86_scalars(table: Table) -> None:
-    """Add the intrinsics between vectors and numbers, and those of the lowest lane alone."""
+    """Add the intrinsics between vectors and numbers, and the intrinsics on the lowest lane alone."""
 
     def lowest(elem: Scalar) -> Build:
         return lambda a: _lane_0(as_elem(a[0], elem))
@@ -549,7 +546,7 @@ def _x86_scalars(table: Table) -> None:
 
 
 def _bits_set(of: Scalar) -> Build:
-    """The number of bits that are set, by sums of neighbours of one bit, two and four."""
+    """Build the count of set bits in each lane, by sums of neighbours of one bit, two and four."""
     ones = (1 << 8 * of.size) // 255
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
@@ -577,7 +574,7 @@ def _alone(elem: Scalar) -> Build:
 
 
 def _lowest(op: str) -> Build:
-    """Builds an operation on lane 0; the other lanes are the first argument's."""
+    """Make a builder of an operation on lane 0; the other lanes are the first argument's."""
     return lambda a: call("with_lane", (a[0], binary(op, _lane_0(a[0]), _lane_0(a[1]))), (0,))
 
 

@@ -1,6 +1,7 @@
 """Parser of C to the low level. tree-sitter reads the text; this module gives it types, and refuses what is
-outside the subset. Only what the asked function reaches is looked at, so that a source may hold anything
-beside it. Nothing is guessed: a construct that has no line here is refused with its file, line and name."""
+outside the subset. Only functions that the asked one reaches are looked at, so that a source may hold
+anything beside them. Nothing is guessed: a construct that this module does not know is refused with its file,
+line and name."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from phasewise.ir.types import I32, U8, U64, VOID, Array, Pointer, Scalar, Struc
 
 MAX_NESTING = 150
 MAX_NODES = 200_000
-"""Most nodes of one function: its tree is walked in Python."""
+"""Most nodes of one function, since its tree is walked in Python."""
 
 
 def parse_file(
@@ -30,8 +31,7 @@ def parse_file(
     include: Sequence[Path] = (),
     define: Sequence[str] = (),
 ) -> ir.FunctionDefinition:
-    """The function of that name and all that it calls, at the low level. SourceError where it is outside the
-    subset."""
+    """Parse the function of that name, with all that it calls. SourceError for code outside the subset."""
     text = read_source(path)
     return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
 
@@ -43,7 +43,7 @@ def parse_all(expanded: Expanded, path: str) -> dict[str, ir.FunctionDefinition]
 
 
 def parse(expanded: Expanded, function: str, path: str) -> ir.FunctionDefinition:
-    """The function of a preprocessed text, as `parse_file` gives it."""
+    """Parse a function of a preprocessed text, as `parse_file` does."""
     source = _Unit(expanded, path)
     if function not in source.names.functions:
         function_names = ", ".join(list(source.names.functions)[:8]) or "none"
@@ -55,7 +55,7 @@ def parse(expanded: Expanded, function: str, path: str) -> ir.FunctionDefinition
 
 
 class _Unit(Source):
-    """A source whose functions are read as they are asked for."""
+    """A source whose functions are parsed when they are asked for."""
 
     def number(self, node: Node) -> int:
         """The value of a constant expression."""
@@ -228,7 +228,7 @@ class _Body(SourceExpressions):
                 raise self._refuse(node, f"{what} is not in the subset")
 
     def _asked_before(self, node: Node, line: int) -> tuple[list[ir.Stmt], ir.Expr]:
-        """A condition; with `i++` in it, the condition is computed before i grows."""
+        """Statements before a condition, and the condition, which is computed before an `i++` in it."""
         self._after = []
         condition = self.condition(node)
         after, self._after = self._after, None
@@ -288,7 +288,7 @@ class _Body(SourceExpressions):
         return ir.Declare(self._new(name, of).name, of, init, line, is_const=is_const)
 
     def _registers_declared(self, name: str, of: Array, value: Node, line: int) -> list[ir.Stmt]:
-        """An array of registers and the assignments of those in a list."""
+        """Declare an array of registers, and assign the registers of its initialiser list."""
         self._note(of)
         declared = self._new(name, of)
         values = [self._converted(item, of.of) for item in value.named_children if item.type != "comment"]
@@ -299,7 +299,7 @@ class _Body(SourceExpressions):
         return [ir.Declare(declared.name, of, None, line), *assigned]
 
     def _effect(self, node: Node) -> list[ir.Stmt]:
-        """The statements of an expression that stands alone."""
+        """The statements of an expression that is a statement."""
         line = self._line(node)
         match node.type:
             case "comma_expression":
@@ -336,8 +336,7 @@ class _Body(SourceExpressions):
         return [ir.Do(call, line)]
 
     def _memcpy(self, node: Node, line: int) -> list[ir.Stmt]:
-        """The statements of a memcpy: the bits of one variable or element as another one, which is all that
-        kernels of the subset use it for."""
+        """Read a memcpy as statements: the bits of a variable or element as another, its only use here."""
         to, of, size = self._arguments(node)
         if isinstance(to, ir.Var) and isinstance(to.type, Array) and isinstance(size, ir.Const):
             return self._copied_elements(to, of, int(size.value), node, line)
@@ -421,8 +420,8 @@ class _Body(SourceExpressions):
 
 
 def _as_const_as(value: ir.Expr, of: Type) -> Type:
-    """The type `of`, to const memory where the value points to such: a cast that took const away allows no
-    writing."""
+    """Add const to the pointer type `of` where the value points to const memory: a cast that removed const
+    must not allow writing."""
     given = decayed(value.type)
     if isinstance(of, Pointer) and isinstance(given, Pointer) and given.is_const:
         return Pointer(of.to, True)
@@ -430,7 +429,7 @@ def _as_const_as(value: ir.Expr, of: Type) -> Type:
 
 
 def _pointee(e: ir.Expr) -> ir.Index | ir.Var | ir.Member | None:
-    """The type of what an address points to."""
+    """The place that an address points to: a variable, element or member; None for other addresses."""
     while isinstance(e, ir.Cast):
         e = e.a
     if isinstance(e, ir.AddressOf) and isinstance(e.a, ir.Index | ir.Var | ir.Member):

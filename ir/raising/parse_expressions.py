@@ -1,4 +1,4 @@
-"""Expressions of C with their types, and the scopes that they are read in."""
+"""Parser of C's expressions with their types, and of the scopes in which they are read."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from phasewise.ir.types import (
 )
 
 _TAKEN_BY_TEXT = frozenset(keyword.kwlist) | {*OPERATIONS, *SCALARS, *ORDERS, "inf", "nan", "zeros"}
-"""Names that mean something in the text of the high level."""
+"""Names that have a meaning in the text of the high level, and so cannot be variables there."""
 _LIKE_A_PARAMETER = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 class SourceExpressions:
-    """Reads the expressions of one function, or of constants outside any."""
+    """Parser of the expressions of one function, or of constants outside any function."""
 
     def __init__(self, source: Source, name: str) -> None:
         self.source = source
@@ -66,7 +66,7 @@ class SourceExpressions:
         self.tables: dict[str, ir.Declare] = {}
         self.result: Type = VOID
         self._after: list[ir.Stmt] | None = None
-        """Statements of `i++` to be done after the statement at hand; None: `i++` may not be there."""
+        """Statements for each `i++`, to follow the current statement; None where `i++` is not allowed."""
 
     # ---- the source ----
 
@@ -85,7 +85,7 @@ class SourceExpressions:
     # ---- names ----
 
     def _note(self, of: Type) -> None:
-        """Remember the structs of a type."""
+        """Remember the structs in a type."""
         match of:
             case Pointer(to):
                 self._note(to)
@@ -97,7 +97,7 @@ class SourceExpressions:
                 self.structs[name] = of
 
     def _new(self, name: str, of: Type) -> ir.Var:
-        """Make a variable; one that hides another gets a name of its own."""
+        """Make a variable; if its name hides another variable, it gets a new name."""
         variable = ir.Var(of, self._unique(name))
         self.scopes[-1][name] = variable
         return variable
@@ -161,7 +161,7 @@ class SourceExpressions:
         return self._convert(self.expr(node), to, node)
 
     def _convert(self, value: ir.Expr, to: Type, node: Node) -> ir.Expr:
-        """A value converted to a type as C does it without a cast."""
+        """Convert a value to a type as C does without a cast."""
         if value.type == to:
             return value
         if _is_mask(to) and isinstance(value, ir.Const):
@@ -238,8 +238,7 @@ class SourceExpressions:
                 raise self._refuse(node, f"{described_node(node)} {self._quoted(node)} is not in the subset")
 
     def _counted_after(self, node: Node, after: list[ir.Stmt]) -> ir.Expr:
-        """The variable of an `i++` in a statement that names it nowhere else; it grows behind the
-        statement."""
+        """The variable of an `i++` in a statement that names it nowhere else; `after` gets the increment."""
         argument, operator = needed(node, "argument"), needed(node, "operator")
         whole = node
         while whole.parent is not None and whole.type not in ("declaration", "expression_statement"):
@@ -470,7 +469,7 @@ def _identifiers(node: Node, source: Source) -> list[str]:
 
 
 def _is_lazy(node: Node, whole: Node) -> bool:
-    """True if a part of a statement may not be evaluated."""
+    """True if a part of a statement may not be evaluated, such as the right side of `&&`."""
     while node.parent is not None and node != whole:
         node = node.parent
         is_logical = node.type == "binary_expression" and any(
@@ -494,7 +493,7 @@ _CLASSES: dict[str, Callable[[ir.Expr], ir.Expr]] = {
     "isinf": _is_infinite,
     "isfinite": lambda a: binary("==", binary("-", a, a), ir.Const(F32, 0.0)),
 }
-"""C's macros that classify a float, each of which is true or false."""
+"""C's macros that classify a float, each as a builder of a truth value."""
 _OTHER_INTRINSICS = ("_cvtsh_ss",)
 
 
@@ -528,7 +527,7 @@ def _literal(source: Source, node: Node) -> ir.Const:
 
 
 def _folded(op: str, a: ir.Expr, b: ir.Expr, operation: ir.Expr) -> ir.Expr:
-    """The number where both sides are numbers, since sizes and indices read better so; else the operation."""
+    """Compute an operation on two constants, since sizes read better so; else return the operation."""
     if not (isinstance(a, ir.Const) and isinstance(b, ir.Const) and isinstance(operation.type, Scalar)):
         return operation
     if operation.type.is_float or not isinstance(a.value, int) or not isinstance(b.value, int):

@@ -1,4 +1,4 @@
-"""The top level of a C source: its names and types. Bodies are read when they are asked for."""
+"""Parser of the top level of a C source: names and types. Bodies of functions are parsed when asked for."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMED_TYPES: dict[str, Type] = {
 
 @dataclass
 class _Names:
-    """The top level of a source, by name; definitions are read when they are asked for."""
+    """The top-level definitions of a source by name; each is parsed when it is asked for."""
 
     functions: dict[str, Node] = field(default_factory=dict)
     types: dict[str, Node] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class _Names:
 
 
 class Source(ABC):
-    """The top level of a preprocessed text, its types, and places in it."""
+    """The top level of a preprocessed text: its types, and the places of its lines."""
 
     def __init__(self, expanded: Expanded, path: str) -> None:
         self.expanded = expanded
@@ -82,7 +82,7 @@ class Source(ABC):
         return "" if node is None else self.bytes[node.start_byte : node.end_byte].decode(errors="replace")
 
     def first_error(self) -> SourceError | None:
-        """The place where the text stops being C; None where it does not."""
+        """The place where the text is no longer valid C, as an error; None for valid text."""
         waiting = [self.root]
         while waiting:
             node = waiting.pop()
@@ -148,7 +148,7 @@ class Source(ABC):
     # ---- types ----
 
     def type_of(self, node: Node | None, parent: Node) -> Type:
-        """The type that a specifier names, without its declarator."""
+        """The type that a specifier names, before its declarator."""
         if node is None:
             raise self.refuse(parent, "a declaration without a type")
         match node.type:
@@ -238,8 +238,7 @@ class Source(ABC):
         return fields
 
     def _union_fields(self, node: Node, names: list[str]) -> list[tuple[str, Type]]:
-        """The fields of an anonymous union, which is taken for its first member where that has the size of
-        the others."""
+        """The fields of an anonymous union: its first member, which must have the size of the others."""
         body = node.child_by_field_name("body")
         if names or body is None:
             raise self.refuse(node, "unions are not in the subset")
@@ -283,7 +282,7 @@ class Source(ABC):
 
     @abstractmethod
     def function(self, name: str) -> ir.FunctionDefinition:
-        """The function of that name, and all that it calls."""
+        """The function of that name, with all that it calls."""
 
 
 def described_node(node: Node) -> str:

@@ -1,5 +1,5 @@
-"""C text as the compiler's preprocessor leaves it, for one instruction set, each line with the place that it
-came from.
+"""Preprocessor runs: C text with macros and includes expanded for one instruction set, each line with the
+place that it came from.
 
 The preprocessor runs in a limited process and sees our own short system headers: they declare nothing,
 because the parser knows the standard types and the intrinsics, and define the few macros that kernels use.
@@ -32,7 +32,7 @@ MACROS: dict[str, tuple[str, ...]] = {
     "avx512": _AVX512,
     "avx512_vnni": (*_AVX512, "__AVX512VNNI__"),
 }
-"""Macros that a compiler for the instruction set defines, by set."""
+"""Macros that a compiler for an instruction set defines, by instruction set."""
 
 ALWAYS = (
     "__STDC__=1", "__STDC_VERSION__=201112L", "__GNUC__=12", "__linux__=1", "__LP64__=1", "__CHAR_BIT__=8",
@@ -151,7 +151,7 @@ class SourcePlace:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """Preprocessed text. `places[i]` belongs to line i, counted from 0."""
+    """Preprocessed text; `places[i]` is the origin of its line i, counted from 0."""
 
     text: str
     places: tuple[SourcePlace, ...]
@@ -159,14 +159,14 @@ class Expanded:
 
 
 def guess_isa(text: str) -> str:
-    """The instruction set that a source's intrinsics are of: the widest that it names."""
+    """The widest instruction set whose intrinsics a source names."""
     if re.search(r"\b_mm512_", text):
         return "avx512"
     return "avx2" if re.search(r"\b_mm", text) else "portable"
 
 
 def read_source(path: Path) -> str:
-    """The text of a source file. SourceError if it cannot be read, or is no text of a sensible size."""
+    """Read a source file. SourceError for a file that cannot be read, is no text, or is too large."""
     try:
         return read_input(path, MAX_SOURCE_BYTES).decode()
     except UnicodeDecodeError:
@@ -178,7 +178,7 @@ def read_source(path: Path) -> str:
 def preprocess(
     path: Path, isa: str, include: Sequence[Path] = (), define: Sequence[str] = (), compiler: str = "cc"
 ) -> Expanded:
-    """Expand macros and includes. SourceError with the preprocessor's first complaint."""
+    """Expand macros and includes. SourceError with the preprocessor's first error."""
     tool = shutil.which(compiler) or compiler
     with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:
         _write_headers(Path(folder))
@@ -250,8 +250,7 @@ _PERHAPS_A_CAST = re.compile(
 
 
 def _unambiguous(text: str) -> str:
-    """The text in which the sign of `(x) + y` is within the parentheses, since the
-    grammar, which knows no types, would take them for casts."""
+    """Move the sign of `(x) + y` into the parentheses: the untyped grammar would take `(x)` for a cast."""
     types = _TYPE_WORDS | set(_TYPEDEF.findall(text))
 
     def signed(match: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
-"""From the low level to the high: intrinsics become operations, C's loops become named steps, trees of
+"""Raising of the low level to the high: intrinsics become operations, C's loops become named steps, trees of
 additions become reductions. Bits do not change: an intrinsic without an operation of the same meaning is
 refused with its line.
 
-`raise_file` gives a C file's function as text, with the descriptions that its comments give.
+`raise_file` gives a C file's function as text, with the descriptions in its comments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phasewise.ir.types import BITS, I32, U8, U32, VOID, Array, Pointer, Scalar,
 
 
 def raised(function: ir.FunctionDefinition, path: str | Path = "") -> ir.FunctionDefinition:
-    """The function raised to the high level."""
+    """Raise the function to the high level."""
     flat = inlined(function, str(path))
     return recognised(_Raiser(flat, str(path)).function())
 
@@ -45,7 +45,7 @@ class _Raiser:
         self._line = function.line
         self._n_loops: dict[str, int] = {}
         self._known: dict[str, ir.Expr] = {}
-        """Values of registers that get one value made of numbers alone."""
+        """Values of registers that are assigned once, from numbers alone."""
         self._once = _given_once(function.body)
         self._declared: set[str] = {name for name, _ in function.args}
 
@@ -96,7 +96,7 @@ class _Raiser:
                 raise AssertionError(statement)
 
     def _asked_after(self, loop: ir.While) -> ir.Body:
-        """A `do .. while` loop as a loop without end that is left: the high level tests before a turn."""
+        """Raise `do .. while` to an endless loop with a `break`: the high level tests before a turn."""
         if _has_continue(loop.body):
             raise self._refuse("`continue` in a `do` loop is not in the subset")
         body, condition = self._body(loop.body), self.expr(loop.condition)
@@ -126,7 +126,7 @@ class _Raiser:
         return (replace(declaration, type=self._types[declaration.name], value=value),)
 
     def _remember(self, name: str, value: ir.Expr, is_const: bool) -> None:
-        """Remember the value of a register that gets no other one, if it is made of numbers alone."""
+        """Remember the value of a register that is assigned once, if it is made of numbers alone."""
         if is_const or name in self._once:
             constant = ir.Substitute(self._known).expr(value)
             if not ir.used(constant):
@@ -233,7 +233,7 @@ class _Raiser:
     # ---- expressions ----
 
     def _as(self, e: ir.Expr, of: Type) -> ir.Expr:
-        """The expression `e` in the type that a place has."""
+        """Convert the expression `e` to the type of the place that it is assigned to."""
         of = _memory_type(of)
         if isinstance(of, Vec) and isinstance(e.type, Vec):
             return as_elem(e, e.type.elem if of.elem == BITS else of.elem)
@@ -357,8 +357,8 @@ class _Raiser:
         return operation
 
     def _built(self, intrinsic: Intrinsic, args: tuple[ir.Expr, ...]) -> ir.Expr:
-        """The operation of an intrinsic; registers of numbers are replaced by the numbers where it asks for
-        these."""
+        """Build the operation of an intrinsic; a register made of numbers is replaced by the numbers where
+        the intrinsic needs them."""
         try:
             return intrinsic.build(args)
         except Mistyped:
@@ -369,11 +369,11 @@ class _Raiser:
 
 
 _BROADCASTS = ("broadcast_ss", "load1_ps", "load_ps1", "broadcast_sd", "load1_pd")
-"""Intrinsics that read one number by its address."""
+"""Intrinsics that read one number from an address."""
 
 
 def _given_once(body: ir.Body) -> set[str]:
-    """The names of the variables that get a value in one place only."""
+    """The names of the variables that are assigned in one place only."""
     counts: Counter[str] = Counter()
     for node in ir.walk_body(body):
         if isinstance(node, ir.Declare) and node.value is not None:
@@ -384,7 +384,7 @@ def _given_once(body: ir.Body) -> set[str]:
 
 
 def _memory_type(of: Type) -> Type:
-    """The raised type of memory: pointers to registers, and to nothing known, are pointers to bytes."""
+    """The raised type of a pointer or array; pointers to registers, and to void, become pointers to bytes."""
     if isinstance(of, Pointer) and isinstance(of.to, Vec):
         return Pointer(U8 if of.to.elem == BITS else of.to.elem, of.is_const)
     if isinstance(of, Pointer) and of.to == VOID:
@@ -393,15 +393,14 @@ def _memory_type(of: Type) -> Type:
 
 
 def _register_scale(of: Type) -> int:
-    """The elements of the raised pointer in one register that the pointer points to; 0: it points to no
-    registers."""
+    """Elements of the raised pointer in a register that it points to; 0 for pointers to no registers."""
     if not (isinstance(of, Pointer) and isinstance(of.to, Vec)):
         return 0
     return of.to.size if of.to.elem == BITS else of.to.lanes
 
 
 def _bytes(e: ir.Expr, of: Pointer) -> ir.Expr:
-    """A pointer to registers as a pointer to numbers: of bytes where arithmetic may follow."""
+    """Make a pointer to registers a pointer to numbers: to bytes where arithmetic may follow."""
     assert isinstance(of.to, Vec)
     elem = U8 if of.to.elem == BITS else of.to.elem
     given = pointee(e.type)
@@ -463,8 +462,8 @@ def raise_file(
     reassociate: bool = False,
 ) -> str:
     """Raise a C file's function to text of the high level, with `reassociate()` if asked for. A comment line
-    `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises SourceError
-    where the function is outside the subset."""
+    `@arg x count=n low=-1 high=1` becomes a `describe` line of argument `x`. SourceError for a function
+    outside the subset."""
     kernel = raised(parse_file(path, function, isa, include, define), path)
     read_back = read(_with_descriptions(printed(kernel), read_source(path)), str(path))
     return printed(replace(read_back, reassociate=reassociate))

@@ -1,7 +1,6 @@
-"""Reductions: trees of additions over a vector's lanes become one operation; dead code is left out.
+"""Reductions: trees of additions over a vector's lanes become one operation; unused code is removed.
 
-A tree is recognised only where it adds in an order that an operation has (operations.ORDERS), so that bits
-stay.
+A tree is recognised only if it adds in one of the orders of `operations.ORDERS`, so that no bit changes.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ OPERATIONS = {"+": "reduce_add", "max": "reduce_max", "min": "reduce_min"}
 
 
 def recognised(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
-    """The function with reductions in place of trees of additions, and without values that nothing uses."""
+    """Replace trees of additions by reductions, and remove values that nothing uses."""
     return without_unused(replace(function, body=_Recogniser().body(function.body)))
 
 
 def halved(values: list[Tree], order: str, op: str, elem: Scalar) -> Tree:
-    """The tree that a reduction of this order makes of lanes."""
+    """Make the tree by which a reduction of this order combines the lanes."""
     while len(values) > 1:
         half = len(values) // 2
         is_pairs = order == "pairs" or (order == "halves_pairs" and len(values) * elem.size <= 16)
@@ -37,7 +36,7 @@ def halved(values: list[Tree], order: str, op: str, elem: Scalar) -> Tree:
 
 
 def _node(op: str, a: Tree, b: Tree, elem: Scalar) -> Tree:
-    """A node of a tree; its sides are told apart for min and max of floats (NaN, zeros), not for sums."""
+    """Make a node of a tree. Its sides are ordered for min and max of floats (NaN, zeros), not for sums."""
     if (op == "+" or not elem.is_float) and repr(b) < repr(a):
         a, b = b, a
     return op, a, b
@@ -103,7 +102,7 @@ class _Recogniser(ir.Rewriter):
         return None
 
     def _lanes(self, e: ir.Expr) -> list[Tree] | None:
-        """The source of each lane of an expression; None: something that no reduction does."""
+        """Find the source of each lane of an expression; None if no reduction has such lanes."""
         match e:
             case ir.Var(type=Vec() as of, name=name):
                 own = [(name, self._versions.get(name, 0), lane, of) for lane in range(of.lanes)]
@@ -133,7 +132,7 @@ class _Recogniser(ir.Rewriter):
         return None
 
     def _same_width(self, e: ir.Expr, inner: ir.Expr) -> list[Tree] | None:
-        """The sources of lanes of 64 bits that were moved as such, as lanes of half the width."""
+        """Turn sources of 64-bit lanes that were moved whole into sources of lanes of half the width."""
         if (
             not isinstance(e.type, Vec)
             or not isinstance(inner.type, Vec)
@@ -177,7 +176,7 @@ class _Recogniser(ir.Rewriter):
 
 
 def _is_lane_by_lane(lanes: list[Tree]) -> bool:
-    """True if each lane is made of the same lane of other vectors: then trees begin with this vector."""
+    """True if each lane is made of the same lane of other vectors: trees then start at this vector."""
     return all(
         leaf[2] == lane and leaf[3].lanes == len(lanes)
         for lane, tree in enumerate(lanes)
@@ -186,7 +185,7 @@ def _is_lane_by_lane(lanes: list[Tree]) -> bool:
 
 
 def _plain_store(place: ir.Expr, value: ir.Expr) -> ir.Expr | None:
-    """The store of bytes as one of numbers, where the pointer was one to such numbers; else None."""
+    """Make a store of bytes a store of numbers, if the pointer was cast from one to numbers; else None."""
     if not (isinstance(place, ir.Cast) and isinstance(place.a.type, Pointer) and isinstance(value.type, Vec)):
         return None
     of = place.a.type.to
@@ -196,7 +195,7 @@ def _plain_store(place: ir.Expr, value: ir.Expr) -> ir.Expr | None:
 
 
 def _unwrapped(e: ir.Expr, of: Vec) -> ir.Expr | None:
-    """The expression `e` without the reinterpretation around it, if it had the type."""
+    """Remove the reinterpretation around `e`, if its inner expression has the type; else None."""
     if e.type == of:
         return e
     return e.args[0] if ir.is_call(e, "bits") and e.args[0].type == of else None
@@ -214,7 +213,7 @@ def _leaves(tree: Tree) -> list[Tree]:
 
 
 def without_unused(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
-    """The function without variables that nothing else reads; evaluating has no effect here."""
+    """Remove variables that nothing else reads; evaluation of expressions has no effects here."""
     body = function.body
     while True:
         reads: set[str] = set()

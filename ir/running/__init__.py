@@ -1,1 +1,1 @@
-"""Kernels run in processes with limits: arguments drawn, results compared with the original, calls timed."""
+"""Runs of kernels in limited processes: arguments drawn, results compared with the original, calls timed."""

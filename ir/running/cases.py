@@ -1,4 +1,4 @@
-"""Arguments to call a kernel with, drawn from its own description: edges first, then at random."""
+"""Arguments for calls of a kernel, drawn from its own description: edges first, then at random."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_MOST = 512
 MAX_BUFFER_BYTES = 64 << 20
 SPECIAL_SHARE = 0.15
 ALIASED_SHARE = 1 / 3
-"""Share of calls in which two buffers that may be the same one are."""
+"""Share of calls in which two buffers that may be the same one are the same."""
 
 
 DTYPES = {
@@ -30,8 +30,8 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of one call: a number, or the bytes of a buffer, for each. `aliases`: pairs of arguments,
-    in the order of the arguments, that are one buffer; their bytes are equal."""
+    """The arguments of one call: a number, or the bytes of a buffer, for each. aliases: pairs of arguments
+    that are one buffer, in the order of the arguments; their bytes are equal."""
 
     values: tuple[int | float | bytes, ...]
     aliases: tuple[tuple[int, int], ...] = ()
@@ -53,7 +53,7 @@ class Case:
 
 
 def described(function: ir.FunctionDefinition, where: str = "kernel") -> dict[str, ir.Argument]:
-    """The description of every argument. SourceError where a buffer has none: sizes are never guessed."""
+    """The description of every argument, by name. SourceError for a buffer without: no size is guessed."""
     by_name = {argument.name: argument for argument in function.described}
     for name, of in function.args:
         if name not in by_name and isinstance(of, Pointer):
@@ -66,7 +66,7 @@ def described(function: ir.FunctionDefinition, where: str = "kernel") -> dict[st
 
 
 def sizes(function: ir.FunctionDefinition) -> list[str]:
-    """The names of the whole numbers among the arguments: a shape is made of them."""
+    """The names of the arguments that are whole numbers, which make up a shape."""
     return [name for name, of in function.args if isinstance(of, Scalar) and not of.is_float]
 
 
@@ -78,9 +78,9 @@ def draw(
     where: str = "kernel",
     is_plain: bool = False,
 ) -> Case:
-    """Draw the arguments of a call. `shape` sets numbers; `edge` counts the calls of a run, whose first ones
-    meet the bounds. `is_plain`: without zeros and subnormal numbers, which take a processor longer than
-    others do."""
+    """Draw the arguments of a call. shape: values of whole numbers. edge: index of the call in its run, whose
+    first calls meet the bounds. is_plain: True for no zeros and no subnormal numbers, which slow a processor
+    down."""
     descriptions = described(function, where)
     numbers: dict[str, int | float] = {}
     for name, of in function.args:
@@ -187,7 +187,7 @@ def _numbers(
 
 
 def magnitudes(case: Case, function: ir.FunctionDefinition) -> Case:
-    """The same call on absolute values: the scale of a result where nothing cancels."""
+    """Copy a case with absolute values; its result is the scale of a result without cancellation."""
     values: list[int | float | bytes] = []
     described_by = {argument.name: argument for argument in function.described}
     for value, (name, of) in zip(case.values, function.args, strict=True):
@@ -220,7 +220,7 @@ def _absolute_fields(value: bytes, of: Struct, halves: Sequence[str]) -> bytes:
 
 
 def evaluate(e: ir.Expr, numbers: Mapping[str, int | float]) -> int:
-    """The value of a count, given the numbers among the arguments."""
+    """Compute a count, given the numbers among the arguments."""
     match e:
         case ir.Const(value=value):
             return int(value)

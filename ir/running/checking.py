@@ -1,6 +1,5 @@
 """Comparison of a kernel with its original, a check that it touches no other memory, and the process that
-times kernels. All run in limited processes of their own.
-"""
+times kernels. Each runs in a limited process."""
 
 from __future__ import annotations
 
@@ -26,14 +25,13 @@ RUN_LIMITS = ChildLimits(seconds=60, memory_bytes=8 << 30, file_bytes=1 << 30)
 BATCH_BYTES = 64 << 20
 BATCH_CASES = 2000
 REASSOCIATED_BOUND = 2.0**-14
-"""Largest difference allowed where sums have another order, relative to the original's result for absolute
+"""Largest allowed difference if sums have another order, relative to the original's result for absolute
 values. Twice 2^-24 for each of the at most 512 additions that one lane of a sum of 4096 numbers takes."""
 
 
 @dataclass(frozen=True)
 class KernelOutputs:
-    """The results of one call: the result's bits, and the buffers that are not const, in the order of
-    arguments."""
+    """The outcome of one call: the result's bits, and the buffers that are not const, in order."""
 
     result: bytes
     buffers: tuple[bytes, ...]
@@ -45,12 +43,12 @@ class Verdict:
 
     cases: int
     worst: float
-    """Largest difference relative to the bound's scale; 0.0: all bits are equal."""
+    """Largest difference relative to the bound's scale; 0.0 if all bits are equal."""
     is_exact: bool
 
 
 class Program:
-    """A kernel built with the harness, ready to run cases. Made in a folder that its owner removes."""
+    """A kernel built with the harness, ready to run cases. Its folder is removed by the caller."""
 
     def __init__(
         self,
@@ -70,8 +68,7 @@ class Program:
         compile_c([main, *sources], self._path, target, flags)
 
     def run(self, cases: Sequence[Case]) -> list[KernelOutputs]:
-        """Run all cases, in one process. CheckError where the kernel touches what it was not given, or does
-        not end."""
+        """Run all cases in one process. CheckError for a kernel that touches other memory or never ends."""
         data, out = self._folder / f"{self._name}.in", self._folder / f"{self._name}.out"
         with data.open("wb") as file:
             for number, case in enumerate(cases):
@@ -128,8 +125,8 @@ def check(
     seed: int = 0,
     where: str = "kernel",
 ) -> Verdict:
-    """Call a kernel and its original with the same arguments. Bits must be equal, but for `bound`: then
-    differences stay below it. Raises CheckError for the first call that differs, naming its numbers."""
+    """Call a kernel and its original with the same arguments. bound: largest allowed difference; None: bits
+    must be equal. CheckError for the first call that differs, naming its numbers."""
     rng, done, worst, is_exact = np.random.default_rng(seed), 0, 0.0, True
     while done < n_cases:
         batch: list[Case] = []
@@ -167,8 +164,8 @@ def _told(function: ir.FunctionDefinition, case: Case, difference: float, bound:
 def _difference(
     function: ir.FunctionDefinition, expected: KernelOutputs, got: KernelOutputs, scale: KernelOutputs
 ) -> float:
-    """The largest difference of two results relative to `scale`: 0.0 for equal bits; infinite where what
-    cannot be close is not equal."""
+    """The largest difference of two results relative to `scale`: 0.0 for equal bits; infinite where values
+    differ that cannot be close, such as whole numbers."""
     worst = 0.0
     if not isinstance(function.result, Void):
         assert isinstance(function.result, Scalar)
@@ -215,7 +212,7 @@ def _of_numbers(of: Scalar, expected: bytes, got: bytes, scale: bytes) -> float:
 
 
 def in_folder() -> tempfile.TemporaryDirectory[str]:
-    """Give a folder for programs and cases, which is removed at the end of the `with` block."""
+    """Make a folder for programs and cases, for a `with` block, which removes it at the end."""
     return tempfile.TemporaryDirectory(prefix="phasewise-kernel-")
 
 
@@ -223,7 +220,7 @@ LIMITS = ChildLimits(seconds=3600, memory_bytes=8 << 30, file_bytes=0)
 
 
 class TimingProcess(LimitedProcess):
-    """Kernels of one signature, called with one case's arguments on one core. Use it in a `with` block."""
+    """Process that times kernels of one signature with one case's arguments on one core, in `with`."""
 
     def __init__(self, function: ir.FunctionDefinition, cases: list[Case], folder: Path, core: int) -> None:
         self._function = function
@@ -239,11 +236,11 @@ class TimingProcess(LimitedProcess):
         return int(self._ask(f"l {library}"))
 
     def use_case(self, number: int) -> None:
-        """Call with another case's arguments from now on."""
+        """Use another case's arguments for the calls from now on."""
         self._ask(f"c {number}")
 
     def call_ns(self, kernel: int, loops: int, calls_a_loop: int) -> list[int]:
-        """Time a kernel: nanoseconds of each loop of calls."""
+        """Time a kernel; returns the nanoseconds of each loop of calls."""
         return [int(word) for word in self._ask(f"t {kernel} {loops} {calls_a_loop}").split()]
 
     def _ask(self, line: str) -> str:

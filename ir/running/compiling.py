@@ -1,4 +1,4 @@
-"""C compiled to programs and libraries, each by a compiler in a limited process."""
+"""Compilation of C to programs and libraries, by a compiler in a limited process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NATIVE_ARM = ("aarch64", "arm64")
 
 
 def compiler_for(target: IsaTarget) -> str:
-    """The compiler's command. ToolError where it is missing."""
+    """The compiler's command for a target. ToolError if it is missing."""
     import platform
 
     is_arm_here = platform.machine().lower() in NATIVE_ARM
@@ -31,8 +31,8 @@ def compiler_for(target: IsaTarget) -> str:
 
 
 def emulator_for(target: IsaTarget) -> list[str]:
-    """The command that starts a program of the target: nothing, or an emulator. ToolError where it is
-    missing."""
+    """The command that starts a program of the target: empty on this machine's own, else an emulator.
+    ToolError if it is missing."""
     if compiler_for(target) != ARM_COMPILER:
         return []
     if shutil.which(ARM_EMULATOR) is None:
@@ -41,7 +41,7 @@ def emulator_for(target: IsaTarget) -> list[str]:
 
 
 def missing_tool(target: IsaTarget) -> str | None:
-    """The reason why nothing of the target can be compiled and run here; None: it can."""
+    """The reason why code of the target cannot be compiled and run here; None if it can."""
     try:
         emulator_for(target)
     except ToolError as error:
@@ -57,8 +57,8 @@ def compile_c(
     is_library: bool = False,
     is_strict: bool = False,
 ) -> Finished:
-    """Compile C files to a program or a shared library. `is_strict`: warnings are errors. ToolError with the
-    compiler's words."""
+    """Compile C files to a program or a shared library. is_strict: True if warnings are errors. ToolError
+    with the compiler's output."""
     command = [
         compiler_for(target),
         *COMMON_FLAGS,

@@ -212,18 +212,18 @@ int main(int n_words, char **names) {
 
 
 def check_program(function: ir.FunctionDefinition) -> str:
-    """C of the program that runs cases through the kernel it is linked with."""
+    """C of the program that runs cases through the kernel that it is linked with."""
     head = signature(function.name, function.args, function.result)
     return f"{_COMMON}\n{_arguments(function)}\n{head};\n#define KERNEL {function.name}\n{_CHECK}"
 
 
 def timing_program(function: ir.FunctionDefinition) -> str:
-    """C of the program that times kernels of libraries that it is told to load."""
+    """C of the program that times kernels of the libraries that it is told to load."""
     return f'{_COMMON}\n{_arguments(function)}\n#define NAME "{function.name}"\n{_TIME}'
 
 
 def _arguments(function: ir.FunctionDefinition) -> str:
-    """The C that reads the arguments, and that of the call of a kernel with them."""
+    """C that reads the arguments, and C that calls a kernel with them."""
     structs = "\n".join(struct_text(struct) for struct in function.structs)
     reads, values = [], []
     for i, (_, of) in enumerate(function.args):

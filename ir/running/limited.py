@@ -1,5 +1,5 @@
-"""Commands in a process of their own, with limits of time, memory and output. Whatever runs a stranger's
-code, or a tool over a stranger's text, starts here."""
+"""Commands in processes of their own, with limits of time, memory and output. Every command that runs a
+stranger's code, or a tool on a stranger's text, starts here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phasewise.ir.errors import ToolError
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """Limits of one command. `seconds`: of processor time; `file_bytes` holds for what it prints too."""
+    """Limits of one command. seconds: processor time; file_bytes: bytes of each file, and of the output."""
 
     seconds: int = 20
     memory_bytes: int = 2 << 30
@@ -28,7 +28,7 @@ class ChildLimits:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A command that has ended. A negative code is the signal that ended it."""
+    """The outcome of a command. A negative code is the signal that ended it."""
 
     code: int
     output: str
@@ -40,8 +40,8 @@ class Finished:
 
 
 def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) -> Finished:
-    """Run a command to its end; one that passes its time is killed with all that it started. Raises ToolError
-    where the command does not exist."""
+    """Run a command to its end; a command that exceeds its time is killed with all that it started. ToolError
+    for a command that does not exist."""
     confine = _confinement(limits, None)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -60,8 +60,8 @@ def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) ->
 
 
 class LimitedProcess:
-    """A command that answers each line with a line. Use it in a `with` block: it is killed at its end. core:
-    the CPU that it runs on; None: any. environment: None: ours."""
+    """A command that answers each line with a line, for a `with` block, at whose end it is killed. core: the
+    CPU that it runs on; None: any. environment: variables; None: ours."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class LimitedProcess:
         )
 
     def answer_to(self, line: str) -> str:
-        """The process's answer to a line, its end of line included; "": the process has ended."""
+        """Send a line and read the answer, with its line end; empty if the process has ended."""
         assert self._process.stdin
         assert self._process.stdout
         try:
@@ -103,8 +103,7 @@ class LimitedProcess:
 
 
 def _confinement(limits: ChildLimits, core: int | None) -> Callable[[], None]:
-    """The function that a new process calls first: it makes a session of its own, and sets its core and its
-    limits."""
+    """Make the function that a new process calls first: it starts a session, and sets core and limits."""
 
     def confine() -> None:
         os.setsid()

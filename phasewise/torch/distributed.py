@@ -89,8 +89,7 @@ class EndedRanks:
 NAME = "phasewise"
 
 SLOT_BYTES = (1 << 18) + EXCHANGE_LINE
-"""Bytes of a rank's slot in the exchange, which holds pieces of 256 KiB: three slots for each rank stay in a
-core's own cache."""
+"""Bytes of a rank's slot: pieces of 256 KiB, of which three for each rank stay in a core's own cache."""
 
 MOST_WAIT_S = 1e8
 

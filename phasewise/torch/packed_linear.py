@@ -19,8 +19,7 @@ Storage = Literal["auto", "sparse", "dense"]
 WeightFormat = Literal["native", "bf16", "int8"]
 
 WORTH_ZEROS = 0.3
-"""Share of zeros from which on `auto` stores weights sparse, on a CPU that expands sparse weights by an
-instruction."""
+"""Share of zeros from which on `auto` stores weights sparse, on a CPU with an instruction to expand."""
 
 _FIELDS = ("kind", "n", "k", "group", "zero_point", "top_exponent")
 _ARRAYS = ("values", "scales", "mins", "offsets")
@@ -98,8 +97,7 @@ class PackedLinear(torch.nn.Module):
         return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Set the packed weight from a state dict. ValueError or WeightError where the arrays are not those
-        of such a weight."""
+        """Set the weight from a state dict. ValueError or WeightError where its arrays make no weight."""
         arrays = {name: _array(state, name) for name in _ARRAYS}
         values = arrays.pop("values")
         if values is None:
@@ -124,8 +122,7 @@ def _array(state: dict[str, Any], name: str) -> Any:
 def packed_weight(
     weight: torch.Tensor, storage: Storage = "auto", weight_format: WeightFormat = "native"
 ) -> PackedWeight:
-    """Pack a weight [outputs, inputs] as `PackedLinear` does. ValueError for a weight that cannot be packed.
-    """
+    """Pack a weight [outputs, inputs] as `PackedLinear` does. ValueError where it cannot be packed."""
     weight = weight.detach()
     if weight.dtype not in _DTYPES or weight.device.type != "cpu":
         raise ValueError(f"a weight of {weight.dtype} on {weight.device}: a float weight on the CPU expected")
@@ -139,8 +136,7 @@ def packed_weight(
 
 
 def stored(weight: PackedWeight, storage: Storage) -> PackedWeight:
-    """Store a packed weight sparse or dense. ValueError for `sparse` where the weight's format has no sparse
-    storage."""
+    """Store a packed weight sparse or dense. ValueError for `sparse` if its format has no sparse storage."""
     can = sparse.can_be_sparse(weight.kind, weight.mins is not None)
     if storage == "sparse" and not can:
         raise ValueError(f"{weight.kind} weights have no sparse storage: bfloat16 and int8 have")

@@ -19,8 +19,7 @@ from phasewise.cython_kernels.errors import TeamError
 from phasewise.cython_kernels.packing import PackedWeight
 
 _FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num")
-"""Functions that we call in GNU's OpenMP library; Intel's and LLVM's have them for programs compiled for
-GNU's."""
+"""Functions of GNU's OpenMP library, which Intel's and LLVM's also have for programs compiled for it."""
 
 _held: list[OpenMPProduct] = []
 

@@ -68,8 +68,7 @@ def _lookup() -> ScheduleLookup:
 
 
 def cores_of(seen: Sequence[int], machine: Machine) -> tuple[int, ...]:
-    """The CPUs that the threads were seen on; if the threads moved, as many first cores as there are threads.
-    """
+    """The CPUs that the threads were seen on; if threads moved, the first cores, one for each thread."""
     if len(set(seen)) == len(seen) and min(seen) >= 0:
         return tuple(sorted(seen))
     first = [core[0] for core in machine.allowed_cores()] or list(machine.allowed_pus)
@@ -85,16 +84,14 @@ MOST_COLUMN_INPUTS = 65536  # sums of bytes in int32
 INT8_ZERO_POINT = 128
 
 Read: TypeAlias = Callable[[Any], PackedWeight | None]
-"""Function from a layer to its loaded weight, packed. None: the layer stays vLLM's. ValueError: it stays, and
-the error says why."""
+"""Function from a layer to its packed weight. None or ValueError, with the reason: it stays vLLM's."""
 
 _taken: dict[int, str] = {}
 """Descriptions of the layers that this process multiplies, by the numbers of their weights."""
 
 
 def taken_layers() -> str:
-    """A digest of the taken layers and their numbers, for the key of steps that vLLM compiles with the
-    numbers in them."""
+    """A digest of the taken layers and their numbers, which steps that vLLM has compiled contain."""
     return hashlib.sha256(repr(sorted(_taken.items())).encode()).hexdigest()[:16]
 
 
@@ -110,8 +107,7 @@ def take_over(weight_format: WeightFormat) -> None:
         return _plain(layer, weight_format)
 
     def head(layer: Any) -> PackedWeight | None:
-        """Pack the weight of an output head; an embedding's weight, whose rows are looked up, is left to
-        vLLM."""
+        """Pack the weight of an output head; rows of an embedding are looked up, which vLLM does."""
         return _plain(layer, "native") if isinstance(layer, ParallelLMHead) else None
 
     replace_methods(UnquantizedLinearMethod, linear, keeps_weight=False)

@@ -46,8 +46,7 @@ def register() -> None:
 
 
 def asked_format(value: str) -> WeightFormat | None:
-    """The weight format that PHASEWISE_VLLM asks for, `native` or `int8`; None: the plugin is off. ValueError
-    for anything else."""
+    """The weight format of PHASEWISE_VLLM, `native` or `int8`; None: off. ValueError for anything else."""
     if value in OFF:
         return None
     if value not in ("native", "int8"):

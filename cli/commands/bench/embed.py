@@ -62,8 +62,7 @@ def embed(
 async def _measured(
     client: LoadClient, load: EmbedLoad, texts: Callable[[int], list[str]], slo_s: float | None
 ) -> dict[str, Any]:
-    """Measure the most clients within the SLO, or the load at the rate, or one load for each number of
-    clients."""
+    """Measure the most clients within the SLO, the load at a rate, or one load for each number of clients."""
     from phasewise.loadtest.arrivals import RequestPace
     from phasewise.loadtest.embed import TextBatches, figures, highest_concurrency, send_batches
 
@@ -97,8 +96,7 @@ def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
 
 
 def _fail_unless_answered(loads: list[dict[str, Any]]) -> None:
-    """End the process if no request of any load was answered. A search has no loads, and reports for itself.
-    """
+    """End the process if no request of any load was answered; a search, which has no loads, goes on."""
     if loads and not any(load["ok"] for load in loads):
         fail(f"none of {counted(sum(load['requests'] for load in loads), 'request')} was answered", 1)
 

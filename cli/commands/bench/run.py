@@ -200,8 +200,7 @@ def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
 
 
 def _energy(row: ModelRow, joules_per_token: float) -> dict[str, str]:
-    """Cells of energy: joules a token, watts (as `power_w` of a machine type for `provision`), and the power
-    cap."""
+    """Cells of energy: joules a token, watts (`power_w` of a machine for `provision`), the power cap."""
     watts = joules_per_token * row.avg_ts
     cap = {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
     return {"J/token": number(joules_per_token, 3), "W": number(watts, 3), **cap}

@@ -242,8 +242,7 @@ def set_plan(
 
 
 def _where(db: str | None) -> tuple[str, bool | None]:
-    """The database's name without its password, and whether it exists; None for a server, which alone knows.
-    """
+    """The database's name without its password, and whether it exists; None for a server."""
     from phasewise.kerneldb.location import locate
 
     location = locate(db)

@@ -34,8 +34,7 @@ MAX_ROWS = 12
 
 
 def labels(machines: Iterable[MachineKey]) -> Machines:
-    """Make a short label for each kind of machine, by its signatures: the same in every listing of a
-    database."""
+    """Make a short label for each kind of machine, the same in every listing of a database."""
     return {machine: f"#{number}" for number, machine in enumerate(sorted(set(machines), key=str), start=1)}
 
 
@@ -48,8 +47,7 @@ def machine_fields(machines: Machines) -> list[dict[str, str]]:
 
 
 def shortened(limit: int) -> Callable[[object], str]:
-    """Make a function that cuts a name to its last `limit` characters, since the end of a model's name has
-    the format."""
+    """Make a function that cuts a name to its last characters, since a model's name ends in the format."""
 
     def cell(text: object) -> str:
         line = on_one_line(text)
@@ -344,8 +342,7 @@ def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) 
 
 
 class OtherDiff(Row):
-    """A plan, storage, predictor or user's kernel that differs as a row; None for a database that has none.
-    """
+    """A plan, storage, predictor or user's kernel that differs; None where a database has no verdict."""
 
     kind: str = column("kind")
     of: str = column("of", shortened(23))
@@ -394,8 +391,7 @@ def _difference(difference: Difference, machines: Machines) -> dict[str, Any]:
 
 
 def print_diff(fields: dict[str, Any]) -> None:
-    """Print a line for each key that differs, grouped by the schedules' standings; then all other
-    differences."""
+    """Print a line for each key that differs, grouped by standings; then all other differences."""
     by_standing: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
     for difference in fields["differences"]:
         here, there = (_schedule_words(difference[side]) for side in ("here", "there"))

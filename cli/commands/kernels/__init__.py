@@ -1,5 +1,4 @@
-"""`phasewise kernels`: raise a hand-written C kernel, lower it for other instruction sets, check it, emit it
-as C."""
+"""`phasewise kernels`: raise a hand-written C kernel, lower it to instruction sets, check it, emit C."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ def _tree_lines(lines: tuple[Line, ...], glyphs: tuple[str, ...], prefix: str) -
 
 
 def _one_line(line: Line, prefix: str) -> str:
-    """Text of a line of the tree: `16 x L3 16M`, and PUs as far as the width allows; of equal parts the first
-    one's PUs."""
+    """Text of a line of the tree, `16 x L3 16M`, with PUs as far as they fit; of equal parts the first's."""
     text = prefix + (f"{line.count} x " if line.count > 1 else "") + line.text
     if line.n_barred:
         text += " (not allowed)" if line.n_barred == len(line.cpus) else f" ({line.n_barred} not allowed)"
@@ -95,8 +94,7 @@ def _memory_lines(machine: Machine) -> Iterator[str]:
 
 
 def access_words(access: MemoryAccess) -> str:
-    """Claims about memory in words: `read 23.6 GB/s, 120 ns; write 23.6 GB/s from PU 0-3`, without missing
-    figures."""
+    """Claims about memory, `read 23.6 GB/s, 120 ns; write 23.6 GB/s from PU 0-3`, without missing figures."""
     parts = []
     reading = ("read", access.read_bytes_per_s, access.read_ns)
     writing = ("write", access.write_bytes_per_s, access.write_ns)
@@ -126,8 +124,7 @@ MANY, RESTING, BARRED = "#", ".", "x"
 LABEL = 10
 MAX_RANK_LINES = 16
 SHARING = (Kind.L3, Kind.CLUSTER, Kind.L2, Kind.DIE)
-"""Kinds of nodes by which the marks of a line are grouped: the innermost kind whose nodes hold several cores.
-"""
+"""Kinds of nodes that group the marks of a line: the innermost kind whose nodes hold several cores."""
 
 
 def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:
@@ -196,8 +193,7 @@ def _blocks(node: Node) -> list[list[int]]:
 
 
 def _strip(phase: str, blocks: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the marks of one phase, with gaps between blocks of several PUs, broken between blocks at the
-    width."""
+    """Yield the marks of one phase, blocks of several PUs apart, broken between blocks at the width."""
     gap = " " if any(len(block) > 2 for block in blocks) else ""
     words = gap.join("".join(block) for block in blocks)
     room = WIDTH - LABEL - 2

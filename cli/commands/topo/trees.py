@@ -106,8 +106,7 @@ def one_tree_lines(tree: TopoTree, encoding: str) -> Iterator[str]:
 
 
 def _drawing(tree: TopoTree, encoding: str) -> Iterator[str]:
-    """Draw a tree, one line for each level: the number of nodes below each node above, and the first of
-    them's PUs."""
+    """Draw a tree, a line for each level: how many nodes each node above has, and the first one's PUs."""
     _, corner, _, blank = glyphs_for(encoding)
     yield f"   machine  {counted(tree.n_pus, 'PU')}"
     for depth, level in enumerate(tree.levels, start=1):

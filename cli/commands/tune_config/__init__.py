@@ -178,8 +178,7 @@ class CommandClock:
 
 
 class SearchProgress:
-    """Progress of `tune-config` on stderr: a line for each improvement, and the stage beside the command's
-    clock."""
+    """Progress of `tune-config` on stderr: a line for each improvement, the stage and the clock."""
 
     def __init__(self, status: StatusLine, machine: Machine, clock: CommandClock) -> None:
         self._status = status

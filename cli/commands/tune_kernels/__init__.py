@@ -1,5 +1,4 @@
-"""`phasewise tune-kernels`: find the fastest schedules of a model's products on this machine, and store them.
-"""
+"""`phasewise tune-kernels`: find and store the fastest schedules of a model's products on this machine."""
 
 from __future__ import annotations
 

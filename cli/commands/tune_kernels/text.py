@@ -56,8 +56,7 @@ def _round_name(tuning_round: Round) -> str:
 
 
 def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowTable]:
-    """Yield the tables of one round: each weight's products, then the sums. resume: True if the run resumed
-    earlier timings."""
+    """Yield the tables of one round: each weight's products, then the sums. resume: the run's own option."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
     tables += [_attention_table(tuned), _storage_table(tuned)]
     yield _round_name(tuned.round)

@@ -1,6 +1,6 @@
 """The wire form of keys, values and states: a header of fixed size, the request's id, the bytes.
 
-A frame is checked as if it came from a stranger: every number in it is held against what this instance knows
+A frame is checked as if it came from a stranger: every number in it is compared with what this instance knows
 of the model and of the request before a byte is taken from it.
 """
 
@@ -22,23 +22,21 @@ LONGEST_ID = 200
 """Most bytes of a request's id."""
 
 PART_BYTES = 1 << 20
-"""Bytes of each part in which a state is sent; the last part may be shorter."""
+"""Bytes of each part of a state that is sent; the last part may be shorter."""
 
 _HEADER = struct.Struct("<4sHBBHHHHQIIIIQQ32s")
 HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(IntEnum):
-    """The kind of a frame."""
-
     LAYER = 1
     """Keys and values of one layer, for a range of positions."""
     END = 2
     """The logits, sent after all layers."""
     END_SHARED = 3
-    """The logits, sent after all layers were written into this instance's memory."""
+    """The logits, sent after all layers were written into the receiving instance's memory."""
     STATE = 4
-    """A part of the state, sent after `end`; the part's number stands in the place of the layer."""
+    """A part of the sequence's state after position `end`; its number stands in the layer's place."""
 
 
 class FrameError(Exception):
@@ -51,9 +49,9 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame on the wire. `begin` and `end` are positions of the request, `end` exclusive. `sequence` counts
-    its frames from 0. epoch: which attempt to hand the request over; frames of an earlier one are of no use
-    any more."""
+    """A frame on the wire. begin, end: positions of the request, `end` exclusive. sequence: number of the
+    frame within the request, from 0. epoch: number of the attempt to hand the request over; frames of earlier
+    attempts are of no use."""
 
     kind: FrameKind
     request_id: str
@@ -65,7 +63,7 @@ class Frame:
 
 
 def runs_of(begin: int, end: int) -> Sequence[tuple[int, int]]:
-    """The runs in which a range is moved, as (first position, slots): whole panels, cut at `KV_CHUNK`."""
+    """The runs in which positions are moved, as (first position, slots): whole panels, cut at `KV_CHUNK`."""
     first, last = begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
     runs = []
     while first < last:
@@ -82,7 +80,7 @@ def parts_of(state_bytes: int) -> Sequence[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Writes and reads frames of one model. model_hash: SHA-256 of what both sides run (32 bytes)."""
+    """Writer and reader of frames of one model. model_hash: SHA-256 of the model of both sides (32 bytes)."""
 
     shape: KvShape
     vocab_size: int
@@ -91,7 +89,7 @@ class Codec:
 
     @property
     def _shape_numbers(self) -> tuple[int, ...]:
-        """The shape as it stands in a header: the state's bytes follow later."""
+        """The numbers of the shape in a header; the state's bytes follow later in the header."""
         shape = self.shape
         index = KV_FORMATS.index(shape.kv_format)
         return index, shape.n_layers, shape.n_kv_heads, shape.head_dim, int(shape.latent), shape.state_bytes
@@ -102,8 +100,8 @@ class Codec:
         return _HEADER.pack(MAGIC, VERSION, frame.kind, *shape, *place, n_bytes, state_bytes, self.model_hash)
 
     def read(self, parts: Sequence[bytes | memoryview], wire_bytes_of_slot: int) -> Frame:
-        """The frame of a message of three parts (header, request id, bytes). FrameError, with a reason, else.
-        wire_bytes_of_slot: bytes of one slot of one layer."""
+        """Read a frame from a message of three parts (header, request id, bytes). FrameError, with a reason,
+        for anything else. wire_bytes_of_slot: bytes of one slot of one layer."""
         if len(parts) != 3:
             raise FrameError("malformed", f"a message of {counted(len(parts), 'part')} is no frame")
         header, name, data = parts

@@ -1,5 +1,5 @@
-"""The receiving side of a hand-over, which answers: takes frames into its blocks, and says when a request has
-all of them. `take` and `expect` run on the thread that receives, `await_kv` on the engine's, `forget` on
+"""The receiving side of a hand-over, which answers: takes frames into its blocks, and reports when a request
+has all of them. `take` and `expect` run on the thread that receives, `await_kv` on the engine's, `forget` on
 both. A frame is written under the lock that `forget` takes, so that nothing is written to a block after it
 was given up."""
 
@@ -28,14 +28,14 @@ class _Awaited:
     n_prompt: int
     placement: Placement
     stored: list[int] = field(default_factory=list)
-    """Positions that have arrived of each layer, from the first on."""
+    """Number of positions that have arrived of each layer, from the first position on."""
     n_parts: int = 0
-    """Parts of its state that have arrived, from the first on."""
+    """Number of parts of the request's state that have arrived, from the first part on."""
     n_frames: int = 0
 
 
 class ReceiveFailed(Exception):
-    """A hand-over that cannot go on: the request and the attempt, and one word for a counter."""
+    """A hand-over cannot go on. Names the request and the attempt, with one word for a counter."""
 
     def __init__(self, request_id: str, epoch: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -51,10 +51,11 @@ class Receiver:
         self._n_parts = len(parts_of(memory.state_bytes))
         self._lock = threading.Lock()
         self._expected: dict[str, tuple[int, int]] = {}
-        """Epoch and length of the prompts that others compute, until all of one is here or it is given up."""
+        """Epoch and length of the prompts that other instances compute, by request, until a prompt has
+        arrived whole or is given up."""
         self._awaited: dict[str, _Awaited] = {}
         self.refused: Counter[str] = Counter()
-        """Frames that were thrown away, by reason."""
+        """Count of frames that were thrown away, by reason."""
 
     @property
     def n_awaited(self) -> int:
@@ -66,8 +67,8 @@ class Receiver:
             self._expected[request_id] = epoch, n_prompt
 
     def await_kv(self, request_id: str, placement: Placement) -> None:
-        """Accept frames of this attempt, and refuse those of earlier ones from now on. Nothing happens for a
-        request that is not expected, or was given up."""
+        """Accept frames of this attempt, and refuse frames of earlier attempts from now on. Does nothing for
+        a request that is not expected, or was given up."""
         with self._lock:
             expected = self._expected.get(request_id)
             if expected is not None:
@@ -75,14 +76,14 @@ class Receiver:
                 self._awaited[request_id] = _Awaited(*expected, placement, stored)
 
     def forget(self, request_id: str) -> None:
-        """Give up a request: nothing is written for it once this returns, wherever its block is found."""
+        """Give up a request: once this returns nothing is written for it, wherever its block is."""
         with self._lock:
             self._expected.pop(request_id, None)
             self._awaited.pop(request_id, None)
 
     def take(self, parts: Sequence[bytes | memoryview]) -> Arrived | None:
-        """Take one message; returns what it completes. ReceiveFailed where it ends the hand-over it belongs
-        to. A message that belongs to none is counted and thrown away."""
+        """Take one message; returns the arrival that it completes. ReceiveFailed where the message ends its
+        hand-over. A message that belongs to no hand-over is counted and thrown away."""
         try:
             frame = self._codec.read(parts, self._memory.wire_bytes(ALIGNMENT) // ALIGNMENT)
         except FrameError as error:

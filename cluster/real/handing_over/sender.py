@@ -1,8 +1,8 @@
 """The sending side of a hand-over, which computes prompts: sends every layer as its engine stores it.
 
-A thread of its own copies or sends; the engine's thread notes what it begins, and tells the end. Nothing is
-read from a block after `drop` has returned, and nothing is written into another instance's memory after
-`cancel` has.
+A thread of the sender copies or sends; the engine's thread notes the steps that begin and the prompts that
+end. Nothing is read from a block after `drop` has returned, and nothing is written into another instance's
+memory after `cancel` has.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from phasewise.serving.pools.contract import ALIGNMENT, Placement
 log = logging.getLogger(__name__)
 
 POLL_S = 0.001
-"""The interval at which a step under way is asked for the layers it has stored."""
+"""Seconds between two looks at the layers that a step under way has stored."""
 
 
 class BlockLink(Protocol):
-    """The way to one request's block on another instance. Called by one thread at a time."""
+    """The way to one request's block on another instance, called by one thread at a time."""
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
         """Bring positions [begin, end) of a layer to the other block. False: not now; LinkBroken: never."""
         ...
 
     def put_state(self, part: int, source: Placement) -> bool:
-        """Send a part of the state behind all positions. False and LinkBroken: as `put`."""
+        """Send a part of the state, after all positions. False and LinkBroken as in `put`."""
         ...
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """Tell the other side that all layers and the state are there. False: this cannot be told now. The
-        logits are not written to afterwards."""
+        """Tell the other side that all layers and the state are there. False: try again later. The caller
+        does not write to the logits afterwards."""
         ...
 
 
@@ -52,12 +52,12 @@ class LinkBroken(Exception):
 # ---- the two ways: memory of this host that both map, or frames over a socket ---------------------------
 
 Post = Callable[[list[bytes]], bool]
-"""Sends one message of several parts to the other instance; False: it cannot now."""
+"""Function that sends one message of several parts to the other instance; False: it cannot now."""
 
 
 @dataclass(slots=True)
 class StreamLink:
-    """Link that sends keys, values, states and the end in frames, of one attempt to hand a request over."""
+    """Link that sends keys, values, states and the end of one attempt in frames."""
 
     request_id: str
     epoch: int
@@ -100,7 +100,7 @@ class StreamLink:
 
 @dataclass(slots=True)
 class SharedLink(StreamLink):
-    """Link that writes into the other instance's memory; a frame tells only the end."""
+    """Link that writes into the other instance's memory; only the end is a frame."""
 
     theirs: KvMemory
     target: Placement
@@ -138,7 +138,7 @@ class _Job:
     request_id: str
     n_prompt: int = 0
     source: Placement | None = None
-    """The prompt's own block; None: it is not begun."""
+    """The prompt's own block; None before the prompt is begun."""
     link: BlockLink | None = None
     """The way to the block on the other side; None: that side has no block yet."""
     ready: int = 0
@@ -149,14 +149,15 @@ class _Job:
     sent: list[int] = field(default_factory=list)
     """Positions that were sent, by layer."""
     n_parts: int = 0
-    """Parts of its state that were sent: after all layers, and after the step that ends the prompt."""
+    """Number of parts of the state that were sent, after all layers and the prompt's last step."""
     logits: npt.NDArray[np.float32] | None = None
 
 
 class Sender:
-    """Hands over what one engine computes (`engine.hand_over.Outbox`, `ranks_contract.Follower`). n_parts: of
-    a state. progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread, once for each
-    request; on_failed(request id, one word for a counter, why) on the sender's thread or the engine's."""
+    """Hands over the prompts that one engine computes (`engine.hand_over.Outbox`, `ranks_contract.Follower`).
+    n_parts: number of parts of a state. progress: `Ranks.progress`. on_begun: called with the request id on
+    the engine's thread, once for each request. on_failed: called with the request id, one word for a counter
+    and the reason, on the sender's thread or the engine's."""
 
     def __init__(
         self,
@@ -172,8 +173,7 @@ class Sender:
         self._on_begun = on_begun
         self._on_failed = on_failed
         self._changed = threading.Condition()
-        """Lock of the jobs; a copy is made under it, so that `drop` and `cancel` wait for one copy at
-        most."""
+        """Lock of the jobs, held for each copy, so that `drop` and `cancel` wait for one copy at most."""
         self._jobs: dict[str, _Job] = {}
         self._by_block: dict[tuple[int, tuple[int, ...] | None], _Job] = {}
         self._is_stopping = False
@@ -221,8 +221,9 @@ class Sender:
             self._changed.notify()
 
     def rests(self, request_id: str) -> bool:
-        """True if the other side wants what is in the prompt's block, which then stays (`Outbox.rests`).
-        False: nothing is read from the block once this returns, until the prompt `starts` again."""
+        """True if the other side still needs the content of the prompt's block, which then stays
+        (`Outbox.rests`). False: nothing is read from the block once this returns, until the prompt `starts`
+        again."""
         with self._changed:
             job = self._jobs.get(request_id)
             if job is None or job.source is None:
@@ -255,7 +256,7 @@ class Sender:
     # ---- on the thread that hears of the other side ------------------------------------------------------
 
     def send_to(self, request_id: str, link: BlockLink) -> None:
-        """Send a request to the block that the other side has for it, behind `link`."""
+        """Send a request to its block on the other side, behind `link`."""
         with self._changed:
             self._jobs.setdefault(request_id, _Job(request_id)).link = link
             self._changed.notify()
@@ -292,7 +293,7 @@ class Sender:
         return job.step >= 0 or min(job.sent) < job.ready
 
     def _send(self, job: _Job) -> bool:
-        """Send what is stored by now, one layer at a time. False: there was nothing to send."""
+        """Send what is stored by now, one layer at a time. False if there was nothing to send."""
         has_sent = False
         for layer in range(self._n_layers):
             with self._changed:
@@ -318,13 +319,13 @@ class Sender:
             return self._finish(job) or has_sent
 
     def _has_all_layers(self, job: _Job) -> bool:
-        """True if the prompt is computed and its layers are sent, to a link that stands."""
+        """True if the prompt is computed, its layers are sent, and the link stands."""
         if self._jobs.get(job.request_id) is not job or job.link is None or job.logits is None:
             return False
         return job.source is not None and min(job.sent) == job.n_prompt
 
     def _finish(self, job: _Job) -> bool:
-        """Send the end of a prompt whose layers and state are all sent. False: they are not, or not now."""
+        """Send the end of a prompt after its layers and state. False: some are not sent, or not now."""
         if not self._has_all_layers(job) or job.n_parts < self._n_parts:
             return False
         assert job.link is not None
@@ -335,7 +336,7 @@ class Sender:
         return True
 
     def _stored(self, job: _Job, layer: int) -> int:
-        """Count the positions of a layer whose keys and values are stored, and so may be sent."""
+        """Number of positions of a layer whose keys and values are stored, and so may be sent."""
         if job.step < 0:
             return job.ready
         step, layers = self._progress()
