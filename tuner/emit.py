@@ -206,4 +206,4 @@ TOOLS: Mapping[str, Callable[[Plans, Machine], Emitted]] = MappingProxyType(
         "kubernetes": _kubernetes,
     }
 )
-"""Emitters by tool."""
+"""The emitter of each tool's flags."""

@@ -41,7 +41,7 @@ class MachineLimits:
 
 
 def peak_flops(kind: str, cores: Sequence[int], repeats: int = 5) -> float:
-    """Joint operations per second of `cores` in the multiply kind `kind`."""
+    """Operations per second of all `cores` together, in multiplies of `kind` (`limits.KINDS`)."""
 
     def prepare() -> Callable[[], int]:
         started = time.perf_counter_ns()

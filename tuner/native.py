@@ -382,7 +382,7 @@ class _Product:
         return np.asarray(self._native.result())
 
     def check(self, schedule: Schedule) -> None:
-        """KernelMismatchError unless the last call gave the expected result."""
+        """Raise KernelMismatchError unless the last call gave the expected result."""
         if not np.array_equal(self._native.result(), self._expected):
             raise KernelMismatchError(f"a schedule changes the result of a product: {schedule}")
 
@@ -405,7 +405,7 @@ class _Attention:
         return self._native.run(walk, calls)
 
     def check(self, schedule: Schedule) -> None:
-        """KernelMismatchError unless the last call gave the expected result."""
+        """Raise KernelMismatchError unless the last call gave the expected result."""
         if not self._native.is_right():
             raise KernelMismatchError(f"a schedule changes the result of attention: {schedule}")
 

@@ -48,7 +48,7 @@ class CoreFacts:
 
 
 class MeasuredStore(Protocol):
-    """The part of a store that this module needs."""
+    """The part of a store that `NearestSchedules` needs."""
 
     def machines(self) -> set[MachineKey]: ...
 

@@ -255,8 +255,8 @@ Places: TypeAlias = list[list[int]]
 
 
 def stored_places(text: str) -> list[tuple[int, Places]] | None:
-    """For one sequence and for each band, the least number of sequences and the places of each rank; None
-    where the plan names cores."""
+    """The least number of sequences and the ranks' places, of the plan and of each band; None where the plan
+    names cores."""
     if not is_placed(text):
         return None
     return [(sequences, [[*rank] for rank in ranks]) for sequences, ranks in _placed_fields(text)[2]]
@@ -416,7 +416,7 @@ def rank_on(machine: Machine, pus: tuple[int, ...]) -> RankCores:
 
 
 def check_fits(plan: ServicePlan, machine: Machine) -> None:
-    """PlanError, saying why, unless this process may run the plan on this machine."""
+    """Raise PlanError, saying why, unless this process may run the plan on this machine."""
     foreign = sorted(plan.all_cores.difference(machine.allowed_pus))
     if foreign:
         raise PlanError(

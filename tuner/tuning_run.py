@@ -113,7 +113,7 @@ class TuningOutcome:
     duels: int
     elapsed_s: float
     laps: int
-    """Batches of timings, and duels."""
+    """The number of timed batches and duels."""
     disturbed: int
     """Laps in which other processes or guests took a noticeable share of the cores."""
     conditions: Mapping[str, float]

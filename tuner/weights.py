@@ -18,7 +18,7 @@ from phasewise.tuner.errors import TunerError
 
 LEAST_COLD_BYTES = 64 << 20
 MOST_COLD_BYTES = 512 << 20
-"""The largest total bytes of all copies of a weight; up to it, twice the last cache."""
+"""Bounds of the total bytes of a weight's copies; between the bounds, twice the last cache."""
 
 LINE = 64
 

@@ -214,7 +214,7 @@ class Lane:
         self.is_measured = True
 
     async def _probe(self, n_inputs: int) -> tuple[int, float]:
-        """Tokens and seconds of a batch of made-up inputs."""
+        """Time a batch of made-up inputs; return its tokens and seconds."""
         loop = asyncio.get_running_loop()
         body, began_s = inputs_to_bytes([Tokens([0] * PROBE_TOKENS)] * n_inputs), loop.time()
         await self.worker.embed(body)

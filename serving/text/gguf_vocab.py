@@ -49,7 +49,7 @@ ALWAYS_FOUND = ENDS_OF_ANSWERS | frozenset(
 
 
 class TokenKind(IntEnum):
-    """`tokenizer.ggml.token_type`."""
+    """The values of `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -102,8 +102,7 @@ class _Vocabulary:
     metadata: Mapping[str, object]
 
     def special_id(self, name: str, default: int | None = None) -> int | None:
-        """The id in `tokenizer.ggml.<name>_token_id`, or `default` if it is one. ModelError for no token's
-        id."""
+        """`tokenizer.ggml.<name>_token_id`, else `default` if it is a token. ModelError for an invalid id."""
         key = f"tokenizer.ggml.{name}_token_id"
         if key not in self.metadata:
             return default if default is not None and default < len(self.tokens) else None
@@ -349,8 +348,8 @@ def _merge_pairs(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
-    """Merges in the form of a tokenizer.json: "left right", which is read half as fast again, unless a space
-    or comment makes that ambiguous."""
+    """Merges in the form of a tokenizer.json: "left right", which loads faster than pairs, unless a space or
+    comment makes that ambiguous."""
     if any(" " in left or " " in right or left.startswith("#version") for left, right in pairs):
         return pairs
     return [f"{left} {right}" for left, right in pairs]

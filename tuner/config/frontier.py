@@ -82,7 +82,7 @@ class PrunedTree:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A group of configurations that was given up."""
+    """The decision to give up a group of configurations."""
 
     ranks: int
     numa_nodes: tuple[int | None, ...]

@@ -42,7 +42,7 @@ class MachineRates:
     l3_read_bytes_per_s: float | None
     """The rate at which the cores of one L3 read together."""
     numa_read_bytes_per_s: float | None
-    """The rate that the memory of one NUMA node serves."""
+    """The rate at which the memory of one NUMA node serves reads."""
     link_read_bytes_per_s: float | None = 40e9
     """The rate at which the cores of one NUMA node read from all other nodes together."""
     remote_node_share: float = 0.7
@@ -97,7 +97,7 @@ def default_rates(machine: Machine, core_share: Mapping[int, CoreShare] | None =
 SHARE_OF_KIND = {"efficiency": CoreShare(0.5, 0.7), "low-power": CoreShare(0.3, 0.4)}
 """Shares of Intel's slower kinds of core, where nothing is measured."""
 CAPACITY = re.compile(r"capacity-(\d+)")
-"""The name of one of Arm's kinds of core: its pace beside the fastest kind's, by firmware."""
+"""The name of one of Arm's kinds of core, with its pace as rated by the firmware."""
 
 
 def stated_shares(machine: Machine) -> dict[int, CoreShare]:

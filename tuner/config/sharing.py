@@ -143,7 +143,7 @@ def fair_rates(demand: Vector, use: Matrix, capacity: Vector) -> Vector:
 
 
 class Neighbourhood:
-    """The parts of a machine that limit reading, and the place of each PU in them."""
+    """A lookup of the core, L3, NUMA node and package of each PU."""
 
     def __init__(self, machine: Machine) -> None:
         self._core_of = _holders(machine, Kind.CORE)

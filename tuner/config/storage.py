@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 15
 GRACE_S = 120
 """Seconds without a sign of life after which another process may take a trial. A sign comes with every slice
-of the trace; opening a large model may take a minute. On the same machine a death is seen at once."""
+of the trace; opening a large model may take a minute. A death on the same machine is seen at once."""
 
 _ATTEMPTS = 8
 _PAUSE_S = 0.05

@@ -141,7 +141,7 @@ def _cost(scored: Scored) -> float:
 
 
 BAND_RULES = Rules(patience=None, share=0.3)
-"""Rules of a search for a band, which never gives up a group: all its configurations are in one."""
+"""Rules of the search for a plan's band: no group is given up, since there is only one."""
 
 
 def machine_beside(machine: Machine, plan: ServicePlan) -> Machine:

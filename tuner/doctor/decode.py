@@ -18,7 +18,7 @@ NEAR_LIMIT = 0.7
 
 @dataclass(frozen=True)
 class PhaseFigures:
-    """The speed of a phase, and its share of its own limit."""
+    """The speed of a phase (prefill or decode), and its share of the phase's own limit."""
 
     tokens_per_s: float
     limit_share: float

@@ -18,11 +18,11 @@ class Severity(IntEnum):
     """The cost of a finding, in the order of the report, worst last."""
 
     low = 1
-    """A few percent, or a cost to other programs only."""
+    """A loss of a few percent, or for other programs only."""
     medium = 2
-    """A tenth or more, or a cost at some times only."""
+    """A loss of a tenth or more, or at some times only."""
     high = 3
-    """A factor, or something that will not run."""
+    """A loss by a factor, or something that will not run."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ NONE_TUNED = ProductCounts()
 
 @dataclass(frozen=True)
 class IsaUse:
-    """Instruction sets that run on the host, lowest first; the active one; PHASEWISE_ISA's."""
+    """Instruction sets that run on the host, lowest first; the active one; that of PHASEWISE_ISA."""
 
     usable: tuple[str, ...]
     active: str

@@ -110,7 +110,7 @@ def _slope(lengths: list[float], reached: list[float], left: int, right: int) ->
 
 WINDOW = 1024
 FEWEST = 64
-"""Finished answers from which means are corrected."""
+"""The fewest finished answers from which means are corrected."""
 
 
 class RunningPrice:

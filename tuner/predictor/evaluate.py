@@ -166,9 +166,9 @@ class LearntBuckets:
 
 
 def _within_mean(rooms: Ints, reached: npt.NDArray[np.float64], mean_tokens: float) -> Ints:
-    """For each row the column of its room, so that rooms within a mean reach the most. At a price per token
-    each row takes its best room; the price is the lowest that the mean allows. The remainder lets the first
-    rows take what they would at a slightly lower price."""
+    """For each row the column of the room to give, so that rooms hold the most at a mean of `mean_tokens`. At
+    a price per token each row takes its best room; the price is the lowest that the mean allows. The
+    remainder lets the first rows take what they would at a slightly lower price."""
     low, high = 0.0, 1.0
 
     def taken(price: float) -> Ints:

@@ -125,7 +125,7 @@ def _thinned(prices: Sequence[float]) -> Floats:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Examples as arrays."""
+    """Training examples as arrays."""
 
     batch: FeatureBatch
     targets: Targets

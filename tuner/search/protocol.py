@@ -64,7 +64,7 @@ class SearchOptions:
     switch_gain: float = 0.02
     """Share by which another arithmetic must be faster than the default over all m together."""
     split_gain: float = 0.05
-    """The same share for an arithmetic that sums k in another number of parts."""
+    """`switch_gain` of an arithmetic that sums k in another number of parts."""
     fewest_rows_keep: float = 0.97
     """Share of their speed that the fewest rows, those of an answer, must keep under another arithmetic."""
 

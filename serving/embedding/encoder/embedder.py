@@ -184,7 +184,7 @@ _PANEL = 16  # slots of a panel of keys
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """One input of a step (`Program.run`)."""
+    """One input of a program's step, as `Program.run` takes inputs."""
 
     token_ids: Sequence[int]
     slot_base: int
