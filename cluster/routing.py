@@ -67,7 +67,7 @@ class Limits:
     """Pending prompt tokens of a machine above which the next pool is asked. None: as many as the machine
     computes in `OVERFLOW_S` at its reported pace, and the authors' value before any report."""
     split_above_tokens: int = 0
-    """Tokens to be computed of a prompt up to which the answer's machine computes them itself."""
+    """Most tokens to be computed of a prompt that the answer's machine computes itself."""
 
 
 # ---- blocks of tokens that a machine can take over: reported ones, and those that it will compute ---------
@@ -306,7 +306,7 @@ class Router:
                 machine.counts.pool_changes += 1
 
     def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
-        """Choose machines; if one kind is missing for now, the others do both phases."""
+        """Choose machines for a request; while one kind is missing, the other machines do both phases."""
         if len(here) == len(self._machines) or _can_divide({machine.home for machine in here}):
             return _in_pools(ask, here, self._limits, self._queues_for(ask, here))
         least = min(here, key=lambda machine: machine.pending_tokens)

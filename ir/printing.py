@@ -169,7 +169,7 @@ class Original:
 
     @property
     def choice(self) -> tuple[tuple[str, int], ...]:
-        """The entry in place of a choice of parameters that stands for the original."""
+        """The entry that stands for the original in place of a choice of parameters."""
         return ((NAME, self.digest),)
 
     def file(self) -> str:

@@ -53,7 +53,7 @@ _STEPS_BETWEEN_LOOKS = 1_000_000
 STATEMENT_TIMEOUT_S = 120
 """Seconds that a PostgreSQL server works on one statement at most, unless the database's URL sets a limit."""
 _NO_JIT = "-c jit=off"
-"""Option against compiling in PostgreSQL: of `queries.keys_by_seeking` it took 5 s, running less than one."""
+"""Option by which PostgreSQL compiles no query: `queries.keys_by_seeking` took 5 s to compile, 1 to run."""
 _CONNECT_TIMEOUT_S = 15
 _LIBPQ_DRIVERS = ("postgresql", "postgresql+psycopg", "postgresql+psycopg2")
 
@@ -102,7 +102,7 @@ def _read_only_parameters(file: Path) -> str:
 
 
 def _memory_engine() -> Engine:
-    """Make an engine with one connection, which the in-memory database lives as long as."""
+    """Make an engine that keeps one connection: the in-memory database ends with its connection."""
     options = {"isolation_level": None, "check_same_thread": False}
     engine = create_engine(MEMORY_URL, poolclass=StaticPool, connect_args=options, **_JSON)
     return _with_sqlite_habits(engine)

@@ -41,7 +41,7 @@ class Key:
 
 @dataclass(frozen=True)
 class KeyCount:
-    """The number of measurements of one key, those made here and those imported."""
+    """The numbers of measurements of one key: made here, and imported."""
 
     key: Key
     verified: int = 0

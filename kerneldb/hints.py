@@ -24,10 +24,10 @@ class HintTrust(IntEnum):
     """The source of a hint, the most trusted first."""
 
     OTHER_BUILD = 0
-    """In use here under another build of the kernels."""
+    """Schedules in use here under another build of the kernels."""
     IMPORTED = 1
     SHIPPED = 2
-    """In the package: read-only, and lowest in trust."""
+    """Schedules in the package: read-only, and lowest in trust."""
 
     def describe(self) -> str:
         """The source in words, for people."""

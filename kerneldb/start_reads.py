@@ -74,7 +74,7 @@ class StartReads:
         self.store, self._location, self._report = store, location, report
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
-        """As `Store.newest_plan`."""
+        """Read `Store.newest_plan`, or its copy."""
 
         def read(store: Store) -> list[PlanRecord]:
             plan = store.newest_plan(machine, model_key, phase)
@@ -83,11 +83,11 @@ class StartReads:
         return next(iter(self._rows(read, "plan", machine, model_key, phase)), None)
 
     def promoted_measurements(self, machine: MachineKey) -> list[Measurement]:
-        """As `Store.promoted_measurements`."""
+        """Read `Store.promoted_measurements`, or their copy."""
         return self._rows(lambda store: store.promoted_measurements(machine), "schedules", machine)
 
     def rows(self, kind: type[R], **equal: object) -> list[R]:
-        """As `Store.rows`."""
+        """Read `Store.rows`, or their copy."""
         return self._rows(lambda store: store.rows(kind, **equal), kind.kind.word, *sorted(equal.items()))
 
     def _rows(self, read: Callable[[Store], Sequence[R]], *key: object) -> list[R]:

@@ -175,7 +175,7 @@ def open_model(
 
 
 def read_machine(source: str | Path | None = None) -> Machine:
-    """This machine, or the one in an lstopo XML file or a folder with a sysfs snapshot, as a tree."""
+    """Read this machine, or the machine of an lstopo XML file or a folder with a sysfs snapshot."""
     if source is None:
         return read_sysfs()
     path = Path(source)

@@ -1,10 +1,11 @@
-"""The one writer of files that a user names: the whole file or none of it, and what is there keeps its kind.
-Beside it the reader of such files, which neither waits for a pipe that nobody writes nor reads without end.
+"""The one writer of files that a user names: it writes a file whole or not at all, and an existing file keeps
+its kind. Beside it the reader of such files, which neither waits for a pipe without a writer nor reads
+without end.
 
 A new file is written beside its place and moved there. So is a regular file that exists, where its mode,
-owner and attributes can be given to the new one; else it is rewritten in its place, its room being reserved
-first. A link stays, and its target is written. A device or a FIFO is opened and written. Everything raises
-OSError, and then what was there is as it was.
+owner and attributes can be given to the new one; else it is rewritten in its place, its room being
+reserved first. A link stays, and its target is written. A device or a FIFO is opened and written.
+Everything raises OSError, and then an existing file is unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`phasewise models`: fetch models, list and remove what is here, look inside one."""
+"""`phasewise models`: fetch, list, remove and inspect models."""
 
 from __future__ import annotations
 

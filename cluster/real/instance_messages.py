@@ -182,7 +182,7 @@ class HandOverFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Message of an instance: it lives. turns: turns of its engine, which hangs if it has work and none."""
+    """Message of an instance: it lives. turns: count of its engine's turns, which grows while it has work."""
 
     turns: int
     is_busy: bool

@@ -305,8 +305,8 @@ class Supervisor:
         self._n_joined = n_joined
 
     def admit(self, member: InstanceMember, ready: Ready) -> str | None:
-        """Admit an instance among the others. Returns the reason why it does not fit to them, in which case
-        its place is given up, else None."""
+        """Admit a ready instance. Returns None, or the reason why it cannot serve beside the others, with
+        its place given up."""
         problem = self._misfit(member, ready)
         if problem is not None:
             member.is_given_up = True

@@ -334,7 +334,7 @@ class Simulation:
     machines: list[MachineUse]
     end_s: float
     n_preemptions: int
-    """Moves of machines between the prompt and the token pool."""
+    """Number of preemptions by the schedulers of all machines."""
 
 
 def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:

@@ -1,4 +1,4 @@
-"""`phasewise db export | import | merge | diff | gc`: schedules from and for machines like this."""
+"""`phasewise db push | pull | export | import | merge | diff | gc`: rows shared between machines."""
 
 from __future__ import annotations
 
