@@ -102,7 +102,6 @@ HANDED = {
         "phasewise.workflows.capacity.simulate.simulate_cluster",
         ["fixed:8/8", "--pools", "mixed=1*h100", "--rate", "1"],
         {
-            "--draw": ["--draw", "columns"],
             "--duration": ["--duration", "7"],
             "--reference": ["--reference", "h100"],
         },
@@ -114,7 +113,6 @@ HANDED = {
             "--power": ["--power", "9"],
             "--most-rate": ["--most-rate", "9"],
             "--reference": ["--reference", "h100"],
-            "--draw": ["--draw", "columns"],
         },
     ),
     "batch": Handing(

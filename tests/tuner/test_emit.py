@@ -20,8 +20,9 @@ from phasewise.topology import Machine, read_machine
 from phasewise.tuner.emit import TOOLS, cpu_mask, emit
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, default_plan, parse_cores
-from phasewise.tuner.topotree import OperatorLimits, configurations, parse
+from phasewise.tuner.topotree import OperatorLimits, parse
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
+from tests.support.topotrees import configurations
 
 LIMITS = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
 TREES = {

@@ -133,16 +133,9 @@ def test_a_recovered_model_has_the_zeros_of_the_pruned_one(
     text = write_calibration(tmp_path / "text.txt")
 
     def written(name: str, recovers: bool) -> Path:
-        settings = PruneSettings(
-            str(model),
-            tmp_path / name,
-            HALF,
-            method,
-            text,
-            128,
-            storage=storage,
-            recover=recovers,  # type: ignore[arg-type]
-        )
+        reads = (text, 128) if recovers or method != "magnitude" else ()
+        kept = {"storage": storage, "recover": recovers}
+        settings = PruneSettings(str(model), tmp_path / name, HALF, method, *reads, **kept)  # type: ignore[arg-type]
         told: list[str] = []
         result = prune(settings, progress=told.append)
         assert any(line.startswith("recovering: ") for line in told) == recovers

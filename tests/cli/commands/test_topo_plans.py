@@ -16,10 +16,11 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_lstopo
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
-from phasewise.tuner.topotree import OperatorLimits, configurations, parse
+from phasewise.tuner.topotree import OperatorLimits, parse
 from phasewise.workflows.topo.plan_json import model_name, picture_groups, plan_fields, read_plans
 from tests.cli import command
 from tests.support.machines.paper_machines import epyc, kunpeng
+from tests.support.topotrees import configurations
 
 DATA = Path(__file__).parents[2] / "data" / "topology"
 V2 = DATA / "lstopo_v2.xml"

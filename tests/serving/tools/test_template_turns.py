@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phasewise.serving.text.turn_form import TurnForm
@@ -78,14 +78,24 @@ def test_drawn_turns_are_read_back(name: str, turn: Turn) -> None:
     assert is_read_back(of, turn._replace(calls=calls)) is not False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PUBLISHED, reason="no reference data: publishers' templates")
-@examples(100)
-@given(path=st.sampled_from(PUBLISHED or [Path()]))
-def test_every_turn_of_publishers_templates_is_read_back(path: Path) -> None:
-    of = model(path.read_text())
-    results = {(path.name, kind): is_read_back(of, turn) for kind, turn in TURNS.items()}
+def test_every_turn_of_publishers_templates_is_read_back() -> None:
+    results = {
+        (path.name, kind): is_read_back(model(path.read_text()), turn)
+        for path in PUBLISHED
+        for kind, turn in TURNS.items()
+    }
     assert {turn for turn, result in results.items() if result is False} <= UNREADABLE
-    assert True in results.values()
+    assert sum(result is not None for result in results.values()) >= 284
+
+
+@examples(20)
+@given(path=st.sampled_from(PUBLISHED or [Path()]), kind=st.sampled_from(sorted(TURNS)))
+def test_a_turn_of_a_publisher_s_template_is_read_back(path: Path, kind: str) -> None:
+    assume(PUBLISHED)
+    is_right = is_read_back(model(path.read_text()), TURNS[kind])
+    assert is_right is not False or (path.name, kind) in UNREADABLE
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
