@@ -377,7 +377,7 @@ class ProductionCluster:
             )
             for index, kind in enumerate(self._kinds)
         ]
-        machines = ((role, kind.kv_slots) for role, kind in spec.machines)
+        machines: list[tuple[Role, int]] = [(role, kind.kv_slots) for role, kind in spec.machines]
         self._router = Router(machines, spec.policy, spec.limits)
         self._link_free_s = [0.0] * len(self._machines)
         self._lives = {str(index): Life(arrival) for index, arrival in enumerate(arrivals)}

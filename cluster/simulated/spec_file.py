@@ -208,7 +208,7 @@ def _fields_of(name: str) -> _ClusterFields:
     except ValidationError as error:
         raise ClusterError(f"{name}: {first_line(error)}") from None
     except ValueError as error:
-        raise ClusterError(f"{name!r:.80} cannot be read as TOML: {str(error)[:200]}") from None
+        raise ClusterError(f"{name!r} cannot be read as TOML: {str(error)[:200]}") from None
 
 
 def names_a_file(path: str) -> bool:

@@ -175,7 +175,7 @@ class OnCores:
         """Instances on the cores that `pools` names. UsageError for pools that exclude each other or share
         cores, PlanError for cores that this process may not use.
         """
-        roles = {role for role, _ in pools.named}
+        roles: set[Role] = {role for role, _ in pools.named}
         _check_roles(roles)
         if roles == {"mixed"}:
             nothing = "nothing is divided; leave that out"
