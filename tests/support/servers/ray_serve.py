@@ -26,7 +26,6 @@ from ray.cluster_utils import Cluster
 
 from phasewise.cluster.real.instance_messages import CannotStart, Stop, write
 from tests.support.servers.pools import is_there
-from tests.support.servers.rude_clients import until
 
 PHASEWISE = [sys.executable, "-m", "phasewise"]
 PROMPTS = ["abc " * 60, "b", "the cat " * 90]
@@ -254,7 +253,11 @@ def serving(model: Path, options: dict[str, str], *flags: str) -> Iterator[str]:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    until(holds, "it does not become so", PATIENCE_S)
+    """As `until`, seldom: nobody reads the lines that a server writes of what it is asked."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def status(address: str) -> Any:
