@@ -30,7 +30,14 @@ from tests.support.kernels.cross import (
     link,
     product,
 )
-from tests.support.kernels.gemm_reference import DENSITIES, FORMATS, make_weight, pruned, random_blocks
+from tests.support.kernels.gemm_reference import (
+    DENSITIES,
+    FORMATS,
+    expected,
+    make_weight,
+    pruned,
+    random_blocks,
+)
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 RUNGS = isa_flags("aarch64")
@@ -160,6 +167,45 @@ def test_products_keep_their_bound(one_product: str, isa: str, fmt: str) -> None
     """The same derived bounds as every instruction set of the machine at hand (gemm_reference.py)."""
     multiply = partial(product, [EMULATOR, "-cpu", "max", one_product, isa])
     assert_bound(multiply, fmt, SHAPES, path="bf16_dot" if fmt == "bf16" else None)
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [(kind, path) for kind in BLOCKS for path in (None, "int8_block") if not path or BLOCKS[kind].has_subs],
+)
+@pytest.mark.parametrize("isa", RUNGS)
+def test_blocks_keep_their_bound_and_their_bits(
+    one_product: str, isa: str, kind: str, path: str | None
+) -> None:
+    """A few rows meet the blocks in registers, more are unpacked for."""
+    rng = np.random.default_rng(11)
+    w = packing.pack_blocks(random_blocks(kind, 37, 512, rng))
+    x = rng.standard_normal((9, 512), dtype=np.float32)
+    exact, bound = expected(x, w, path=path)
+    command = [EMULATOR, "-cpu", "max", one_product, isa]
+    number = -1 if path is None else _native.path_names().index(path)
+
+    many = product(command, w, x, Walk(), path=number)
+    few = np.concatenate([product(command, w, rows, Walk(mr=3), path=number) for rows in np.split(x, 3)])
+
+    assert (np.abs(many - exact) <= bound).all()
+    assert np.array_equal(many, few)
+
+
+@needs_emulator
+@pytest.mark.parametrize("path", [FMA, BF16_DOT])
+def test_both_paths_of_bf16_keep_the_bound(one_product: str, path: int) -> None:
+    rng = np.random.default_rng(10)
+    w = make_weight("bf16", 64, 300, rng)
+    x = rng.standard_normal((40, 300), dtype=np.float32)
+    exact, bound = expected(x, w, path="bf16_dot" if w.kind == "bf16" else None)
+    command = [EMULATOR, "-cpu", "max", one_product, "neon_bf16_i8mm"]
+
+    got = [product(command, w, x, Walk(mr=mr, block_m=30), path=path) for mr in (1, 6)]
+
+    assert (np.abs(got[0] - exact) <= bound).all()
+    assert np.array_equal(*got)
 
 
 @needs_emulator
