@@ -60,14 +60,17 @@ class InstanceSpec:
     other_cores: int = 0
 
     def tell(self, orders: Orders) -> bytes:
-        """The bytes that `main` reads: a line of own cores, if known, then the pickled spec and orders."""
+        """The bytes that `main` reads: a line of JSON with own cores, if known, and places that a node of Ray
+        fills in (`ray_cluster.NODE`), then the pickled spec and orders without these places."""
         cores = _own_cores(self.plans or (), self.pinned)
-        return json.dumps(sorted(cores)).encode() + b"\n" + pickle.dumps((self, orders))
+        head = {"cores": sorted(cores), "node": self.node, "listen": orders.listen}
+        rest = pickle.dumps((replace(self, node=""), replace(orders, listen="")))
+        return json.dumps(head).encode() + b"\n" + rest
 
 
-def _read(told: bytes) -> tuple[InstanceSpec, Orders]:
+def _read(told: bytes, node: str, listen: str) -> tuple[InstanceSpec, Orders]:
     spec, orders = pickle.loads(told)
-    return spec, orders
+    return replace(spec, node=node), replace(orders, listen=listen)
 
 
 def _own_cores(plans: Iterable[ServicePlan], pinned: bool) -> frozenset[int]:
@@ -85,9 +88,10 @@ def main() -> int:
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as file:
         text = file.read()
     use_one_heap()
-    cores, _, told = text.partition(b"\n")
-    with behind_others(frozenset(json.loads(cores))) as run:  # before anything that takes long is imported
-        spec, orders = run(_read, told)
+    line, _, told = text.partition(b"\n")
+    head = json.loads(line)
+    with behind_others(frozenset(head["cores"])) as run:  # before anything that takes long is imported
+        spec, orders = run(_read, told, head["node"], head["listen"])
     logging.basicConfig(level=logging.WARNING, format=f"{orders.name}: %(message)s")
     from phasewise.cluster.real.instance import run_instance, say_cannot_start
     from phasewise.kerneldb.start_reads import n_without_database
