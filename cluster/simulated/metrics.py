@@ -166,7 +166,8 @@ def _percentiles(values: Seconds) -> dict[int, float]:
 
 def _uses(simulation: Simulation) -> Iterable[RoleUse]:
     span_s = max(simulation.end_s - min(life.arrival.at_s for life in simulation.lives), 1e-12)
-    for role, machine in dict.fromkeys((use.role, use.machine) for use in simulation.machines):
+    kinds: list[tuple[Role, str]] = [(use.role, use.machine) for use in simulation.machines]
+    for role, machine in dict.fromkeys(kinds):
         uses = [use for use in simulation.machines if (use.role, use.machine) == (role, machine)]
         occupancy: dict[int, float] = defaultdict(float)
         for use in uses:

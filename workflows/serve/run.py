@@ -125,6 +125,8 @@ def _embed_ref(model: str | None, settings: ServeSettings, report: Report) -> st
         return model
     if embeddings.embed_model is None:
         refuse_unused("without --embed-model", changed(embeddings))
+    elif embeddings.embed_model == model:
+        raise UsageError(f"--embed-model {model} is no embedding model")
     return embeddings.embed_model
 
 

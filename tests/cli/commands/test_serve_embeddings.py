@@ -161,12 +161,12 @@ def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(
 def test_what_cannot_be_is_one_line(
     encoder: Path, tiny: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    for flag, value in (("--draft", "lookup"), ("--also", tiny), ("--length-log", "answers.jsonl")):
+    for flag, value in (("--draft", "lookup"), ("--length-log", "answers.jsonl")):
         assert f"{flag} has no effect where MODEL" in refused(environment, encoder, flag, value)
     assert "--embed-model has no effect" in refused(environment, encoder, "--embed-model", encoder)
     assert "--ranks has no effect" in refused(environment, encoder, "--ranks", 2)
     assert "are there" in refused(environment, encoder, "--threads", N_CORES + 1)
-    assert "two models are called tiny" in refused(environment, tiny, "--embed-model", tiny)
+    assert "no embedding model" in refused(environment, tiny, "--embed-model", tiny)
     other = tmp_path / "other.gguf"
     other.write_bytes(tiny.read_bytes())
     assert "no embedding model" in refused(environment, tiny, "--embed-model", other)
