@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from contextlib import ExitStack
@@ -36,8 +37,15 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InstanceSpec:
 
 
 def test_what_an_instance_is_told_is_what_it_reads(spec: InstanceSpec) -> None:
-    told, orders = serve_instance._read(spec.tell(ORDERS).partition(b"\n")[2])
-    assert (told.weights, told.size, orders) == (spec.weights, spec.size, ORDERS)
+    """And a node of a cluster fills in its own id and address, of other lengths than their placeholders."""
+    orders = replace(ORDERS, listen="tcp://{node}:*")
+    text = replace(spec, node="{node_id}").tell(orders)
+    text = text.replace(b"{node_id}", b"5d" * 28).replace(b"{node}", b"192.0.2.2")
+    head, _, rest = text.partition(b"\n")
+    places = json.loads(head)
+    told, read = serve_instance._read(rest, places["node"], places["listen"])
+    assert (told.weights, told.size, told.node) == (spec.weights, spec.size, "5d" * 28)
+    assert read == replace(ORDERS, listen="tcp://192.0.2.2:*")
     assert told.plans is not None
     assert spec.plans is not None
     assert [plan.cores for plan in told.plans] == [plan.cores for plan in spec.plans]
