@@ -20,7 +20,7 @@ VOTES = 3
 """Probes of each rate at which a search would end; the majority decides."""
 DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
 REQUESTS_OF_A_DURATION = 100_000
-"""Number of requests prepared for a load of given duration: so many that the duration ends the load."""
+"""Number of requests prepared for a load of given duration: enough for the duration to end the load."""
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 128, 64
 
 

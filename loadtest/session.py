@@ -36,7 +36,7 @@ Report: TypeAlias = Callable[[str], None]
 """Callback that is given one line of text about the progress, without a newline."""
 
 OpenProgress: TypeAlias = Callable[[int], AbstractContextManager[Observe]]
-"""Opens a context for a load of so many requests; the context's observer is called with each outcome."""
+"""Opens a context for a load of N requests; the context's observer is called with each outcome."""
 
 
 @dataclass(frozen=True)

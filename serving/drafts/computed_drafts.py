@@ -341,7 +341,7 @@ _FIRST_RATES = (0.75, 0.6, 0.5, 0.4)  # of the first draft, the second, ..: each
 _MOST_WAITING = 64  # rows of a sequence that is not drafted
 
 TakeRows = Callable[[int], RowVectors | None]
-"""Returns the served model's rows of its newest batch, of so many tokens; None: the rows are not there."""
+"""Returns the served model's rows of its newest batch of N tokens; None: the rows are not there."""
 
 
 class _Followed(DraftState):

@@ -78,11 +78,6 @@ class Teams:
         last, self._last = self._last, team
         return None if last is team else last
 
-    @property
-    def crossings(self) -> int:
-        """Number of barrier arrivals so far that may have found the counter in another NUMA node's caches."""
-        return sum(team.passed * team.crossings for team in set(self.by_table.values()))
-
     def change(self, by_table: Mapping[int, Team], starts: Sequence[int]) -> None:
         """Replace the teams, and end the threads of the former ones."""
         former, self.by_table, self._last = self.by_table, by_table, None
