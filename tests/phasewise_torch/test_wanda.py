@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from phasewise.cython_kernels import packing  # noqa: E402
 from phasewise.serving.loaders import load_model, open_source  # noqa: E402
-from phasewise.serving.loaders.fetching.registry import Located  # noqa: E402
+from phasewise.serving.loaders.fetching.resolve import Located  # noqa: E402
 from phasewise.workflows.prune import masks  # noqa: E402
 from phasewise.workflows.prune.calibration import gather, tapped  # noqa: E402
 from phasewise.workflows.prune.directory import bf16_bits  # noqa: E402
