@@ -39,6 +39,7 @@ from phasewise.serving.loaders.families.qwen import (
     QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
+    QWEN3_VL,
     QWEN3_VL_MOE,
 )
 from phasewise.serving.loaders.families.routed import BAILING2, DOTS1, ERNIE4_5_MOE, LFM2_MOE
@@ -51,7 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
     DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
-    QWEN2_MOE, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
+    QWEN2_MOE, QWEN3_VL, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
     HUNYUAN, HUNYUAN_MOE, DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
 )  # fmt: skip
 
@@ -80,7 +81,7 @@ def family_of_hf(model_type: str) -> Family:
     """The family of config.json's `model_type`. Raises ModelError for a model that cannot run."""
     if model_type in REFUSED:
         raise ModelError(
-            f"config.json describes a {model_type} model, which has {REFUSED[model_type]}: it cannot run"
+            f"config.json describes a {model_type!r} model, which has {REFUSED[model_type]}: it cannot run"
         )
     if model_type not in BY_HF:
         runnable = ", ".join([*BY_HF, *ENCODERS_BY_HF])
@@ -97,7 +98,7 @@ def family_of_gguf(architecture: str, what: str) -> Family:
     """The family of `general.architecture` in the file `what`. Raises ModelError if it cannot run."""
     if architecture in REFUSED:
         raise ModelError(
-            f"{what} holds a {architecture} model, which has {REFUSED[architecture]}: it cannot run"
+            f"{what} holds a {architecture!r} model, which has {REFUSED[architecture]}: it cannot run"
         )
     if architecture not in BY_GGUF:
         runnable = ", ".join([*BY_GGUF, *ENCODERS_BY_GGUF])

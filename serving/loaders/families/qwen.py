@@ -26,7 +26,7 @@ from phasewise.serving.models.parts.states import DELTA, StateLayers
 
 MAX_WINDOW_LAYERS = 28
 HEAD_DIM = 128
-CONTEXT = 32768
+CONTEXT, VL_CONTEXT = 32768, 128000
 
 
 def _windows(get: Get, config: ModelConfig) -> ModelConfig:
@@ -79,10 +79,14 @@ pictures."""
 QWEN2 = Family("qwen2", from_hf=_windows, hf_biases="", hf_defaults={"max_position_embeddings": CONTEXT})
 QWEN3 = Family(
     "qwen3",
-    hf=("qwen3", "qwen3_vl", "qwen3_vl_text"),
-    gguf=("qwen3", "qwen3vl"),
     from_hf=_qwen3,
     hf_defaults={"head_dim": HEAD_DIM, "max_position_embeddings": CONTEXT},
+)
+QWEN3_VL = replace(
+    QWEN3,
+    name="qwen3vl",
+    hf=("qwen3_vl", "qwen3_vl_text"),
+    hf_defaults={"head_dim": HEAD_DIM, "max_position_embeddings": VL_CONTEXT, "rope_theta": 5e5},
     hf_text_prefixes=_VL_TEXT,
     hf_ignored=_VL_OTHERS,
 )
@@ -234,6 +238,15 @@ QWEN3_VL_MOE = replace(
     hf_names={
         "mlp.experts.gate_up_proj": TensorCut(("gate", "up"), of_experts=True, transposed=True),
         "mlp.experts.down_proj": TensorCut(("down",), of_experts=True, transposed=True),
+    },
+    hf_defaults={
+        "head_dim": HEAD_DIM,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": VL_CONTEXT,
+        "rope_theta": 5e5,
     },
     hf_text_prefixes=_VL_TEXT,
     hf_ignored=_VL_OTHERS,

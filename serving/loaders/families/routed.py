@@ -52,7 +52,12 @@ DOTS1 = Family(
     "dots1",
     from_hf=_dots1,
     from_gguf=_dots1_gguf,
-    hf_defaults={"num_attention_heads": 32, "num_key_value_heads": 32},
+    hf_defaults={
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "norm_topk_prob": False,
+    },
 )
 
 

@@ -132,9 +132,10 @@ def _refuse_what_cannot_run(get: Callable[..., Any], family: Family) -> None:
     if isinstance(get("sparsity_config"), dict):
         check_compression({"sparsity_config": get("sparsity_config")}, "config.json")
     usual, *others = ACTIVATION_NAMES[family.ffn_form.activation] + family.hf_activations
-    name = get("hidden_activation", str) or get("hidden_act", str, usual)
-    if name not in (usual, *others):
-        raise ModelError(f"config.json asks for the activation {name!r:.80}; {usual} can run here")
+    for key in ("hidden_activation", "hidden_act"):
+        name = get(key, str, usual)
+        if name not in (usual, *others):
+            raise ModelError(f"config.json asks for the activation {name!r:.80}; {usual} can run here")
 
 
 def quantisation_fields(get: Callable[..., Any]) -> Any:

@@ -174,7 +174,7 @@ BAD_CONFIGS = {
     "windows without a width": ({"model_type": "olmo3", "sliding_window": 0}, "sliding window is 0"),
     "half of an exaone": ({"model_type": "exaone4", "sliding_window": 8,
      "layer_types": ["sliding_attention"]}, "for each of"),
-    "a llama of chunks": ({"model_type": "llama4"}, "llama4 model, which has attention in chunks"),
+    "a llama of chunks": ({"model_type": "llama4"}, "'llama4' model, which has attention in chunks"),
     "an activation with numbers": ({"model_type": "apertus"}, "xIELU"),
     "a gemma that looks both ways": ({"model_type": "gemma3_text", "hidden_act": None,
      "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
