@@ -5,7 +5,7 @@
 Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
 model in float32; `tiny` and `families`: the same of tiny models of every architecture; `shapes`: tensors of
-families that no code lists; `long`: of some of them after 8,192 tokens; `chats`: conversations rendered by
+families that are new; `long`: of some of them after 8,192 tokens; `chats`: conversations rendered by
 templates; `perplexity`: of the fixed English text; `converted`: what llama.cpp's converter writes of each
 family (in the project's environment, with PHASEWISE_LLAMA_CPP and PHASEWISE_PEERS_PYTHON as `make test-files`
 sets them). Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its pre-
@@ -146,7 +146,7 @@ def make_tiny() -> None:
 
 def make_shapes(only: str) -> None:
     """family_shapes.json: by family, the shapes of tensors as transformers saves them, of experts the first
-    one's, of families that `--only` names."""
+    one's, of the family that `--only` names and of those that the file lacks."""
     import torch
     from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -154,8 +154,8 @@ def make_shapes(only: str) -> None:
     from tests.support.models import family_cases
 
     path = layout.FIXTURES / "family_shapes.json"
-    recorded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    for name in (name for name in family_cases.ALL_CASES if only == name or (not only and name in recorded)):
+    recorded: dict[str, Any] = json.loads(path.read_text())
+    for name in (name for name in family_cases.ALL_CASES if only == name or name not in recorded):
         fields = dict(family_cases.ALL_CASES[name].fields)
         with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             kind, auto = fields.pop("model_type"), AutoModelForCausalLM

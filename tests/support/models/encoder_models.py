@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.models.reference_models import raw_values
-from tests.support.models.tensor_shapes import Shapes, shapes_of
+from tests.support.models.reference_models import FIXTURES, raw_values
 from tests.support.models.tiny_models import safetensors_bytes
 
 Arrays = dict[str, np.ndarray]
@@ -215,143 +214,8 @@ def tokenizer_of(name: str) -> Any:
 
 def encoder_weights(name: str) -> Arrays:
     """Every tensor by its published name, float32."""
-    return {key: raw_values(f"{name} {key}", shape) for key, shape in _shapes(name).items()}
-
-
-_OUTER = """
-    embeddings.word_embeddings.weight        n h
-    embeddings.token_type_embeddings.weight  types h
-"""
-_BERT = """
-    attention.self.{query,key,value}.*  h h
-    attention.output.dense.*            h h
-    attention.output.LayerNorm.*        h
-    intermediate.dense.*                f h
-    output.dense.*                      h f
-    output.LayerNorm.*                  h
-"""
-_NOMIC = """
-    attn.Wqkv.weight        3*h h
-    attn.out_proj.weight    h h
-    mlp.{fc11,fc12}.weight  f h
-    mlp.fc2.weight          h f
-    {norm1,norm2}.*         h
-"""
-_GTE = """
-    attention.qkv_proj.*     3*h h
-    attention.o_proj.*       h h
-    mlp.up_gate_proj.weight  2*f h
-    mlp.down_proj.*          h f
-    {attn_ln,mlp_ln}.*       h
-"""
-_JINA = """
-    attention.self.{query,key,value}.*  h h
-    attention.output.dense.*            h h
-    attention.output.LayerNorm.*        h
-    mlp.gated_layers.weight             2*f h
-    mlp.wo.*                            h f
-    mlp.layernorm.*                     h
-"""
-_MODERNBERT_LAYER = """
-    attn.Wqkv.weight  3*h h
-    attn.Wo.weight    h h
-    mlp.Wi.weight     2*f h
-    mlp.Wo.weight     h f
-    mlp_norm.weight   h
-"""
-_QWEN3 = """
-    self_attn.q_proj.weight                            q h
-    self_attn.{k,v}_proj.weight                        kv h
-    self_attn.o_proj.weight                            h q
-    self_attn.{q,k}_norm.weight                        d
-    mlp.{gate,up}_proj.weight                          f h
-    mlp.down_proj.weight                               h f
-    {input_layernorm,post_attention_layernorm}.weight  h
-"""
-_JINA_V3_PRODUCTS = {
-    "mixer.Wqkv": (3 * HIDDEN, HIDDEN),
-    "mixer.out_proj": (HIDDEN, HIDDEN),
-    "mlp.fc1": (FFN, HIDDEN),
-    "mlp.fc2": (HIDDEN, FFN),
-}
-
-
-def _shapes(name: str) -> Shapes:
-    case = CASES[name]
-    f = {**SIZES, **case.config}
-    sizes = {
-        "n": len(pieces()) if has_pieces(name) else len(words()),
-        "h": HIDDEN,
-        "f": FFN,
-        "d": HEAD_DIM,
-        "q": HEADS * HEAD_DIM,
-        "kv": KV_HEADS * HEAD_DIM,
-        "types": f.get("type_vocab_size", 2),
-        "positions": f["max_position_embeddings"],
-    }
-
-    def of(outer: str, stem: str = "", layer: str = "") -> Shapes:
-        """The tensors before and behind all layers, and those of each layer."""
-        shapes = shapes_of(outer, sizes)
-        for i in range(f["num_hidden_layers"]):
-            shapes |= shapes_of(layer, sizes, f"{stem}.{i}.")
-        return shapes
-
-    if case.model_type == "qwen3":
-        return of("embed_tokens.weight n h \n norm.weight h", "layers", _QWEN3)
-    if case.model_type == "modernbert":
-        outer = "embeddings.tok_embeddings.weight n h \n {embeddings.norm,final_norm}.weight h"
-        shapes = of(outer, "layers", _MODERNBERT_LAYER)
-        shapes |= {f"layers.{i}.attn_norm.weight": (HIDDEN,) for i in range(1, f["num_hidden_layers"])}
-        if name == "modernbert":
-            return shapes
-        ends = "head.dense.weight h h \n head.norm.weight h \n classifier.* 1 h"
-        return {f"model.{key}": shape for key, shape in shapes.items()} | shapes_of(ends, sizes)
-    if name == "nomic-bert":
-        return of(f"{_OUTER} emb_ln.* h", "encoder.layers", _NOMIC)
-    if name == "jina-v3":
-        return _jina_v3_shapes(sizes)
-    outer = f"{_OUTER} embeddings.LayerNorm.* h"
-    if name.startswith("gte"):
-        return of(outer, "encoder.layer", _GTE)
-    if name == "jina-bert":
-        return of(outer, "encoder.layer", _JINA)
-    shapes = of(f"{outer} \n embeddings.position_embeddings.weight positions h", "encoder.layer", _BERT)
-    if name == "cross-roberta":
-        ends = "classifier.dense.* h h \n classifier.out_proj.* 1 h"
-        return {f"roberta.{key}": shape for key, shape in shapes.items()} | shapes_of(ends, sizes)
-    shapes |= shapes_of("pooler.dense.* h h", sizes)
-    if name == "cross-bert":
-        return {f"bert.{key}": shape for key, shape in shapes.items()} | shapes_of("classifier.* 1 h", sizes)
-    return shapes
-
-
-def _jina_v3_shapes(sizes: Mapping[str, int]) -> Shapes:
-    """As torch's parametrisations store what tasks change: A B is added to embeddings, B A to products."""
-    count = len(TASKS)
-
-    def adapted(name: str, n: int, k: int, *, is_embedding: bool = False) -> Shapes:
-        stem = f"roberta.{name}.parametrizations.weight"
-        a, b = ((n, TASK_RANK), (TASK_RANK, k)) if is_embedding else ((TASK_RANK, k), (n, TASK_RANK))
-        shapes: Shapes = {
-            f"{stem}.original": (n, k),
-            f"{stem}.0.lora_A": (count, *a),
-            f"{stem}.0.lora_B": (count, *b),
-        }
-        return shapes if is_embedding else shapes | {f"roberta.{name}.bias": (n,)}
-
-    shapes = {
-        **adapted("embeddings.word_embeddings", sizes["n"], HIDDEN, is_embedding=True),
-        **adapted("embeddings.token_type_embeddings", 1, HIDDEN, is_embedding=True),
-        **shapes_of("roberta.emb_ln.* h", sizes),
-        **adapted("pooler.dense", HIDDEN, HIDDEN),
-    }
-    for layer in range(LAYERS):
-        stem = f"encoder.layers.{layer}."
-        for part, (n, k) in _JINA_V3_PRODUCTS.items():
-            shapes |= adapted(f"{stem}{part}", n, k)
-        shapes |= shapes_of("{norm1,norm2}.* h", sizes, f"roberta.{stem}")
-    return shapes
+    shapes = json.loads((FIXTURES / "encoder_shapes.json").read_text())[name]
+    return {key: raw_values(f"{name} {key}", tuple(shape)) for key, shape in shapes.items()}
 
 
 def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = None) -> Path:
