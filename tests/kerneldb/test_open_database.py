@@ -55,8 +55,7 @@ def file(tmp_path: Path) -> Path:
     """A good database with one measurement and one plan."""
     path = tmp_path / "good.db"
     with open_store(path) as store:
-        store.add([MEASUREMENT])
-        store.add([PLAN])
+        store.add([MEASUREMENT, PLAN])
     return path
 
 
@@ -220,21 +219,13 @@ def _pristine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.getbasetemp() / "pristine.db"
     if not path.exists():
         with open_store(path) as store:
-            store.add([measured(ns) for ns in range(1, 30)])
-            store.add([PLAN])
+            store.add([*(measured(ns) for ns in range(1, 30)), PLAN])
     return path.read_bytes()
 
 
 HOSTILE_VALUES = [
-    "9223372036854775807",
-    "'text'",
-    "x'ff00'",
-    "-1",
-    "9e999",
-    "zeroblob(100000)",
-    "CAST(x'ff' AS TEXT)",
-    "'[1e400]'",
-    "'[[['",
+    *("9223372036854775807", "'text'", "x'ff00'", "-1", "9e999", "zeroblob(100000)", "CAST(x'ff' AS TEXT)"),
+    *("'[1e400]'", "'[[['"),
 ]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def test_threads_fill_cores_before_second_pus(threads: int, cores: tuple[int, ..
 def hybrid() -> Machine:
     """Four slow cores before four fast ones, as big.LITTLE numbers them."""
     kinds = CpuKind("capacity-400", (0, 1, 2, 3)), CpuKind("capacity-1024", (4, 5, 6, 7))
-    return dataclasses.replace(machine_of([[[pu] for pu in range(8)]]), kinds=kinds)
+    return replace(machine_of([[[pu] for pu in range(8)]]), kinds=kinds)
 
 
 @pytest.mark.parametrize("threads", range(1, 9))
@@ -166,7 +166,7 @@ def test_a_plan_survives_its_json(ranks: list[list[int]], phase: Phase, node: in
         return
 
     assert ServicePlan.from_json(plan.to_json()) == plan
-    assert ServicePlan.from_json(plan.to_json(), "flag") == dataclasses.replace(plan, source="flag")
+    assert ServicePlan.from_json(plan.to_json(), "flag") == replace(plan, source="flag")
 
 
 GOOD: dict[str, Any] = {"format": 1, "phase": "decode", "ranks": [{"cores": [0, 1], "numa_node": 0}]}

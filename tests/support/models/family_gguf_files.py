@@ -70,9 +70,9 @@ def _changed(case: FamilyCase, f: Mapping[str, Any], *, has_head: bool) -> dict[
     return {f"{case.gguf}.{key}": value for key, value in stated.items()} | {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tiny_models.vocabulary(SHAPE),
-        "tokenizer.ggml.token_type": [3] * 3 + [1] * 256 + [5] * (SHAPE.vocab_size - 259),
-        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.tokens": [*tiny_models.vocabulary(SHAPE)[:-1], "ab"],
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * 256 + [5] * (SHAPE.vocab_size - 260) + [1],
+        "tokenizer.ggml.merges": ["a b"],  # the gguf package takes no empty list
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": False,

@@ -119,18 +119,10 @@ async def chromium(width: int = 1100, height: int = 900) -> AsyncIterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
-                program,
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--no-first-run",
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--remote-debugging-port=0",
-                f"--window-size={width},{height}",
-                f"--user-data-dir={profile}",
-                "about:blank",
+                *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+                *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
+                *("--remote-debugging-port=0", f"--window-size={width},{height}"),
+                *(f"--user-data-dir={profile}", "about:blank"),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
