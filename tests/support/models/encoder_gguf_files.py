@@ -11,15 +11,11 @@ import numpy as np
 from tests.support.models.encoder_models import (
     CASES,
     CONTEXT,
-    FFN,
-    HEAD_DIM,
     HIDDEN,
-    KV_HEADS,
     LONG_CONTEXT,
     MAX_TOKENS,
     NO,
     ROBERTA_SPECIAL,
-    SIZES,
     SPECIAL,
     YES,
     encoder_weights,
@@ -49,21 +45,21 @@ def write_encoder_gguf(path: Path, name: str, changes: Mapping[str, Any] | None 
     import gguf
 
     case, weights = CASES[name], encoder_weights(name)
-    f = {**SIZES, **case.config}
+    f = case.fields
     arch = GGUF_OF[name]
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(CONTEXT if case.max_tokens == MAX_TOKENS else LONG_CONTEXT)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
+    writer.add_feed_forward_length(f["intermediate_size"])
     writer.add_block_count(f["num_hidden_layers"])
     writer.add_head_count(f["num_attention_heads"])
     pooling = {"mean": 1, "cls": 2, "lasttoken": 3, None: 4}[case.pooling]
     writer.add_uint32(f"{arch}.pooling_type", pooling)
     if arch == "qwen3":
         writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
-        writer.add_head_count_kv(KV_HEADS)
-        writer.add_key_length(HEAD_DIM)
-        writer.add_value_length(HEAD_DIM)
+        writer.add_head_count_kv(f["num_key_value_heads"])
+        writer.add_key_length(f["head_dim"])
+        writer.add_value_length(f["head_dim"])
     else:
         writer.add_layer_norm_eps(float(f.get("layer_norm_eps", f.get("norm_eps"))))
         writer.add_causal_attention(False)

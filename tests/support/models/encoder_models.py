@@ -1,4 +1,4 @@
-"""Tiny random embedding models as sentence-transformers would save them: one directory for each kind.
+"""Tiny random embedding models (tests/data/encoders.json) as sentence-transformers would save them.
 
 The same bits come out wherever this runs, so that tests can hold them against what sentence-transformers made
 of them (tests/data/make_embeddings.py)."""
@@ -18,8 +18,7 @@ from tests.support.models.tiny_models import safetensors_bytes
 
 Arrays = dict[str, np.ndarray]
 
-HIDDEN, FFN, HEADS, LAYERS, CONTEXT, MAX_TOKENS = 48, 80, 4, 2, 96, 64
-KV_HEADS, HEAD_DIM = 2, 16  # of the decoder
+HIDDEN, HEADS, LAYERS, CONTEXT, MAX_TOKENS = 48, 4, 2, 96, 64
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 TEXTS = (
@@ -34,113 +33,36 @@ LONG = "a cat is not a dog, and seven of one, two or three unusual words. " * 9
 PAIRS = (("the cat", "sat on a mat"), ("what is a dog?", "a dog is not a cat. " * 4), ("", "cat"))
 
 
+LONG_CONTEXT = 352
+
+
 @dataclass(frozen=True)
 class EncoderCase:
-    """`config`: fields of config.json; `pooling`: of 1_Pooling/config.json, None for a cross-encoder."""
+    """`fields`: of config.json but for `vocab_size`; `pooling`: of 1_Pooling/config.json, None for a
+    cross-encoder."""
 
-    model_type: str
-    architecture: str
+    fields: Mapping[str, Any]
     pooling: str | None
-    config: Mapping[str, Any] = field(default_factory=dict)
     normalised: bool = True
     max_tokens: int = MAX_TOKENS
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
 
     @property
+    def model_type(self) -> str:
+        return str(self.fields["model_type"])
+
+    @property
     def texts(self) -> tuple[str, ...]:
         return TEXTS if self.max_tokens == MAX_TOKENS else (*TEXTS, LONG)
 
 
-LONG_CONTEXT, LONG_TOKENS = 352, 320
-PIECES_TOKENS = 640
-"""At least as many as XLM-R's kind of vocabulary cuts `LONG` into."""
-SIZES = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": CONTEXT,
+CASES = {
+    name: EncoderCase(**record)
+    for name, record in json.loads((FIXTURES.parent / "encoders.json").read_text()).items()
 }
-_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-_MODERNBERT = {
-    "num_hidden_layers": 4, "max_position_embeddings": LONG_CONTEXT, "norm_eps": 1e-5,
-    "hidden_activation": "gelu", "local_attention": 24, "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "pad_token_id": 0, "bos_token_id": 2,
-    "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
-}  # fmt: skip
-TASKS = {
-    "retrieval.query": "the cat? ",
-    "retrieval.passage": "at dog. ",
-    "separation": "",
-    "classification": "",
-    "text-matching": "",
-}
+TASKS: dict[str, str] = CASES["jina-v3"].fields["task_instructions"]
 """jina v3's tasks, and texts in the place of its instructions, of words that the tiny tokenizer knows."""
-TASK_RANK, TASK_ALPHA = 3, 2.0
-_ROBERTA = {"layer_norm_eps": 1e-5, "type_vocab_size": 1, "pad_token_id": 1,
-            "max_position_embeddings": CONTEXT + 2}  # fmt: skip
-_DECODER = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-            "tie_word_embeddings": True}  # fmt: skip
-_LONG_BERT = {"max_position_embeddings": LONG_CONTEXT, "layer_norm_eps": 1e-12}
-CASES: dict[str, EncoderCase] = {
-    "bert": EncoderCase("bert", "BertModel", "mean", {"layer_norm_eps": 1e-12}),
-    "bert-cls": EncoderCase(
-        "bert", "BertModel", "cls", {"layer_norm_eps": 1e-6, "hidden_act": "gelu_new"}, normalised=False
-    ),
-    "xlm-roberta": EncoderCase("xlm-roberta", "XLMRobertaModel", "mean", _ROBERTA),
-    "nomic-bert": EncoderCase(
-        "nomic_bert", "NomicBertModel", "mean", {"hidden_act": "silu", "layer_norm_eps": 1e-12}
-    ),
-    "qwen3": EncoderCase("qwen3", "Qwen3Model", "lasttoken", _DECODER),
-    "bge-m3": EncoderCase("xlm-roberta", "XLMRobertaModel", "cls", _ROBERTA),
-    "modernbert": EncoderCase(
-        "modernbert", "ModernBertModel", "mean", _MODERNBERT, max_tokens=LONG_TOKENS,
-        prompts={"query": "query: ", "document": "passage: "}, default_prompt="document",
-    ),
-    "jina-bert": EncoderCase(
-        "bert", "JinaBertForMaskedLM", "mean",
-        {**_LONG_BERT, "position_embedding_type": "alibi", "feed_forward_type": "geglu",
-         "num_attention_heads": 6, "type_vocab_size": 2},
-        max_tokens=LONG_TOKENS,
-    ),
-    "gte": EncoderCase(
-        "gte", "GteModel", "cls",
-        {**_LONG_BERT, "type_vocab_size": 1, "pad_token_id": 0,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
-        max_tokens=LONG_TOKENS,
-    ),
-    "gte-new": EncoderCase(
-        "new", "NewModel", "cls",
-        {**_LONG_BERT, "type_vocab_size": 2, "position_embedding_type": "rope",
-         "layer_norm_type": "layer_norm",
-         "pack_qkv": True, "rope_theta": 20000.0, "rope_scaling": {"type": "ntk", "factor": 8.0}},
-        max_tokens=LONG_TOKENS,
-    ),
-    "jina-v3": EncoderCase(
-        "xlm-roberta", "XLMRobertaModel", "mean",
-        {**_ROBERTA, "position_embedding_type": "rotary", "rotary_emb_base": 20000.0,
-         "max_position_embeddings": PIECES_TOKENS + 2, "emb_pooler": None, "truncate_dim": None,
-         "use_flash_attn": True, "load_trained_adapters": True, "lora_adaptations": [*TASKS],
-         "lora_rank": TASK_RANK, "lora_alpha": TASK_ALPHA, "lora_dropout_p": 0.0,
-         "task_instructions": dict(TASKS)},
-        max_tokens=PIECES_TOKENS,
-    ),
-    "qwen3-reranker": EncoderCase(
-        "qwen3", "Qwen3ForCausalLM", None, {**_DECODER, "max_position_embeddings": LONG_CONTEXT},
-        max_tokens=LONG_TOKENS,
-    ),
-    "cross-modernbert": EncoderCase(
-        "modernbert", "ModernBertForSequenceClassification", None,
-        {**_MODERNBERT, "classifier_pooling": "mean", **_ONE_LABEL}, max_tokens=LONG_TOKENS,
-    ),
-    "cross-bert": EncoderCase(
-        "bert", "BertForSequenceClassification", None, {"layer_norm_eps": 1e-12, **_ONE_LABEL}
-    ),
-    "cross-roberta": EncoderCase(
-        "roberta", "RobertaForSequenceClassification", None, {**_ROBERTA, **_ONE_LABEL}
-    ),
-}  # fmt: skip
 
 
 def words() -> list[str]:
@@ -222,8 +144,7 @@ def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = N
     """The model's directory. changes: fields of config.json."""
     case = CASES[name]
     n_tokens = len(pieces()) if has_pieces(name) else len(words())
-    fields = {"hidden_act": "gelu", **SIZES, **case.config}
-    fields |= {"model_type": case.model_type, "architectures": [case.architecture], "vocab_size": n_tokens}
+    fields = {**case.fields, "vocab_size": n_tokens}
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", {**fields, **(changes or {})})
     weights = encoder_weights(name)

@@ -8,17 +8,20 @@ Metadata and values that belong to RoPE are those that llama.cpp's converter was
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.models import gemma_models, hybrid_models, latent_models, tiny_models
+from tests.support.models import tiny_models
 from tests.support.models.family_cases import FAMILY_CASES, SHAPE, FamilyCase
 from tests.support.models.family_models import Arrays, family_weights
 from tests.support.models.reference_models import FIXTURES
 
+GEMMAS = ("gemma3n_text", "gemma4_text")
+FALCON, NEMOTRON, KIMI = "falcon_h1", "nemotron_h", "kimi_linear"
 NEXTN = {
     "eh_proj": "eh_proj.weight",
     "enorm": "enorm.weight",
@@ -91,20 +94,20 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             values = tiny_models.interleave_heads(values, heads)
         if case.unit_norms and "norm" in name and "linear_attn" not in name:
             values = values + 1
-        changed = hybrid_models.hybrid_gguf_tensors(case.model_type, f, name, values)
+        changed = _hybrid_tensors(case.model_type, f, name, values)
         if changed is None:
             changed = _state_tensors(case, f, name, values)
         if changed is not None:
             out |= changed
-        elif case.model_type in (gemma_models.GEMMA3N, gemma_models.GEMMA4):
-            theirs, is_stacked = gemma_models.gguf_place(name)
+        elif case.model_type in GEMMAS:
+            theirs, is_stacked = _gguf_place(name)
             if is_stacked:
                 stacks.setdefault(theirs, []).append(values)
             else:
                 out[theirs] = values
         elif name.endswith(".e_score_correction_bias"):
             out[f"{name.removesuffix('_bias')}.bias"] = values
-        elif (latent := latent_models.latent_gguf_tensors(f, name, values, not case.whole_kv_b)) is not None:
+        elif (latent := _latent_tensors(f, name, values, not case.whole_kv_b)) is not None:
             out |= latent
         elif name.endswith(".sinks"):
             out[f"{name}.weight"] = values
@@ -187,3 +190,71 @@ def _gpt_oss_experts(name: str, values: np.ndarray) -> Arrays:
         return {f"{stem}{suffix}": values}
     gate_up = stem.removesuffix("gate_up_proj")
     return {f"{gate_up}gate_proj{suffix}": values[:, ::2], f"{gate_up}up_proj{suffix}": values[:, 1::2]}
+
+
+def _hybrid_tensors(kind: str, f: Mapping[str, Any], name: str, values: np.ndarray) -> Arrays | None:
+    """A tensor as the converter writes it; None where it stays as it is, or is one of a stack."""
+    if kind == KIMI and name.endswith("_conv1d.weight"):
+        return {name: values[None]}
+    if kind == KIMI and name.endswith(".A_log"):
+        return {name: -np.exp(values.astype(np.float64))}
+    if kind == KIMI and name.endswith(".dt_bias"):
+        return {name.replace(".dt_bias", ".dt_proj.bias"): values}
+    if kind not in (FALCON, NEMOTRON):
+        return None
+    if kind == FALCON:
+        values = values * _multipliers(f, name)
+    if name.endswith(".conv1d.weight"):
+        return {name: values[:, 0]}
+    if name.endswith((".A_log", ".D")):
+        return {name: (-np.exp(values.astype(np.float64)) if "A_log" in name else values)[:, None]}
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return {name: values.reshape(f.get("mamba_n_groups", f.get("n_groups")), -1)}
+    if name.endswith(".dt_bias"):
+        return {name.replace(".dt_bias", ".dt_proj.bias" if kind == FALCON else ".dt.bias"): values}
+    return {name: values} if kind == FALCON else None
+
+
+def _multipliers(f: Mapping[str, Any], name: str) -> Any:
+    """The factor by which llama.cpp's converter multiplies a Falcon-H1's tensor."""
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    into = f["attention_in_multiplier"]
+    by_part = {
+        "embed_tokens": f["embedding_multiplier"], "lm_head": f["lm_head_multiplier"],
+        "q_proj": into, "k_proj": into * f["key_multiplier"], "v_proj": into,
+        "o_proj": f["attention_out_multiplier"], "out_proj": f["ssm_out_multiplier"],
+        "gate_proj": f["mlp_multipliers"][0], "down_proj": f["mlp_multipliers"][1],
+    }  # fmt: skip
+    if part != "in_proj":
+        return by_part.get(part, 1.0)
+    inner, keys, heads = f["mamba_d_ssm"], f["mamba_n_groups"] * f["mamba_d_state"], f["mamba_n_heads"]
+    of_rows = np.repeat(f["ssm_multipliers"], (inner, inner, keys, keys, heads))
+    return f["ssm_in_multiplier"] * of_rows[:, None]
+
+
+def _latent_tensors(f: Mapping[str, Any], name: str, values: np.ndarray, split: bool) -> Arrays | None:
+    """A tensor as the converter writes it; None where it stays as it is."""
+    if not name.endswith(".kv_b_proj.weight") or not split:
+        return None
+    by_head = values.reshape(f["num_attention_heads"], -1, f["kv_lora_rank"])
+    keys, own = np.split(by_head, [f["qk_nope_head_dim"]], axis=1)
+    return {name.replace("kv_b", "k_b"): keys.swapaxes(1, 2), name.replace("kv_b", "v_b"): own}
+
+
+_GGUF_STEMS = {
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "experts.gate_up_proj": "experts.gate_up_proj.weight",
+    "experts.down_proj": "experts.down_proj.weight",
+    "altup.correct_output_scale": "altup.correct_output_scale.weight",
+    "layer_scalar": "layer_scalar.weight",
+}
+
+
+def _gguf_place(name: str) -> tuple[str, bool]:
+    """The name by which the gguf package knows a tensor, and True where several of that name are a stack."""
+    for theirs, known_as in _GGUF_STEMS.items():
+        if name.endswith(f".{theirs}"):
+            return name.removesuffix(theirs) + known_as, False
+    stacked = re.sub(r"(\.altup_(?:unembed_)?projections)\.\d", r"\1", name)
+    return stacked, stacked != name
