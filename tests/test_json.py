@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from hypothesis import given
 from hypothesis import strategies as st
 

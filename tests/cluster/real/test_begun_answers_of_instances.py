@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.routing import Role
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.messages import Submit

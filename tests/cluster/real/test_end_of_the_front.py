@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.instance import Orders
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec

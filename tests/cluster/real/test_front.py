@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
     Drop,

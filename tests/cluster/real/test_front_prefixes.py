@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.instance_messages import InstanceReport, Ready, Take
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.messages import Answer, EngineLoad, Submit

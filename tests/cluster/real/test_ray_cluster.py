@@ -19,12 +19,8 @@ from typing import Any
 import pytest
 
 from phasewise.cluster.errors import ClusterError
-from phasewise.workflows.errors import UsageError
-
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real import ray_connection
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.serve.settings import Pools
 from phasewise.workflows.serve.ways import OnNodes
 from tests.support.machines.paper_machines import xeon

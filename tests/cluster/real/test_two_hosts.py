@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from tests.support.servers.pools import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
