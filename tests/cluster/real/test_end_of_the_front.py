@@ -14,11 +14,10 @@ import pytest
 from phasewise.cluster.real.instance import Orders
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
+from tests.support import ROOT
 from tests.support.process_trees import tree_of
 from tests.support.servers.pools import PATIENCE_S, is_there, size_of, tiny_model
 from tests.support.servers.rude_clients import until
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
