@@ -18,9 +18,6 @@ LINKS = sorted(path for path in (ROOT / "phasewise").iterdir() if path.is_symlin
 
 ROOMS = ("phasewise", *(link.name for link in LINKS))
 
-# Integers in, decisions out: no tensors, sockets or clock, so that a simulator can run the same code.
-PURE = ("serving.scheduling", "serving.pools", "serving.batch", "serving.errors", "tuner.plans")
-
 
 def _rows(table: str) -> dict[str, tuple[str, ...]]:
     """`room: rooms`, whose lines but the first are indented; `*` is every room."""
@@ -46,6 +43,7 @@ serving.processes: serving.processes serving.errors
 serving.sandbox: serving.sandbox serving.processes serving.errors
 serving.text: serving.text serving.sandbox serving.errors
 serving.pools: serving.pools serving.batch serving.errors
+# Integers in, decisions out: no tensors, sockets or clock, so that a simulator can run the same code.
 serving.scheduling: serving.scheduling serving.pools serving.batch serving.errors tuner.plans
 serving.grammar: serving.grammar serving.sandbox serving.scheduling.waiting_line serving.errors
 serving.tools: serving.tools serving.text serving.grammar serving.errors

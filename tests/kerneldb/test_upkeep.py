@@ -51,7 +51,6 @@ ABI = MEASUREMENT.kernel_abi
 KEY = Key(PROBLEM, MACHINE, ABI)
 PROMOTED_THERE = replace(PROMOTION, origin=THERE)
 THIRD = replace(SCHEDULE, mr=16)
-OTHER_ARITHMETIC = replace(SCHEDULE, k_parts=4)
 
 
 def of_samples(estimate_ns: int, **changes: Any) -> Measurement:

@@ -124,5 +124,5 @@ def _gguf_tensor(name: str, theirs: str, values: np.ndarray, names: Any) -> tupl
         values = values[2:]
     stem, _, part = key.rpartition(".")
     of_ends = {"pooler.dense": f"cls.{part}", "classifier": f"cls.output.{part}"}
-    known = (names.get_name(prefix + key, (".weight", ".bias")) for prefix in ("", "model."))
-    return of_ends.get(stem) or next(filter(None, known)), np.atleast_1d(values.squeeze())
+    listed = (names.get_name(prefix + key, (".weight", ".bias")) for prefix in ("", "model."))
+    return of_ends.get(stem) or next(filter(None, listed)), np.atleast_1d(values.squeeze())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -73,11 +72,6 @@ class Page:
     async def type(self, text: str) -> None:
         """As if written on the keyboard, where the focus is."""
         await self.command("Input.insertText", text=text)
-
-    async def screenshot(self, path: Path) -> None:
-        """Write a picture of the page as it looks now."""
-        shot = await self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     async def close(self) -> None:
         self._reader.cancel()
