@@ -150,7 +150,7 @@ def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = N
     weights = encoder_weights(name)
     if name == "bert":  # as old checkpoints have it
         weights["embeddings.position_ids"] = np.arange(CONTEXT, dtype=np.int64).reshape(1, -1)
-    (folder / "model.safetensors").write_bytes(mixed_safetensors(weights))
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     (folder / "tokenizer.json").write_text(tokenizer_of(name).to_str(), encoding="utf-8")
     marks = ROBERTA_SPECIAL if has_pieces(name) else SPECIAL
     _write(
@@ -211,15 +211,6 @@ def _write_reranker(folder: Path) -> None:
     )
     _write(folder / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "prompts": {}})
     (folder / "chat_template.jinja").write_text(RERANK_TEMPLATE, encoding="utf-8")
-
-
-def mixed_safetensors(weights: Mapping[str, np.ndarray]) -> bytes:
-    """A safetensors file of float32 and int64 tensors."""
-    from safetensors.numpy import save
-
-    if all(values.dtype == np.float32 for values in weights.values()):
-        return safetensors_bytes(weights)
-    return bytes(save(dict(weights), metadata={"format": "pt"}))
 
 
 def _write_modules(folder: Path, case: EncoderCase) -> None:
