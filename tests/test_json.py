@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,17 +45,8 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 UNHELD = (
-    "1" + "0" * 30,
-    "1" + "0" * 400,
-    "-" + "9" * 400,
-    "9" * 5000,
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e400",
-    "-1e400",
-    "-9223372036854775809",
-    "18446744073709551616",
+    *("1" + "0" * 30, "1" + "0" * 400, "-" + "9" * 400, "9" * 5000, "NaN", "Infinity", "-Infinity", "1e400"),
+    *("-1e400", "-9223372036854775809", "18446744073709551616"),
 )
 HOSTILE = (
     *UNHELD,
@@ -77,26 +64,14 @@ HOSTILE = (
 _SCALAR = re.compile(r'(?<=[:\[,])\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)(?=\s*[,\]}])')
 _OWN = frozenset(
     {
-        "kerneldb/connect.py",
-        "kerneldb/portable.py",
-        "kerneldb/shipped.py",
-        "phasewise/_json.py",
-        "phasewise/torch/distributed.py",
-        "serving/batches/store.py",
-        "serving/embedding/sample_worker.py",
-        "serving/embedding/worker.py",
-        "serving/grammar/grammar_job.py",
-        "serving/http/models/served_models.py",
-        "serving/http/routes/batch_runner.py",
-        "serving/ranks/rank_instructions.py",
-        "serving/sandbox/confined_process.py",
-        "serving/text/chat_template.py",
-        "serving/text/confined_tokenizer.py",
-        "serving/text/conversation_shapes.py",
-        "serving/text/turn_analysis.py",
-        "serving/tools/parts.py",
-        "workflows/bench/peers/processes.py",
-        "workflows/database/remote.py",
+        *("kerneldb/connect.py", "kerneldb/portable.py", "kerneldb/shipped.py", "phasewise/_json.py"),
+        *("phasewise/torch/distributed.py", "serving/batches/store.py", "serving/embedding/sample_worker.py"),
+        *("serving/embedding/worker.py", "serving/grammar/grammar_job.py"),
+        *("serving/http/models/served_models.py", "serving/http/routes/batch_runner.py"),
+        *("serving/ranks/rank_instructions.py", "serving/sandbox/confined_process.py"),
+        *("serving/text/chat_template.py", "serving/text/confined_tokenizer.py"),
+        *("serving/text/conversation_shapes.py", "serving/text/turn_analysis.py", "serving/tools/parts.py"),
+        *("workflows/bench/peers/processes.py", "workflows/database/remote.py"),
         "workflows/serve/instance_process.py",
     }
 )

@@ -38,15 +38,15 @@ _RUNS = ("cmd", "command", "script")
 class Agent:
     """A client, and how it is started. `url`: of the server, without a path.
 
-    line: its command for a task. settings: files below its home, and its environment.
+    line: the words of its command for a task. settings: files below its home, and its environment.
     """
 
     name: str
     program: str
-    line: Callable[[str, str], list[str]]
+    line: str
     settings: Callable[[str], tuple[Mapping[str, str], Mapping[str, str]]]
     has_tools: bool = True
-    first: Callable[[str], list[str]] | None = None
+    first: str | None = None
     """A command of its own that is run before, by the address of the server."""
     last: str = ""
     """The call by which the model ends its work, where an answer alone does not."""
@@ -97,66 +97,22 @@ def _mini(url: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
     return {}, {**_openai(url)[1], **own}
 
 
+_CODEX = "exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox {task}"
+_CLINE = "auth -p openai-compatible -k any -m fake -b {url}/v1"
+_AIDER = (
+    "--model openai/fake --no-git --yes-always --no-check-update --no-show-model-warnings --no-analytics "
+    "--message {task} note.txt"
+)
 AGENTS = [
+    Agent("codex", "node_modules/.bin/codex", _CODEX, _codex),
+    Agent("qwen-code", "node_modules/.bin/qwen", "--auth-type openai --yolo -p {task}", _openai),
+    Agent("opencode", "node_modules/.bin/opencode", "run {task}", _opencode),
+    Agent("pi", "node_modules/.bin/pi", "--provider local --model fake -p {task}", _pi),
+    Agent("continue", "node_modules/.bin/cn", "--config {home}/config.yaml --auto -p {task}", _continue),
+    Agent("cline", "node_modules/.bin/cline", "-P openai-compatible -m fake {task}", _openai, first=_CLINE),
+    Agent("aider", "python/bin/aider", _AIDER, _openai, has_tools=False),
     Agent(
-        "codex",
-        "node_modules/.bin/codex",
-        lambda _home, task: [
-            "exec",
-            "--skip-git-repo-check",
-            "--dangerously-bypass-approvals-and-sandbox",
-            task,
-        ],
-        _codex,
-    ),
-    Agent(
-        "qwen-code",
-        "node_modules/.bin/qwen",
-        lambda _home, task: ["--auth-type", "openai", "--yolo", "-p", task],
-        _openai,
-    ),
-    Agent("opencode", "node_modules/.bin/opencode", lambda _home, task: ["run", task], _opencode),
-    Agent(
-        "pi",
-        "node_modules/.bin/pi",
-        lambda _home, task: ["--provider", "local", "--model", "fake", "-p", task],
-        _pi,
-    ),
-    Agent(
-        "continue",
-        "node_modules/.bin/cn",
-        lambda home, task: ["--config", f"{home}/config.yaml", "--auto", "-p", task],
-        _continue,
-    ),
-    Agent(
-        "cline",
-        "node_modules/.bin/cline",
-        lambda _home, task: ["-P", "openai-compatible", "-m", "fake", task],
-        _openai,
-        first=lambda url: ["auth", "-p", "openai-compatible", "-k", "any", "-m", "fake", "-b", f"{url}/v1"],
-    ),
-    Agent(
-        "aider",
-        "python/bin/aider",
-        lambda _home, task: [
-            *(
-                "--model",
-                "openai/fake",
-                "--no-git",
-                "--yes-always",
-                "--no-check-update",
-                "--no-show-model-warnings",
-            ),
-            *("--no-analytics", "--message", task, "note.txt"),
-        ],
-        _openai,
-        has_tools=False,
-    ),
-    Agent(
-        "mini-swe-agent",
-        "python/bin/mini",
-        lambda _home, task: ["-m", "openai/fake", "-t", task, "-y", "-l", "0", "--exit-immediately"],
-        _mini,
+        *("mini-swe-agent", "python/bin/mini", "-m openai/fake -t {task} -y -l 0 --exit-immediately", _mini),
         last=_call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
     ),
 ]
@@ -223,14 +179,14 @@ def begun(agent: Agent, url: str, task: str, note: Path) -> subprocess.Popen[str
     environment = {**passed, **own, **more}
     if agent.first is not None:
         subprocess.run(
-            [str(program), *agent.first(url)],
+            [str(program), *(word.format(url=url) for word in agent.first.split())],
             env=environment,
             stdin=subprocess.DEVNULL,
             check=True,
             timeout=300,
         )
     return subprocess.Popen(
-        [str(program), *agent.line(str(home), task)],
+        [str(program), *(word.format(home=home, task=task) for word in agent.line.split())],
         cwd=note.parent,
         env=environment,
         stdin=subprocess.DEVNULL,

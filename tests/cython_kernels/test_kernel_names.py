@@ -13,14 +13,8 @@ FLAGS = ["-O3", "-mavx2"]
 @pytest.mark.parametrize(
     "flag",
     [
-        "-g",
-        "-g0",
-        "-I/home/somebody/include",
-        "-ffile-prefix-map=/build/x=.",
-        "-fdebug-prefix-map=/build/x=.",
-        "-frandom-seed=7",
-        "-pipe",
-        "-Wall",
+        *("-g", "-g0", "-I/home/somebody/include", "-ffile-prefix-map=/build/x=."),
+        *("-fdebug-prefix-map=/build/x=.", "-frandom-seed=7", "-pipe", "-Wall"),
     ],
 )
 def test_no_folder_and_no_debug_table_is_in_a_name(flag: str) -> None:

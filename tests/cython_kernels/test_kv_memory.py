@@ -16,11 +16,6 @@ from phasewise.cython_kernels.division import Division, HeadShare, Teams, head_c
 from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
 from tests.support.tiers import examples
 
-pytest.importorskip(
-    "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
-)
-
-
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 20, 64
 OFFSET = 128
 

@@ -71,7 +71,7 @@ def plain_vectors(name: str) -> np.ndarray:
 
 def _rows(name: str, weights: Arrays, ids: list[int]) -> np.ndarray:
     """The rows of the last layer, float64 [tokens, hidden]."""
-    fields = CASES[name].config
+    fields = CASES[name].fields
     is_jina, heads, n = name.startswith("jina"), fields.get("num_attention_heads", 4), len(ids)
     dim = HIDDEN // heads
 

@@ -5,7 +5,7 @@
 Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
 model in float32; `tiny` and `families`: the same of tiny models of every architecture; `shapes`: tensors of
-families that no code lists; `long`: of some of them after 8,192 tokens; `chats`: conversations rendered by
+families that are new; `long`: of some of them after 8,192 tokens; `chats`: conversations rendered by
 templates; `perplexity`: of the fixed English text; `converted`: what llama.cpp's converter writes of each
 family (in the project's environment, with PHASEWISE_LLAMA_CPP and PHASEWISE_PEERS_PYTHON as `make test-files`
 sets them). Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its pre-
@@ -20,7 +20,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,17 @@ def margins(logits: np.ndarray) -> np.ndarray:
     return best[:, 1] - best[:, 0]
 
 
+def _keep(
+    arrays: dict[str, np.ndarray], key: str, model: Any, prompt: list[int], steps: Sequence[int]
+) -> None:
+    """Keep the greedy tokens after a prompt, up to the last step, their margins, and logits of the steps."""
+    logits = greedy(model, prompt, steps[-1] + 1)
+    arrays[f"{key}/tokens"] = logits.argmax(axis=1).astype(np.int32)
+    arrays[f"{key}/margins"] = margins(logits)
+    arrays[f"{key}/logits"] = logits[list(steps)]
+    print(key, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr)
+
+
 def make_model(gguf: Path) -> None:
     """smollm2-135m-instruct.npz: prompts, greedy tokens, margins, and some logits of some steps."""
     from perplexity import english_text
@@ -134,19 +145,13 @@ def make_tiny() -> None:
             )
             assert expected == set(layout.tiny_case_weights(name)), name
             for index, prompt in enumerate(layout.tiny_prompts(name)):
-                logits = greedy(model, prompt, layout.N_TINY_GREEDY)
-                arrays[f"{name}/{index}/tokens"] = logits.argmax(axis=1).astype(np.int32)
-                arrays[f"{name}/{index}/margins"] = margins(logits)
-                arrays[f"{name}/{index}/logits"] = logits[list(layout.CHECKED_TINY_STEPS)]
-                print(
-                    name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
-                )
+                _keep(arrays, f"{name}/{index}", model, prompt, layout.CHECKED_TINY_STEPS)
     np.savez_compressed(layout.FIXTURES / "tiny_models.npz", **arrays)
 
 
 def make_shapes(only: str) -> None:
     """family_shapes.json: by family, the shapes of tensors as transformers saves them, of experts the first
-    one's, of families that `--only` names."""
+    one's, of the family that `--only` names and of those that the file lacks."""
     import torch
     from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -154,8 +159,8 @@ def make_shapes(only: str) -> None:
     from tests.support.models import family_cases
 
     path = layout.FIXTURES / "family_shapes.json"
-    recorded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    for name in (name for name in family_cases.ALL_CASES if only == name or (not only and name in recorded)):
+    recorded: dict[str, Any] = json.loads(path.read_text())
+    for name in (name for name in family_cases.ALL_CASES if only == name or name not in recorded):
         fields = dict(family_cases.ALL_CASES[name].fields)
         with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             kind, auto = fields.pop("model_type"), AutoModelForCausalLM
@@ -194,13 +199,7 @@ def make_families(only: str) -> None:
                 loading
             )
             for index, prompt in enumerate(families.family_prompts(name)):
-                logits = greedy(model.eval(), prompt, family_cases.N_GREEDY)
-                arrays[f"{name}/{index}/tokens"] = logits.argmax(axis=1).astype(np.int32)
-                arrays[f"{name}/{index}/margins"] = margins(logits)
-                arrays[f"{name}/{index}/logits"] = logits[list(family_cases.CHECKED_STEPS)]
-                print(
-                    name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
-                )
+                _keep(arrays, f"{name}/{index}", model.eval(), prompt, family_cases.CHECKED_STEPS)
     np.savez_compressed(file, **arrays)
 
 
@@ -219,11 +218,7 @@ def make_long_context() -> None:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager"
             )
-            logits = greedy(model.eval(), families.long_prompt(name), family_cases.N_GREEDY)
-            arrays[f"{name}/tokens"] = logits.argmax(axis=1).astype(np.int32)
-            arrays[f"{name}/margins"] = margins(logits)
-            arrays[f"{name}/logits"] = logits[list(family_cases.CHECKED_STEPS)]
-            print(name, "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr)
+            _keep(arrays, name, model.eval(), families.long_prompt(name), family_cases.CHECKED_STEPS)
     np.savez_compressed(layout.FIXTURES / "long_context.npz", **arrays)
 
 
@@ -324,41 +319,35 @@ def _write_json(name: str, value: object) -> None:
     (layout.FIXTURES / name).write_text(json.dumps(value, indent=1) + "\n")
 
 
+MAKERS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "tokens": lambda options: make_tokens(options.gguf),
+    "tiny": lambda options: make_tiny(),
+    "families": lambda options: make_families(options.only),
+    "long": lambda options: make_long_context(),
+    "chats": lambda options: make_chats(),
+    "model": lambda options: make_model(options.gguf),
+    "perplexity": lambda options: make_perplexity(options.gguf),
+    "shapes": lambda options: make_shapes(options.only),
+    "converted": lambda options: make_converted(options.only),
+}
+APART = ("shapes", "converted")
+"""What `all` leaves out."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "what",
-        choices=[
-            *("all", "tokens", "model", "tiny", "shapes", "families", "long", "chats", "perplexity"),
-            "converted",
-        ],
-    )
+    parser.add_argument("what", choices=["all", *MAKERS])
     parser.add_argument(
         "--gguf", type=Path, help="the default model; tiny, families, long and chats do without"
     )
     parser.add_argument("--only", default="", help="families whose names contain this text")
     options = parser.parse_args()
     layout.FIXTURES.mkdir(parents=True, exist_ok=True)
-    if options.what in ("all", "tokens"):
-        make_tokens(options.gguf)
-    if options.what in ("all", "tiny"):
-        make_tiny()
-    if options.what == "shapes":
-        make_shapes(options.only)
-    if options.what in ("all", "families"):
-        make_families(options.only)
-    if options.what in ("all", "long"):
-        make_long_context()
-    if options.what in ("all", "chats"):
-        make_chats()
-    if options.what == "converted":
-        make_converted(options.only)
-    if options.what in ("all", "model"):
-        make_model(options.gguf)
-    if options.what in ("all", "perplexity"):
-        make_perplexity(options.gguf)
+    for name, make in MAKERS.items():
+        if options.what == name or (options.what == "all" and name not in APART):
+            make(options)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from phasewise.workflows.serve.settings import Accepting
+from tests.support import ROOT
 from tests.support.servers.fake_server import FakeServer, fake_server
 
-ROOT = Path(__file__).parents[2]
 LINES = (ROOT / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
 
 

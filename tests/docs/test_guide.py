@@ -25,9 +25,9 @@ import platformdirs
 import pytest
 
 from tests.cli.command import parsed
+from tests.support import ROOT
 from tests.support.servers.ports import reserved_port
 
-ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
 FIXTURES = ROOT / "tests" / "data"
 MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,10 +13,10 @@ import yaml
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.service import LAST_STEP_S
+from tests.support import ROOT
 from tests.support.scripts import script
 from tests.support.servers.fake_server import fake_server
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 DATA = ROOT / "tests" / "data" / "kubernetes"
 CONTAINER = (ROOT / "Containerfile").read_text()

@@ -17,11 +17,11 @@ import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.routes.batches import MOST_FILE_BYTES
+from tests.support import ROOT
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.ports import reserved_port
 from tests.support.servers.rude_clients import until
 
-ROOT = Path(__file__).parents[2]
 CONF = (ROOT / "deploy" / "nginx.conf").read_text()
 AROUND = """user root; daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
 events {{ worker_connections 256; }}

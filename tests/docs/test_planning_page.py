@@ -15,8 +15,8 @@ import pytest
 from benchmarks.papers.machine_types import machine_types
 from phasewise.cluster.simulated.steps import Curve
 from tests.cli.command import fields_of, run
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "planning-capacity.md").read_text()
 SLO = "ttft=2s,tbt=150ms"
 Fields = dict[str, object]

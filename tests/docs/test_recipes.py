@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.support import ROOT
 from tests.test_architecture import ROOMS
 
-ROOT = Path(__file__).parents[2]
 PAGES = ("docs/recipes.md", "docs/architecture.md", "docs/guide/model-families.md", "CONTRIBUTING.md")
 ROOTS = (".", "cython_kernels", "serving/loaders")
 """Folders that paths of the pages begin at."""

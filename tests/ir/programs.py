@@ -97,19 +97,12 @@ def _float(dice: Random, i: str | None, depth: int) -> str:
     imm = dice.randint(0, 255)
     return dice.choice(
         (
-            f"_mm256_add_ps({a}, {b})",
-            f"_mm256_sub_ps({a}, {b})",
-            f"_mm256_mul_ps({a}, {b})",
-            f"_mm256_fmadd_ps({a}, {b}, {c})",
-            f"_mm256_fnmadd_ps({a}, {b}, {c})",
-            f"_mm256_max_ps({a}, {b})",
-            f"_mm256_min_ps({a}, {b})",
-            f"_mm256_permute_ps({a}, {imm})",
-            f"_mm256_shuffle_ps({a}, {b}, {imm})",
-            f"_mm256_unpacklo_ps({a}, {b})",
+            *(f"_mm256_add_ps({a}, {b})", f"_mm256_sub_ps({a}, {b})", f"_mm256_mul_ps({a}, {b})"),
+            *(f"_mm256_fmadd_ps({a}, {b}, {c})", f"_mm256_fnmadd_ps({a}, {b}, {c})"),
+            *(f"_mm256_max_ps({a}, {b})", f"_mm256_min_ps({a}, {b})", f"_mm256_permute_ps({a}, {imm})"),
+            *(f"_mm256_shuffle_ps({a}, {b}, {imm})", f"_mm256_unpacklo_ps({a}, {b})"),
             f"_mm256_blendv_ps({a}, {b}, _mm256_cmp_ps({a}, {c}, {dice.choice((1, 17, 30))}))",
-            f"_mm256_cvtepi32_ps({_whole(dice, i, depth - 1)})",
-            f"scaled({a}, {dice.choice(NUMBERS)})",
+            *(f"_mm256_cvtepi32_ps({_whole(dice, i, depth - 1)})", f"scaled({a}, {dice.choice(NUMBERS)})"),
             f"_mm256_and_ps({a}, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))",
             f"_mm256_insertf128_ps({a}, _mm256_castps256_ps128({b}), {imm & 1})",
         )
@@ -123,25 +116,17 @@ def _whole(dice: Random, i: str | None, depth: int) -> str:
     a, b = (_whole(dice, i, depth - 1) for _ in range(2))
     return dice.choice(
         (
-            f"_mm256_add_epi32({a}, {b})",
-            f"_mm256_sub_epi16({a}, {b})",
-            f"_mm256_mullo_epi32({a}, {b})",
-            f"_mm256_madd_epi16({a}, {b})",
-            f"_mm256_maddubs_epi16({a}, {b})",
-            f"_mm256_and_si256({a}, {b})",
-            f"_mm256_xor_si256({a}, {b})",
+            *(f"_mm256_add_epi32({a}, {b})", f"_mm256_sub_epi16({a}, {b})", f"_mm256_mullo_epi32({a}, {b})"),
+            *(f"_mm256_madd_epi16({a}, {b})", f"_mm256_maddubs_epi16({a}, {b})"),
+            *(f"_mm256_and_si256({a}, {b})", f"_mm256_xor_si256({a}, {b})"),
             f"_mm256_srli_epi16({a}, {dice.randint(0, 15)})",
             f"_mm256_srai_epi32({a}, {dice.randint(0, 31)})",
-            f"_mm256_slli_epi32({a}, {dice.randint(0, 31)})",
-            f"_mm256_shuffle_epi8({a}, {b})",
-            f"_mm256_packs_epi32({a}, {b})",
-            f"_mm256_cmpgt_epi32({a}, {b})",
-            f"_mm256_sign_epi8({a}, {b})",
-            f"_mm256_max_epi32({a}, {b})",
+            *(f"_mm256_slli_epi32({a}, {dice.randint(0, 31)})", f"_mm256_shuffle_epi8({a}, {b})"),
+            *(f"_mm256_packs_epi32({a}, {b})", f"_mm256_cmpgt_epi32({a}, {b})"),
+            *(f"_mm256_sign_epi8({a}, {b})", f"_mm256_max_epi32({a}, {b})"),
             f"_mm256_cvtepi8_epi32(_mm256_castsi256_si128({a}))",
             f"_mm256_shuffle_epi32({a}, {dice.randint(0, 255)})",
-            f"_mm256_alignr_epi8({a}, {b}, {dice.randint(0, 16)})",
-            f"_mm256_adds_epi16({a}, {b})",
+            *(f"_mm256_alignr_epi8({a}, {b}, {dice.randint(0, 16)})", f"_mm256_adds_epi16({a}, {b})"),
         )
     )
 

@@ -70,8 +70,7 @@ def tune(start: Barrier, db: str) -> None:
     start.wait(60)
     with open_store(db) as store:
         for turn in range(1, 30):
-            store.add([measured(turn)])
-            store.add([PROMOTION])
+            store.add([measured(turn), PROMOTION])
             assert store.promoted_measurement(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) is not None
 
 

@@ -55,8 +55,7 @@ def file(tmp_path: Path) -> Path:
     """A good database with one measurement and one plan."""
     path = tmp_path / "good.db"
     with open_store(path) as store:
-        store.add([MEASUREMENT])
-        store.add([PLAN])
+        store.add([MEASUREMENT, PLAN])
     return path
 
 
@@ -220,21 +219,13 @@ def _pristine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.getbasetemp() / "pristine.db"
     if not path.exists():
         with open_store(path) as store:
-            store.add([measured(ns) for ns in range(1, 30)])
-            store.add([PLAN])
+            store.add([*(measured(ns) for ns in range(1, 30)), PLAN])
     return path.read_bytes()
 
 
 HOSTILE_VALUES = [
-    "9223372036854775807",
-    "'text'",
-    "x'ff00'",
-    "-1",
-    "9e999",
-    "zeroblob(100000)",
-    "CAST(x'ff' AS TEXT)",
-    "'[1e400]'",
-    "'[[['",
+    *("9223372036854775807", "'text'", "x'ff00'", "-1", "9e999", "zeroblob(100000)", "CAST(x'ff' AS TEXT)"),
+    *("'[1e400]'", "'[[['"),
 ]
 
 
@@ -343,45 +334,47 @@ def test_a_read_only_database_that_was_not_closed_cleanly(tmp_path: Path, index_
     _assert_one_line(caught.value, path, "not closed cleanly")
 
 
-def test_a_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    with pytest.raises(ReadOnlyDatabaseError) as caught:
-        without_rights(lambda: _read_as_stranger(tmp_path / "new.db"))
-
-    _assert_one_line(caught.value, "cannot be created", tmp_path, "not writable")
-
-
-def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path, file: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("", ReadOnlyDatabaseError, ("cannot be created", "not writable")),
+        ("good.db", KernelDbError, (os.strerror(errno.EACCES),)),
+        ("empty.db", ReadOnlyDatabaseError, ("is empty and cannot be written",)),
+    ],
+    ids=["a directory that cannot be written", "a file that cannot be read", "an empty read-only file"],
+)
+def test_what_cannot_be_used_is_one_clear_line(
+    tmp_path: Path, file: Path, name: str, error: type[KernelDbError], words: tuple[str, ...]
+) -> None:
     file.chmod(0o200)
-    with pytest.raises(KernelDbError) as caught:
-        without_rights(lambda: _read_as_stranger(file))
+    (tmp_path / "empty.db").touch(0o444)
+    if not name:
+        tmp_path.chmod(0o555)
+    with pytest.raises(error) as caught:
+        without_rights(lambda: _read_as_stranger(tmp_path / (name or "new.db")))
 
-    _assert_one_line(caught.value, file, os.strerror(errno.EACCES))
-
-
-def test_an_empty_read_only_file_is_one_clear_line(tmp_path: Path) -> None:
-    path = tmp_path / "empty.db"
-    path.touch(0o444)
-    with pytest.raises(ReadOnlyDatabaseError) as caught:
-        without_rights(lambda: _read_as_stranger(path))
-
-    _assert_one_line(caught.value, path, "is empty and cannot be written")
+    _assert_one_line(caught.value, tmp_path / name, *words)
 
 
-def test_a_full_disk_keeps_what_was_committed(file: Path) -> None:
+@contextlib.contextmanager
+def at_most(n_pages: int) -> Iterator[None]:
     """SQLite's own limit on pages fails as a full disk does, in the middle of a write."""
 
     def limit(dbapi: sqlite3.Connection, _: object) -> None:
-        dbapi.execute("PRAGMA max_page_count = 14")
+        dbapi.execute(f"PRAGMA max_page_count = {n_pages}")
 
     event.listen(Engine, "connect", limit)
     try:
-        with open_store(file) as store:
-            with pytest.raises(DatabaseFullError) as caught:
-                store.add([measured(ns) for ns in range(1, 2000)])
-            assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
+        yield
     finally:
         event.remove(Engine, "connect", limit)
+
+
+def test_a_full_disk_keeps_what_was_committed(file: Path) -> None:
+    with at_most(14), open_store(file) as store:
+        with pytest.raises(DatabaseFullError) as caught:
+            store.add([measured(ns) for ns in range(1, 2000)])
+        assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
 
     _assert_one_line(caught.value, file, "disk is full")
 
@@ -402,14 +395,8 @@ def test_a_database_on_a_full_disk_is_read_and_not_written(
 
 
 def test_a_disk_too_full_to_create_the_database_is_one_clear_line(tmp_path: Path) -> None:
-    def limit(dbapi: sqlite3.Connection, _: object) -> None:
-        dbapi.execute("PRAGMA max_page_count = 3")
-
-    event.listen(Engine, "connect", limit)
-    try:
+    with at_most(3):
         error = _refusal(tmp_path / "new.db")
-    finally:
-        event.remove(Engine, "connect", limit)
 
     assert isinstance(error, DatabaseFullError)
     with open_store(tmp_path / "new.db") as store:

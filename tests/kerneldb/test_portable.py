@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -37,11 +37,10 @@ from phasewise.kerneldb.records import (
     StepTime,
     StorageDuel,
     StoredRow,
-    UserPromotion,
-    UserTiming,
 )
 from phasewise.kerneldb.store import Store, open_store
 from tests.support.machines.kerneldb_examples import (
+    ELSEWHERE,
     MACHINE,
     MEASUREMENT,
     NOTICED,
@@ -62,32 +61,22 @@ from tests.support.machines.kerneldb_examples import (
 )
 from tests.support.tiers import examples
 
-NOTED = dataclasses.replace(MEASUREMENT, sample=dataclasses.replace(SAMPLE, conditions=NOTICED))
-ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
+NOTED = replace(MEASUREMENT, sample=replace(SAMPLE, conditions=NOTICED))
 ROWS: list[StoredRow] = [
     NOTED,
     measured(500, schedule=OTHER_SCHEDULE),
     measured(700, origin=ELSEWHERE),
     PROMOTION,
-    dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE),
+    replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE),
     STORAGE_DUEL,
     PREDICTOR_SCORE,
-    dataclasses.replace(PREDICTOR_SCORE, reads="all-minilm-l6-v2", origin=ELSEWHERE),
+    replace(PREDICTOR_SCORE, reads="all-minilm-l6-v2", origin=ELSEWHERE),
 ]
 
 
 MEASUREMENT_FIELDS = (
-    "problem",
-    "schedule",
-    "samples_ns",
-    "estimate_ns",
-    "numeric_error",
-    "effort_ns",
-    "conditions",
-    "machine",
-    "kernel_abi",
-    "program_version",
-    "created_at_ms",
+    *("problem", "schedule", "samples_ns", "estimate_ns", "numeric_error", "effort_ns", "conditions"),
+    *("machine", "kernel_abi", "program_version", "created_at_ms"),
 )
 """Fields of a timing in a published file: written out, since files of others have them."""
 
@@ -97,7 +86,7 @@ def export(rows: Iterable[StoredRow]) -> bytes:
 
 
 def unverified(row: StoredRow) -> StoredRow:
-    return dataclasses.replace(row, origin=dataclasses.replace(row.origin, verified=False))
+    return replace(row, origin=replace(row.origin, verified=False))
 
 
 def read(content: bytes) -> tuple[list[StoredRow], dict[int, str]]:
@@ -118,21 +107,27 @@ def line_of(row: dict[str, Any]) -> bytes:
     return (json.dumps({**row, "sha256": _digest_of(canonical(row))}) + "\n").encode()
 
 
-def one_row_file(line: bytes) -> bytes:
-    header, _ = export([]).splitlines(keepends=True)
-    return header + line
+ROW_OF: dict[str, StoredRow] = {
+    "measurement": NOTED,
+    "plan": PLAN,
+    "step_time": STEP_TIME,
+    "predictor_score": PREDICTOR_SCORE,
+    "user_timing": USER_TIMING,
+    "user_promotion": USER_PROMOTION,
+}
 
 
-def changed(**changes: Any) -> bytes:
-    """A file with one measurement, some of whose fields are another value."""
-    row = json.loads(export([NOTED]).splitlines()[1])["measurement"]
+def changed(kind: str = "measurement", **changes: Any) -> bytes:
+    """A file with one row, some of whose fields are another value; it is cut short."""
+    header, line, _ = export([ROW_OF[kind]]).splitlines(keepends=True)
+    row = json.loads(line)[kind]
     for path, value in changes.items():
         *parents, name = path.split("__")
         place = row
         for parent in parents:
             place = place[parent]
         place[name] = value
-    return one_row_file(line_of({"measurement": row}))
+    return header + line_of({kind: row})
 
 
 @pytest.fixture
@@ -182,7 +177,7 @@ schedules = st.builds(
 )
 finite = st.floats(allow_nan=False, allow_infinity=False)
 samples = st.builds(
-    lambda schedule, ns, error, noticed: dataclasses.replace(
+    lambda schedule, ns, error, noticed: replace(
         SAMPLE,
         schedule=schedule,
         samples_ns=tuple(ns),
@@ -204,7 +199,7 @@ comparisons = st.builds(
 )
 steps = st.builds(ServedStep, words, st.integers(1, 2**24), st.integers(1, 2**16), st.integers(0, 2**24))
 step_times = st.builds(
-    lambda key, step, ns, noticed: dataclasses.replace(
+    lambda key, step, ns, noticed: replace(
         STEP_TIME,
         configuration_key=key,
         step=step,
@@ -252,10 +247,7 @@ def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[StoredRow
 
 def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
     """Rows that name models go out only where they are asked for."""
-    store.add([PLAN])
-    store.add([NOTED])
-    store.add([STEP_TIME])
-    store.add([PREDICTOR_SCORE])
+    store.add([PLAN, NOTED, STEP_TIME, PREDICTOR_SCORE])
     content = export(rows_of(store, also=())).decode()
 
     assert set(json.loads(content.splitlines()[1])["measurement"]) == set(MEASUREMENT_FIELDS)
@@ -263,16 +255,55 @@ def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
     assert "tinyllama" not in content
 
 
-def test_step_times_go_out_where_they_are_asked_for_and_come_in_unverified(store: Store) -> None:
-    store.add([STEP_TIME])
-    rows, refused = read(export(rows_of(store, also=(StepTime,))))
-
-    assert (rows, refused) == ([unverified(STEP_TIME)], {})
-
-
 @pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
+    "asked", [[STEP_TIME], [PREDICTOR_SCORE], [USER_TIMING, USER_PROMOTION]], ids=["steps", "scores", "users"]
+)
+def test_rows_that_name_what_is_ones_own_go_out_where_they_are_asked_for(
+    store: Store, asked: list[StoredRow]
+) -> None:
+    """And come in unverified, once."""
+    store.add(asked)
+    assert [*rows_of(store, also=())] == []
+    kinds = tuple(map(type, asked))
+    content = export(rows_of(store, also=kinds))
+    rows, refused = read(content)
+
+    assert (set(rows), refused) == (set(map(unverified, asked)), {})
+    assert export(rows) == content
+    with open_store(":memory:") as other:
+        assert import_into(other, content) == (Taken(len(asked), len(asked)), {})
+        assert import_into(other, content) == (Taken(len(asked), 0), {})
+        assert other.rows(kinds[0], verified=True) == []
+        assert export(rows_of(other, also=kinds)) == content
+
+
+HOSTILE: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "measurement": [
+        ({"schedule__block_m": 10**9}, "block_m must be a whole number"),
+        ({"schedule__mr": 10**400}, "mr must be"),
+        ({"schedule__mr": 8.0}, "mr must be"),
+        ({"schedule__mr": True}, "mr must be"),
+        ({"schedule__mr": None}, "mr must be"),
+        ({"schedule__mr": "8"}, "mr must be"),
+        ({"schedule__compute_path": "'; DROP TABLE measurement; --"}, "compute_path must be"),
+        ({"schedule__extra": 1}, "a schedule may not have 'extra'"),
+        ({"schedule": [1, 2]}, "a schedule must be a JSON object"),
+        ({"schedule__threads_m": 4096, "schedule__threads_n": 4096}, "the thread grid must be"),
+        ({"problem__n": -1}, "n must be"),
+        ({"problem__family": "gemm\x1b[2J"}, "family must be"),
+        ({"samples_ns": []}, "samples_ns must be"),
+        ({"samples_ns": {"0": 1}}, "samples_ns must be"),
+        ({"samples_ns": [1] * (MAX_SAMPLES + 1)}, "samples_ns must be"),
+        ({"samples_ns": [2**63]}, "samples_ns must be"),
+        ({"conditions": {"hostname_is_mine": "x"}}, "conditions must be"),
+        ({"conditions": [1]}, "conditions must be"),
+        ({"numeric_error": -1.0}, "numeric_error must be"),
+        ({"machine__core_sig": "a\nb"}, "core_sig must be"),
+        ({"kernel_abi": ""}, "kernel_abi must be"),
+        ({"created_at_ms": 10**18}, "created_at_ms must be"),
+        ({"verified": True}, "a measurement may not have 'verified'"),
+    ],
+    "step_time": [
         ({"step": [1]}, "a step must be a JSON object"),
         ({"step": {"phase": "decode", "tokens": 1, "sequences": 1}}, "a step has no 'context'"),
         ({"step": {"phase": "decode", "tokens": 0, "sequences": 1, "context": 0}}, "tokens must be"),
@@ -287,21 +318,7 @@ def test_step_times_go_out_where_they_are_asked_for_and_come_in_unverified(store
         ({"conditions": {"load": "high"}}, "load in conditions must be"),
         ({"verified": True}, "a step time may not have 'verified'"),
     ],
-)
-def test_a_hostile_step_time_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    """One line; the rows beside it are taken."""
-    header, good, _ = export([STEP_TIME]).splitlines(keepends=True)
-    row = {**json.loads(good)["step_time"], **changes}
-    rows, refused = read(header + line_of({"step_time": row}) + good)
-
-    assert rows == [unverified(STEP_TIME)]
-    assert reason in refused[2]
-    assert refused[2].isprintable()
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
+    "predictor_score": [
         ({"model_name": "a\nb"}, "model_name must be"),
         ({"model_name": "a\ud800"}, "model_name must be"),
         ({"reads": ""}, "reads must be"),
@@ -316,52 +333,59 @@ def test_a_hostile_step_time_is_refused_by_name(changes: dict[str, Any], reason:
         ({"prompt": "hello"}, "a predictor score may not have 'prompt'"),
         ({"kernel_abi": "gemm-5f1c9e"}, "a predictor score may not have 'kernel_abi'"),
     ],
-)
-def test_a_hostile_score_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    """One line; the rows beside it are taken."""
-    header, good, _ = export([PREDICTOR_SCORE]).splitlines(keepends=True)
-    row = {**json.loads(good)["predictor_score"], **changes}
-    rows, refused = read(header + line_of({"predictor_score": row}) + good)
-
-    assert rows == [unverified(PREDICTOR_SCORE)]
-    assert reason in refused[2]
-    assert refused[2].isprintable()
+    "user_timing": [
+        ({"choice": 3}, "choice must be a list of pairs"),
+        ({"choice": [["UNROLL", "2"]]}, "UNROLL"),
+        ({"problem": {"name": "a\nb", "shape": []}}, "name must be"),
+        ({"samples_ns": []}, "samples"),
+        ({"machine": {"core_sig": "x", "placement_sig": "2 cores"}}, "runs on 1 core"),
+    ],
+    "user_promotion": [
+        ({"incumbent": [["UNROLL"]]}, "names"),
+        ({"comparison": {}}, "has no"),
+    ],
+    "plan": [
+        ({"model_key": "a\ud800"}, "model_key must be"),
+        ({"plan_json": '"\udfff"'}, "plan_json must be"),
+        ({"plan_json": "\x00"}, "plan_json must be"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("field", "text"), [("model_key", "a\ud800"), ("plan_json", '"\udfff"'), ("plan_json", "\x00")]
+    ("kind", "changes", "reason"), [(kind, *row) for kind, rows in HOSTILE.items() for row in rows]
 )
-def test_a_text_that_no_database_can_keep_is_refused_by_its_line(field: str, text: str) -> None:
-    """Half of a character in JSON, as only somebody who means it would write."""
-    header, good, _ = export([PLAN]).splitlines(keepends=True)
-    row = {**json.loads(good)["plan"], field: text}
-    rows, refused = read(header + line_of({"plan": row}) + good)
+def test_a_hostile_value_is_refused_by_the_name_of_its_field(
+    kind: str, changes: dict[str, Any], reason: str
+) -> None:
+    """In one line, with a checksum that fits, as a writer can compute it. The next row is taken."""
+    good = export([ROW_OF[kind]]).splitlines(keepends=True)[1]
+    rows, refused = read(changed(kind, **changes) + good)
 
-    assert rows == [unverified(PLAN)]
-    assert f"{field} must be" in refused[2]
+    assert rows == [unverified(ROW_OF[kind])]
+    assert reason in refused[2]
+    assert len(refused[2]) <= portable.MAX_REASON_CHARS
     assert refused[2].isprintable()
 
 
 def test_plans_go_out_as_they_are_shared_and_come_in_unverified(store: Store) -> None:
     """A plan that cannot be named elsewhere stays at home."""
-    store.add([PLAN])
-    store.add([dataclasses.replace(PLAN, phase="prefill")])
+    store.add([PLAN, replace(PLAN, phase="prefill")])
 
     def shared(plan: PlanRecord) -> PlanRecord | None:
-        return dataclasses.replace(plan, plan_json="{}") if plan.phase == "decode" else None
+        return replace(plan, plan_json="{}") if plan.phase == "decode" else None
 
     content = "".join(export_lines(groups_of(store, as_shared=shared))).encode()
     rows, refused = read(content)
 
-    expected = unverified(dataclasses.replace(PLAN, plan_json="{}"))
+    expected = unverified(replace(PLAN, plan_json="{}"))
     assert (rows, refused) == ([expected], {})
     with open_store(":memory:") as other:
         assert import_into(other, content) == (Taken(1, 1), {})
         assert import_into(other, content) == (Taken(1, 0), {})
         assert other.rows(PlanRecord) == [expected]
         assert other.newest_plan(MACHINE, PLAN.model_key, "decode") == expected
-        other.add([PLAN])
-        other.add([expected])
+        other.add([PLAN, expected])
         assert other.newest_plan(MACHINE, PLAN.model_key, "decode") == PLAN
 
 
@@ -389,47 +413,6 @@ def test_groups_stream_the_bytes_that_sorting_all_rows_gives(rows: list[StoredRo
         assert "".join(export_lines(groups_of(store))).encode() == export(rows)
 
 
-def test_users_kernels_go_out_where_they_are_asked_for_and_come_in_unverified(store: Store) -> None:
-    store.add([USER_TIMING])
-    store.add([USER_PROMOTION])
-    assert [*rows_of(store, also=())] == []
-    content = export(rows_of(store, also=(UserTiming, UserPromotion)))
-    rows, refused = read(content)
-
-    assert refused == {}
-    assert set(rows) == {unverified(USER_TIMING), unverified(USER_PROMOTION)}
-    assert export(rows) == content
-    with open_store(":memory:") as other:
-        assert import_into(other, content) == (Taken(2, 2), {})
-        assert import_into(other, content) == (Taken(2, 0), {})
-        assert other.rows(UserPromotion, verified=True) == []
-        assert other.rows(UserPromotion, verified=False) == [unverified(USER_PROMOTION)]
-        assert export(rows_of(other, also=(UserTiming, UserPromotion))) == content
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "reason"),
-    [
-        ("user_timing", {"choice": 3}, "choice must be a list of pairs"),
-        ("user_timing", {"choice": [["UNROLL", "2"]]}, "UNROLL"),
-        ("user_timing", {"problem": {"name": "a\nb", "shape": []}}, "name must be"),
-        ("user_timing", {"samples_ns": []}, "samples"),
-        ("user_timing", {"machine": {"core_sig": "x", "placement_sig": "2 cores"}}, "runs on 1 core"),
-        ("user_promotion", {"incumbent": [["UNROLL"]]}, "names"),
-        ("user_promotion", {"comparison": {}}, "has no"),
-    ],
-)
-def test_a_hostile_row_of_a_users_kernel_is_refused_by_name(
-    kind: str, change: dict[str, Any], reason: str
-) -> None:
-    rows = [json.loads(line) for line in export([USER_TIMING, USER_PROMOTION]).splitlines()[1:-1]]
-    row = next(row for row in rows if kind in row)
-    row[kind].update(change)
-    del row["sha256"]
-    _, refused = read(one_row_file(line_of(row)))
-    assert reason in refused[2]
-
-
 def test_machines_can_be_chosen(store: Store) -> None:
     store.add_missing(ROWS)
     chosen = [*rows_of(store, lambda machine: machine == OTHER_MACHINE)]
@@ -446,44 +429,6 @@ def test_merging_takes_what_is_missing_from_another_database(store: Store) -> No
 
     assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi)[0].origin.verified
     assert store.promoted_measurements() == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"schedule__block_m": 10**9}, "block_m must be a whole number"),
-        ({"schedule__mr": 10**400}, "mr must be"),
-        ({"schedule__mr": 8.0}, "mr must be"),
-        ({"schedule__mr": True}, "mr must be"),
-        ({"schedule__mr": None}, "mr must be"),
-        ({"schedule__mr": "8"}, "mr must be"),
-        ({"schedule__compute_path": "'; DROP TABLE measurement; --"}, "compute_path must be"),
-        ({"schedule__extra": 1}, "a schedule may not have 'extra'"),
-        ({"schedule": [1, 2]}, "a schedule must be a JSON object"),
-        ({"schedule__threads_m": 4096, "schedule__threads_n": 4096}, "the thread grid must be"),
-        ({"problem__n": -1}, "n must be"),
-        ({"problem__family": "gemm\x1b[2J"}, "family must be"),
-        ({"samples_ns": []}, "samples_ns must be"),
-        ({"samples_ns": {"0": 1}}, "samples_ns must be"),
-        ({"samples_ns": [1] * (MAX_SAMPLES + 1)}, "samples_ns must be"),
-        ({"samples_ns": [2**63]}, "samples_ns must be"),
-        ({"conditions": {"hostname_is_mine": "x"}}, "conditions must be"),
-        ({"conditions": [1]}, "conditions must be"),
-        ({"numeric_error": -1.0}, "numeric_error must be"),
-        ({"machine__core_sig": "a\nb"}, "core_sig must be"),
-        ({"kernel_abi": ""}, "kernel_abi must be"),
-        ({"created_at_ms": 10**18}, "created_at_ms must be"),
-        ({"verified": True}, "a measurement may not have 'verified'"),
-    ],
-)
-def test_a_value_that_no_record_holds_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    """Even with a checksum that fits: the writer of the file can compute one."""
-    rows, refused = read(changed(**changes))
-
-    assert rows == []
-    assert reason in refused[2]
-    assert len(refused[2]) <= portable.MAX_REASON_CHARS
-    assert refused[2].isprintable()
 
 
 @pytest.mark.parametrize(
@@ -620,8 +565,8 @@ json_values = st.recursive(
 )
 FIELDS = [
     *MEASUREMENT_FIELDS,
-    *(f"schedule__{field.name}" for field in dataclasses.fields(Schedule)),
-    *(f"problem__{field.name}" for field in dataclasses.fields(Problem)),
+    *(f"schedule__{field.name}" for field in fields(Schedule)),
+    *(f"problem__{field.name}" for field in fields(Problem)),
 ]
 
 
@@ -637,8 +582,7 @@ def test_any_json_in_any_field_is_a_valid_row_or_refused(changes: dict[str, Any]
 
 
 def test_a_hostile_file_changes_nothing_that_is_there(store: Store) -> None:
-    store.add([NOTED])
-    store.add([PROMOTION])
+    store.add([NOTED, PROMOTION])
     before = export(rows_of(store))
     taken, refused = import_into(store, changed(schedule__block_k=10**9) + changed()[:100])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -23,10 +22,9 @@ from phasewise.kerneldb.shipped import (
 )
 from phasewise.kerneldb.store import Store, open_store
 from tests.support.machines.kerneldb_examples import (
+    ELSEWHERE,
     MACHINE,
     MEASUREMENT,
-    ORIGIN,
-    OTHER_MACHINE,
     OTHER_SCHEDULE,
     PLAN,
     PROMOTION,
@@ -63,9 +61,8 @@ NAMES = ("arm.jsonl.gz", "here.jsonl.gz")
 @pytest.fixture
 def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package that brings figures of two kinds of cores."""
-    elsewhere = replace(ORIGIN, machine=OTHER_MACHINE)
     contents = dict(
-        zip(NAMES, map(content_of, ([measured(7, origin=elsewhere)], [MEASUREMENT])), strict=True)
+        zip(NAMES, map(content_of, ([measured(7, origin=ELSEWHERE)], [MEASUREMENT])), strict=True)
     )
     monkeypatch.setattr(shipped, "shipped_names", lambda: NAMES)
     monkeypatch.setattr(shipped, "_content", contents.__getitem__)
@@ -104,9 +101,7 @@ def store() -> Store:
         opened.add(
             [MEASUREMENT, measured(900), measured(100, OTHER_SCHEDULE), measured(5, kernel_abi="other")]
         )
-        opened.add([PROMOTION])
-        opened.add([STORAGE_DUEL])
-        opened.add([PLAN])
+        opened.add([PROMOTION, STORAGE_DUEL, PLAN])
         yield opened  # type: ignore[misc]
 
 

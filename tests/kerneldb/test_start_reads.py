@@ -42,11 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _fill(db: str | Path) -> None:
     with open_store(db) as store:
-        store.add([PLAN])
-        store.add([MEASUREMENT])
-        store.add([PROMOTION])
-        store.add([STORAGE_DUEL])
-        store.add([STEP_TIME, IMPORTED])
+        store.add([PLAN, MEASUREMENT, PROMOTION, STORAGE_DUEL, STEP_TIME, IMPORTED])
 
 
 def _all_of(reads: StartReads) -> tuple[object, ...]:
@@ -75,32 +71,6 @@ def _garbage(file: Path) -> None:
     file.write_bytes(b"no database at all" * 100)
 
 
-def _torn(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:5000])
-
-
-def _directory(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def _pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def _pipe_for_a_journal(file: Path) -> None:
-    os.mkfifo(f"{file}-journal")
-
-
-def _pipe_for_a_log(file: Path) -> None:
-    os.mkfifo(f"{file}-wal")
-
-
-def _pipe_for_a_logs_index(file: Path) -> None:
-    os.mkfifo(f"{file}-shm")
-
-
 def _of_a_future_program(file: Path) -> None:
     import sqlite3
 
@@ -109,22 +79,20 @@ def _of_a_future_program(file: Path) -> None:
     raw.close()
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        _garbage,
-        _torn,
-        _directory,
-        _pipe,
-        _pipe_for_a_journal,
-        _pipe_for_a_log,
-        _pipe_for_a_logs_index,
-        _of_a_future_program,
-    ],
-)
-def test_a_file_that_cannot_be_read_costs_a_line_and_the_last_reads_hold(
-    spoil: Callable[[Path], None], tmp_path: Path
-) -> None:
+SPOILS: dict[str, Callable[[Path], object]] = {
+    "garbage": _garbage,
+    "torn": lambda file: file.write_bytes(file.read_bytes()[:5000]),
+    "a directory": lambda file: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a pipe for a journal": lambda file: os.mkfifo(f"{file}-journal"),
+    "a pipe for a log": lambda file: os.mkfifo(f"{file}-wal"),
+    "a pipe for a log's index": lambda file: os.mkfifo(f"{file}-shm"),
+    "of a future program": _of_a_future_program,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_file_that_cannot_be_read_costs_a_line_and_the_last_reads_hold(spoil: str, tmp_path: Path) -> None:
     db, other, said = tmp_path / "x.db", tmp_path / "other.db", list[str]()
     for file in (db, other):
         _fill(file)
@@ -132,7 +100,7 @@ def test_a_file_that_cannot_be_read_costs_a_line_and_the_last_reads_hold(
     assert wanted != NOTHING
     assert said == []
     for file in (db, other):
-        spoil(file)
+        SPOILS[spoil](file)
     before = n_without_database()
 
     assert _read(db, said) == wanted
@@ -178,22 +146,12 @@ def test_a_database_that_is_empty_again_is_read_as_such(tmp_path: Path) -> None:
     _read(db, said)
     db.unlink()
     shutil.copy(FIXTURES / "0007.db", db)
-    with open_start_reads(db, said.append) as reads:
-        assert (
-            reads.rows(
-                StorageDuel, machine=STORAGE_DUEL.origin.machine, kernel_abi="another build", verified=True
-            )
-            == []
-        )
-    start_reads._missed_s.clear()
-    _garbage(db)
-    with open_start_reads(db, said.append) as reads:
-        assert (
-            reads.rows(
-                StorageDuel, machine=STORAGE_DUEL.origin.machine, kernel_abi="another build", verified=True
-            )
-            == []
-        )
+    of_another_build = {"machine": MACHINE, "kernel_abi": "another build", "verified": True}
+    for _ in range(2):
+        with open_start_reads(db, said.append) as reads:
+            assert reads.rows(StorageDuel, **of_another_build) == []
+        start_reads._missed_s.clear()
+        _garbage(db)
 
 
 @given(data=st.data())

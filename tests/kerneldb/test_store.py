@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,6 @@ from phasewise.kerneldb.records import (
     PlanRecord,
     PredictorScore,
     Promotion,
-    Sample,
     ServedStep,
     StepTime,
     StorageDuel,
@@ -40,6 +39,8 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.tables import METADATA
 from tests.support.machines.kerneldb_examples import (
+    ELSEWHERE,
+    EVERY_KIND,
     MACHINE,
     MEASUREMENT,
     NOTICED,
@@ -54,6 +55,7 @@ from tests.support.machines.kerneldb_examples import (
     SCHEDULE,
     STEP_TIME,
     STORAGE_DUEL,
+    THERE,
     USER_PROBLEM,
     USER_PROMOTION,
     USER_TIMING,
@@ -90,10 +92,30 @@ def store(db: str) -> Iterator[Store]:
 class TestStoreContract:
     """Laws that callers may rely on, whatever the database behind the store."""
 
-    def test_a_measurement_comes_back_as_it_went_in(self, store: Store) -> None:
-        store.add([MEASUREMENT])
+    def test_rows_of_every_kind_come_back_as_they_went_in(self, store: Store) -> None:
+        noted = replace(MEASUREMENT, sample=replace(SAMPLE, conditions=NOTICED))
+        store.add([*EVERY_KIND, noted])
 
-        assert store.measurements(PROBLEM, MACHINE, ABI) == [MEASUREMENT]
+        assert store.measurements(PROBLEM, MACHINE, ABI) == [MEASUREMENT, noted]
+        for row in EVERY_KIND[1:]:
+            assert store.rows(type(row)) == [row]
+
+    @pytest.mark.parametrize(
+        ("row", "changes"),
+        [
+            (STORAGE_DUEL, []),
+            (STEP_TIME, [{"step": replace(STEP_TIME.step, context=1024)}]),
+            (PREDICTOR_SCORE, [{"hold": 0.9}, {"judged_answers": 7}, {"figures": {"accuracy": 1.0}}]),
+        ],
+    )
+    def test_rows_of_another_database_are_taken_once(
+        self, store: Store, row: Any, changes: list[dict[str, Any]]
+    ) -> None:
+        rows = [row, *(replace(row, **change) for change in changes)]
+
+        assert store.add_missing([*rows, replace(row)]) == len(rows)
+        assert store.add_missing(rows) == 0
+        assert [*store.stream(type(row))] == rows
 
     def test_nothing_measured_is_nothing_found(self, store: Store) -> None:
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
@@ -106,13 +128,11 @@ class TestStoreContract:
     def test_samples_of_another_key_are_kept_apart(self, store: Store) -> None:
         """Another shape, format, machine or build of the kernel is never mixed in."""
         others = [
-            dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, **cast(Any, {name: value})))
+            replace(MEASUREMENT, problem=replace(PROBLEM, **cast(Any, {name: value})))
             for name, value in {"family": "attention", "format": "int8", "n": 1, "k": 1, "m": 1}.items()
         ]
-        others.append(dataclasses.replace(MEASUREMENT, kernel_abi="another-build"))
-        others.append(
-            dataclasses.replace(MEASUREMENT, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
-        )
+        others.append(replace(MEASUREMENT, kernel_abi="another-build"))
+        others.append(replace(MEASUREMENT, origin=ELSEWHERE))
         store.add(others)
 
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
@@ -120,24 +140,24 @@ class TestStoreContract:
 
     def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
         """Every m, oldest first; still only of one build and one kind of machine."""
-        ms = [dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, m=m)) for m in (8, 1, 8)]
-        other = dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, n=16))
-        store.add([*ms, other, dataclasses.replace(MEASUREMENT, kernel_abi="another-build")])
+        ms = [replace(MEASUREMENT, problem=replace(PROBLEM, m=m)) for m in (8, 1, 8)]
+        other = replace(MEASUREMENT, problem=replace(PROBLEM, n=16))
+        store.add([*ms, other, replace(MEASUREMENT, kernel_abi="another-build")])
 
-        assert store.measurements_of_every_m(dataclasses.replace(PROBLEM, m=3), MACHINE, ABI) == ms
+        assert store.measurements_of_every_m(replace(PROBLEM, m=3), MACHINE, ABI) == ms
 
     def test_a_weight_was_begun_with_its_oldest_row(self, store: Store) -> None:
         """Only the problems asked for, this build and machine; neither older than asked nor unverified."""
         rows = [
-            dataclasses.replace(
+            replace(
                 MEASUREMENT,
-                problem=dataclasses.replace(PROBLEM, m=m),
-                origin=dataclasses.replace(ORIGIN, created_at_ms=created_at_ms, verified=verified),
+                problem=replace(PROBLEM, m=m),
+                origin=replace(ORIGIN, created_at_ms=created_at_ms, verified=verified),
             )
             for m, created_at_ms, verified in ((1, 30, True), (8, 20, True), (8, 10, False), (4, 5, True))
         ]
-        store.add([*rows, dataclasses.replace(rows[3], kernel_abi="another-build")])
-        of_m = {m: dataclasses.replace(PROBLEM, m=m) for m in (1, 2, 4, 8)}
+        store.add([*rows, replace(rows[3], kernel_abi="another-build")])
+        of_m = {m: replace(PROBLEM, m=m) for m in (1, 2, 4, 8)}
 
         assert store.begun_ms([of_m[1], of_m[8]], MACHINE, ABI) == 20
         assert store.begun_ms([of_m[1], of_m[8]], MACHINE, ABI, since_ms=21) == 30
@@ -147,8 +167,7 @@ class TestStoreContract:
 
     def test_appending_never_replaces(self, store: Store) -> None:
         """The same schedule measured again is another row; problem and schedule stay one row each."""
-        store.add([measured(300), measured(200)])
-        store.add([measured(250)])
+        store.add([measured(300), measured(200), measured(250)])
 
         estimates = [
             measurement.sample.estimate_ns for measurement in store.measurements(PROBLEM, MACHINE, ABI)
@@ -160,16 +179,13 @@ class TestStoreContract:
 
     def test_the_best_has_the_least_estimate_and_the_older_of_equals_stays(self, store: Store) -> None:
         first = measured(200, kernel_abi="x")
-        again = dataclasses.replace(first, origin=dataclasses.replace(ORIGIN, program_version="9.9"))
+        again = replace(first, origin=replace(ORIGIN, program_version="9.9"))
         store.add([measured(300, kernel_abi="x"), first, again])
 
         assert store.best_measurement(PROBLEM, MACHINE, "x") == first
 
     def test_what_is_not_verified_is_kept_and_not_used(self, store: Store) -> None:
-        imported = dataclasses.replace(ORIGIN, verified=False)
-        store.add([measured(1, origin=imported), measured(500)])
-        store.add([PLAN])
-        store.add([dataclasses.replace(PLAN, origin=imported)])
+        store.add([measured(1, origin=THERE), measured(500), PLAN, replace(PLAN, origin=THERE)])
 
         assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(500)
         assert len(store.measurements(PROBLEM, MACHINE, ABI)) == 2
@@ -189,14 +205,8 @@ class TestStoreContract:
         store.add([MEASUREMENT])
         assert store.measurements(PROBLEM, MACHINE, ABI) == [MEASUREMENT]
 
-    def test_conditions_come_back_as_they_went_in(self, store: Store) -> None:
-        noted = dataclasses.replace(MEASUREMENT, sample=dataclasses.replace(SAMPLE, conditions=NOTICED))
-        store.add([noted])
-
-        assert store.measurements(PROBLEM, MACHINE, ABI) == [noted]
-
     def test_a_promotion_comes_back_as_it_went_in(self, store: Store) -> None:
-        second = dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE)
+        second = replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE)
         store.add([PROMOTION, second])
 
         assert store.rows(Promotion, problem=PROBLEM, machine=MACHINE, kernel_abi=ABI) == [PROMOTION, second]
@@ -209,7 +219,7 @@ class TestStoreContract:
         assert store.promoted_measurement(PROBLEM, MACHINE, ABI) is None
         assert store.promoted_measurements() == []
 
-        store.add([PROMOTION, dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE)])
+        store.add([PROMOTION, replace(PROMOTION, schedule=OTHER_SCHEDULE)])
         assert store.promoted_measurement(PROBLEM, MACHINE, ABI) == newer
         assert store.promoted_measurements() == [newer]
         assert store.promoted_measurements(MACHINE) == [newer]
@@ -217,15 +227,14 @@ class TestStoreContract:
         assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(200)
 
     def test_a_promotion_from_elsewhere_or_of_the_untimed_changes_nothing(self, store: Store) -> None:
-        imported = dataclasses.replace(ORIGIN, verified=False)
         store.add([MEASUREMENT])
         store.add(
             [
                 PROMOTION,
-                dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE),
-                dataclasses.replace(PROMOTION, origin=imported),
-                dataclasses.replace(PROMOTION, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)),
-                dataclasses.replace(PROMOTION, kernel_abi="another-build"),
+                replace(PROMOTION, schedule=OTHER_SCHEDULE),
+                replace(PROMOTION, origin=THERE),
+                replace(PROMOTION, origin=ELSEWHERE),
+                replace(PROMOTION, kernel_abi="another-build"),
             ]
         )
 
@@ -234,9 +243,9 @@ class TestStoreContract:
 
     def test_the_newest_plan_of_a_key_wins(self, store: Store) -> None:
         """Newest by order of appending: clocks of different machines do not matter."""
-        newer = dataclasses.replace(PLAN, plan_json='{"newer": 1}', origin=Origin(MACHINE, "0.1.0", 1))
-        elsewhere = dataclasses.replace(PLAN, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
-        other_phase = dataclasses.replace(PLAN, phase="prefill")
+        newer = replace(PLAN, plan_json='{"newer": 1}', origin=Origin(MACHINE, "0.1.0", 1))
+        elsewhere = replace(PLAN, origin=ELSEWHERE)
+        other_phase = replace(PLAN, phase="prefill")
         for plan in (PLAN, newer, elsewhere, other_phase):
             store.add([plan])
 
@@ -247,10 +256,15 @@ class TestStoreContract:
         assert store.rows(PlanRecord) == [PLAN, newer, elsewhere, other_phase]
 
     def test_stats_count_rows_by_table_and_by_kind_of_machine(self, store: Store) -> None:
-        elsewhere = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
-        store.add([MEASUREMENT, measured(7), measured(9, origin=elsewhere)])
-        store.add([PLAN])
-        store.add([dataclasses.replace(STEP_TIME, origin=elsewhere)])
+        store.add(
+            [
+                MEASUREMENT,
+                measured(7),
+                measured(9, origin=ELSEWHERE),
+                PLAN,
+                replace(STEP_TIME, origin=ELSEWHERE),
+            ]
+        )
         stats = store.stats()
 
         assert stats.rows == table_rows(measurement=3, problem=1, schedule=1, service_plan=1, step_time=1)
@@ -261,10 +275,10 @@ class TestStoreContract:
         assert counts == {MACHINE: (2, 1, 0), OTHER_MACHINE: (1, 0, 1)}
 
     def test_step_times_come_back_as_they_went_in_by_machine_model_and_phase(self, store: Store) -> None:
-        prefill = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, phase="prefill"))
-        again = dataclasses.replace(STEP_TIME, samples_ns=(7,), estimate_ns=7)
-        other_model = dataclasses.replace(STEP_TIME, model_key="another@int4")
-        elsewhere = dataclasses.replace(STEP_TIME, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
+        prefill = replace(STEP_TIME, step=replace(STEP_TIME.step, phase="prefill"))
+        again = replace(STEP_TIME, samples_ns=(7,), estimate_ns=7)
+        other_model = replace(STEP_TIME, model_key="another@int4")
+        elsewhere = replace(STEP_TIME, origin=ELSEWHERE)
         rows = [STEP_TIME, prefill, other_model, elsewhere, again]
         store.add(rows)
 
@@ -281,12 +295,10 @@ class TestStoreContract:
         assert [*store.stream(StepTime)] == rows
 
     def test_storage_duels_come_back_by_machine_and_build_where_they_are_verified(self, store: Store) -> None:
-        again = dataclasses.replace(STORAGE_DUEL, schedule=OTHER_SCHEDULE, dense_schedule=SCHEDULE)
-        other_build = dataclasses.replace(STORAGE_DUEL, kernel_abi="gemm-other")
-        elsewhere = dataclasses.replace(
-            STORAGE_DUEL, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
-        )
-        imported = dataclasses.replace(STORAGE_DUEL, origin=dataclasses.replace(ORIGIN, verified=False))
+        again = replace(STORAGE_DUEL, schedule=OTHER_SCHEDULE, dense_schedule=SCHEDULE)
+        other_build = replace(STORAGE_DUEL, kernel_abi="gemm-other")
+        elsewhere = replace(STORAGE_DUEL, origin=ELSEWHERE)
+        imported = replace(STORAGE_DUEL, origin=THERE)
         rows = [STORAGE_DUEL, other_build, elsewhere, again, imported]
         store.add(rows)
 
@@ -294,10 +306,6 @@ class TestStoreContract:
             StorageDuel, machine=MACHINE, kernel_abi=STORAGE_DUEL.kernel_abi, verified=True
         ) == [STORAGE_DUEL, again]
         assert [*store.stream(StorageDuel)] == rows
-
-    def test_storage_duels_of_another_database_are_taken_once(self, store: Store) -> None:
-        assert store.add_missing([STORAGE_DUEL, dataclasses.replace(STORAGE_DUEL)]) == 1
-        assert store.add_missing([STORAGE_DUEL]) == 0
 
     def test_storage_duels_keep_their_problem_until_their_build_is_garbage(self, store: Store) -> None:
         store.add([STORAGE_DUEL])
@@ -308,15 +316,8 @@ class TestStoreContract:
 
         assert (deleted["storage_duel"], deleted["problem"], deleted["schedule"]) == (1, 1, 2)
 
-    def test_step_times_of_another_database_are_taken_once(self, store: Store) -> None:
-        twice = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, context=1024))
-
-        assert store.add_missing([STEP_TIME, twice, dataclasses.replace(STEP_TIME)]) == 2
-        assert store.add_missing([STEP_TIME, twice]) == 0
-        assert [*store.stream(StepTime)] == [STEP_TIME, twice]
-
     def test_step_times_of_stale_builds_are_garbage(self, store: Store) -> None:
-        kept = dataclasses.replace(STEP_TIME, kernel_abi="gemm-new")
+        kept = replace(STEP_TIME, kernel_abi="gemm-new")
         store.add([STEP_TIME, kept])
         deleted = store.delete_builds([STEP_TIME.kernel_abi], dry_run=False)
 
@@ -325,25 +326,17 @@ class TestStoreContract:
 
     def test_scores_of_predictors_come_back_as_they_went_in(self, store: Store) -> None:
         """Of one log there may be many: by another predictor, another split, another day."""
-        again = dataclasses.replace(PREDICTOR_SCORE, judged_by="folds", figures={})
-        rows = [PREDICTOR_SCORE, again, dataclasses.replace(PREDICTOR_SCORE, reads="all-minilm-l6-v2")]
+        again = replace(PREDICTOR_SCORE, judged_by="folds", figures={})
+        rows = [PREDICTOR_SCORE, again, replace(PREDICTOR_SCORE, reads="all-minilm-l6-v2")]
         store.add(rows)
 
         assert store.rows(PredictorScore) == rows
         assert store.machines() == {MACHINE}
         assert store.stats().rows == table_rows(predictor_score=3)
 
-    def test_scores_of_another_database_are_taken_once(self, store: Store) -> None:
-        others = [
-            dataclasses.replace(PREDICTOR_SCORE, **change)
-            for change in ({"hold": 0.9}, {"judged_answers": 7}, {"figures": {"accuracy": 1.0}})
-        ]
-        assert store.add_missing([PREDICTOR_SCORE, *others, dataclasses.replace(PREDICTOR_SCORE)]) == 4
-        assert store.add_missing([*others, PREDICTOR_SCORE]) == 0
-
     def test_text_is_data(self, store: Store) -> None:
         """Quotes, percent signs and SQL in a key are matched letter by letter."""
-        hostile = dataclasses.replace(PLAN, model_key="'; DROP TABLE measurement; -- %s :x ?")
+        hostile = replace(PLAN, model_key="'; DROP TABLE measurement; -- %s :x ?")
         store.add([hostile])
 
         assert store.newest_plan(MACHINE, hostile.model_key, "decode") == hostile
@@ -351,17 +344,16 @@ class TestStoreContract:
 
     def test_extremes_of_the_bounds_fit_the_columns(self, store: Store) -> None:
         """The tables hold without loss all that the records let in."""
-        sample = dataclasses.replace(
+        sample = replace(
             SAMPLE,
             samples_ns=(1, 2**63 - 1),
             estimate_ns=2**63 - 1,
             effort_ns=2**63 - 1,
             numeric_error=5e-324,
         )
-        problem = dataclasses.replace(PROBLEM, n=2**31 - 1, k=2**31 - 1, m=2**31 - 1, family="f" * 32)
+        problem = replace(PROBLEM, n=2**31 - 1, k=2**31 - 1, m=2**31 - 1, family="f" * 32)
         extreme = Measurement(problem, sample, "~" * 255, Origin(MACHINE, "v" * 255, MAX_TIME_MS))
-        store.add([extreme])
-        store.add([dataclasses.replace(PLAN, model_key="模" * 255, plan_json="x" * 100_000)])
+        store.add([extreme, replace(PLAN, model_key="模" * 255, plan_json="x" * 100_000)])
         longest = StepTime(
             *("模" * 255, "~" * 255, "x" * 100_000, "k" * 32),
             ServedStep("p" * 32, MAX_STEP_TOKENS, MAX_SEQUENCES, MAX_STEP_TOKENS),
@@ -395,12 +387,7 @@ class TestStoreContract:
     )
     def test_a_row_cannot_be_edited_but_can_be_deleted(self, store: Store, table: str) -> None:
         """Not even by another program; deleting whole rows is what a clean-up does."""
-        store.add([MEASUREMENT])
-        store.add([PROMOTION])
-        store.add([STORAGE_DUEL])
-        store.add([PLAN])
-        store.add([STEP_TIME])
-        store.add([PREDICTOR_SCORE])
+        store.add(EVERY_KIND)
         with pytest.raises(DBAPIError, match="appended, never edited"), store._engine.begin() as connection:
             connection.execute(text(f"UPDATE {table} SET program_version = 'forged'"))
         with store._engine.begin() as connection:
@@ -419,8 +406,7 @@ class TestReopening:
     def test_rows_are_there_at_the_next_opening(self, db: str) -> None:
         with open_store(db) as store:
             assert store.schema_change == schema.SchemaChange(None, schema.HEAD)
-            store.add([MEASUREMENT])
-            store.add([PLAN])
+            store.add([MEASUREMENT, PLAN])
         with open_store(db) as store:
             assert store.schema_change == schema.SchemaChange(schema.HEAD, schema.HEAD)
             assert store.best_measurement(PROBLEM, MACHINE, ABI) == MEASUREMENT
@@ -496,7 +482,7 @@ def test_a_server_that_does_not_answer_is_one_clear_line(url: str) -> None:
 @given(estimates=st.lists(st.tuples(st.integers(1, 2**63 - 1), st.booleans()), max_size=12))
 def test_best_is_the_minimum_over_what_was_verified(estimates: list[tuple[int, bool]]) -> None:
     """The SQL and one line of Python agree, in both queries."""
-    rows = [measured(ns, origin=dataclasses.replace(ORIGIN, verified=seen)) for ns, seen in estimates]
+    rows = [measured(ns, origin=replace(ORIGIN, verified=seen)) for ns, seen in estimates]
     with open_store(":memory:") as store:
         store.add(rows)
 
@@ -507,22 +493,16 @@ def test_best_is_the_minimum_over_what_was_verified(estimates: list[tuple[int, b
 
 
 def test_a_schedule_measured_on_two_problems_is_one_row() -> None:
-    other = dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, m=16))
+    other = replace(MEASUREMENT, problem=replace(PROBLEM, m=16))
     with open_store(":memory:") as store:
         store.add([MEASUREMENT, other])
 
         assert store.stats().rows == table_rows(measurement=2, problem=2, schedule=1)
 
 
-def test_a_sample_knows_its_schedule() -> None:
-    """Searches compare samples; the schedule travels with its cost."""
-    assert Sample(SCHEDULE, (5,), 5, None, 0).schedule is SCHEDULE
-
-
 def test_parameters_of_users_kernels_come_back_for_their_build_and_shape(store: Store) -> None:
     """Timings and promotions of another build, shape or kind of core are not those of this one."""
-    store.add([USER_TIMING])
-    store.add([USER_PROMOTION])
+    store.add([USER_TIMING, USER_PROMOTION])
 
     core, abi = MACHINE.core_sig, USER_PROBLEM.kernel_abi
 
@@ -530,8 +510,8 @@ def test_parameters_of_users_kernels_come_back_for_their_build_and_shape(store: 
         return store.rows(UserTiming, problem=problem, core_sig=core_sig, verified=True)
 
     assert timings(USER_PROBLEM) == [USER_TIMING]
-    assert timings(dataclasses.replace(USER_PROBLEM, shape=(("n", 65),))) == []
-    assert timings(dataclasses.replace(USER_PROBLEM, kernel_abi="other")) == []
+    assert timings(replace(USER_PROBLEM, shape=(("n", 65),))) == []
+    assert timings(replace(USER_PROBLEM, kernel_abi="other")) == []
     assert timings(USER_PROBLEM, OTHER_MACHINE.core_sig) == []
     assert store.rows(UserPromotion, kernel_abi=abi, core_sig=core, verified=True) == [USER_PROMOTION]
     assert store.rows(UserPromotion, kernel_abi="other") == []

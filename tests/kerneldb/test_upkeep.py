@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,10 +29,9 @@ from phasewise.kerneldb.upkeep import (
     tidy,
 )
 from tests.support.machines.kerneldb_examples import (
+    ELSEWHERE,
     MACHINE,
     MEASUREMENT,
-    ORIGIN,
-    OTHER_MACHINE,
     OTHER_SCHEDULE,
     PLAN,
     PREDICTOR_SCORE,
@@ -41,6 +40,7 @@ from tests.support.machines.kerneldb_examples import (
     SCHEDULE,
     STEP_TIME,
     STORAGE_DUEL,
+    THERE,
     USER_PROMOTION,
     measured,
 )
@@ -49,18 +49,16 @@ from tests.support.tiers import examples
 
 ABI = MEASUREMENT.kernel_abi
 KEY = Key(PROBLEM, MACHINE, ABI)
-THERE = dataclasses.replace(ORIGIN, verified=False)
-PROMOTED_THERE = dataclasses.replace(PROMOTION, origin=THERE)
-THIRD = dataclasses.replace(SCHEDULE, mr=16)
-OTHER_ARITHMETIC = dataclasses.replace(SCHEDULE, k_parts=4)
+PROMOTED_THERE = replace(PROMOTION, origin=THERE)
+THIRD = replace(SCHEDULE, mr=16)
 
 
 def of_samples(estimate_ns: int, **changes: Any) -> Measurement:
     """A measurement with nine samples."""
     measurement = measured(estimate_ns, **changes)
-    return dataclasses.replace(
+    return replace(
         measurement,
-        sample=dataclasses.replace(
+        sample=replace(
             measurement.sample, samples_ns=tuple(estimate_ns + extra_ns for extra_ns in (8, *range(8)))
         ),
     )
@@ -68,11 +66,9 @@ def of_samples(estimate_ns: int, **changes: Any) -> Measurement:
 
 def summarised(measurement: Measurement) -> Measurement:
     """As `db gc --keep` leaves it."""
-    return dataclasses.replace(
+    return replace(
         measurement,
-        sample=dataclasses.replace(
-            measurement.sample, samples_ns=tuple(summary_of(measurement.sample.samples_ns))
-        ),
+        sample=replace(measurement.sample, samples_ns=tuple(summary_of(measurement.sample.samples_ns))),
     )
 
 
@@ -112,8 +108,9 @@ class TestPreferred:
         assert preferred_now(store)[KEY].standing is PreferenceReason.IN_USE
 
     def test_what_was_in_use_there_comes_before_what_was_fast_there(self, store: Store) -> None:
-        store.add([measured(5, schedule=OTHER_SCHEDULE, origin=THERE), measured(9, origin=THERE)])
-        store.add([PROMOTED_THERE])
+        store.add(
+            [measured(5, schedule=OTHER_SCHEDULE, origin=THERE), measured(9, origin=THERE), PROMOTED_THERE]
+        )
 
         assert preferred_now(store)[KEY].schedule == SCHEDULE
         assert preferred_now(store)[KEY].standing is PreferenceReason.IMPORTED
@@ -124,8 +121,7 @@ class TestDiff:
 
     def test_a_database_prefers_what_its_import_does_and_uses_it(self, store: Store) -> None:
         """Nothing of the import is in use yet: that is a difference, of the same schedule."""
-        store.add([measured(100, schedule=OTHER_SCHEDULE), measured(200)])
-        store.add([PROMOTION])
+        store.add([measured(100, schedule=OTHER_SCHEDULE), measured(200), PROMOTION])
         with open_store(":memory:") as other:
             import_rows(other, rows_of(store))
             compared = diff(store, other)
@@ -141,7 +137,7 @@ class TestDiff:
         )
 
     def test_step_times_are_counted_and_are_no_difference(self, store: Store) -> None:
-        more = [dataclasses.replace(STEP_TIME, configuration_key=f"c{number}") for number in range(17)]
+        more = [replace(STEP_TIME, configuration_key=f"c{number}") for number in range(17)]
         store.add(more)
         with open_store(":memory:") as other:
             other.add([STEP_TIME, *more[:3]])
@@ -154,10 +150,8 @@ class TestDiff:
         """A start, `db show` and `db diff`: the newest made here, else the newest imported."""
         with open_store(":memory:") as store:
             for verified, number, phase in drawn:
-                origin = dataclasses.replace(PLAN.origin, verified=verified)
-                store.add(
-                    [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
-                )
+                origin = replace(PLAN.origin, verified=verified)
+                store.add([replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})])
             in_use = others_in_use(store, lambda plan: plan)
             shown = newest_plans(store.rows(PlanRecord))
             for phase in ("decode", "prefill"):
@@ -181,12 +175,9 @@ class TestDiff:
 
     def test_storages_steps_and_kernels_of_users_are_compared_too(self, store: Store) -> None:
         """All that an export knows: what one side alone has is a difference, and so is another verdict."""
-        faster = dataclasses.replace(STORAGE_DUEL, comparison=Comparison(2.0, 1.5, 2.5, 0.95, 15))
-        slower = dataclasses.replace(STORAGE_DUEL, comparison=Comparison(0.5, 0.4, 0.6, 0.95, 15))
-        store.add([slower, faster])
-        store.add([STEP_TIME])
-        store.add([PREDICTOR_SCORE])
-        store.add([USER_PROMOTION])
+        faster = replace(STORAGE_DUEL, comparison=Comparison(2.0, 1.5, 2.5, 0.95, 15))
+        slower = replace(STORAGE_DUEL, comparison=Comparison(0.5, 0.4, 0.6, 0.95, 15))
+        store.add([slower, faster, STEP_TIME, PREDICTOR_SCORE, USER_PROMOTION])
         with open_store(":memory:") as other:
             assert {difference.kind for difference in diff(store, other).others} == {
                 "predictor",
@@ -197,10 +188,9 @@ class TestDiff:
             imported = {row.kind: (row.here, row.there) for row in diff(store, other).others}
             assert imported["storage"] == ("sparse", "sparse, imported")
             assert set(imported) == {"storage", "user kernel"}
-            other.add([USER_PROMOTION])
-            other.add([slower])
+            other.add([USER_PROMOTION, slower])
             (changed,) = diff(store, other).others
-            worse = dataclasses.replace(PREDICTOR_SCORE, figures={"accuracy": 0.5})
+            worse = replace(PREDICTOR_SCORE, figures={"accuracy": 0.5})
             other.add([worse])
             (judged,) = (row for row in diff(store, other).others if row.kind == "predictor")
         assert (changed.kind, changed.here, changed.there) == ("storage", "sparse", "dense")
@@ -234,8 +224,7 @@ class TestGarbage:
         stale = measured(
             3, schedule=OTHER_SCHEDULE, kernel_abi="gemm-avx2-00", problem=Problem("gemm", "f32", 1, 1, 1)
         )
-        store.add([*kept, stale])
-        store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00", problem=stale.problem)])
+        store.add([*kept, stale, replace(PROMOTION, kernel_abi="gemm-avx2-00", problem=stale.problem)])
         expected = {
             "measurement": 1,
             "promotion": 1,
@@ -255,21 +244,18 @@ class TestGarbage:
         """With all that their build knows."""
         old = [measured(5, kernel_abi="gemm-avx2-00"), measured(9, OTHER_SCHEDULE, kernel_abi="gemm-avx2-00")]
         store.add(old)
-        store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00")])
+        store.add([replace(PROMOTION, kernel_abi="gemm-avx2-00")])
 
         collected = collect_garbage(store, self.CURRENT, None, dry_run=False)
         assert collected.spared == {"gemm-avx2-00": 1}
         assert [*store.stream(Measurement)] == old
-        store.add([measured(5, kernel_abi="gemm-avx2-aa")])
-        store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")])
+        store.add([measured(5, kernel_abi="gemm-avx2-aa"), replace(PROMOTION, kernel_abi="gemm-avx2-aa")])
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).spared == {}
         assert {row.kernel_abi for row in store.stream(Measurement)} == {"gemm-avx2-aa"}
 
     def test_step_times_of_a_build_that_nothing_else_names_go_too(self, store: Store) -> None:
         """And other machines' stay."""
-        stale, far = (
-            dataclasses.replace(STEP_TIME, kernel_abi=abi) for abi in ("gemm-avx2-00", "gemm-neon-00")
-        )
+        stale, far = (replace(STEP_TIME, kernel_abi=abi) for abi in ("gemm-avx2-00", "gemm-neon-00"))
         store.add([stale, far])
 
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted["step_time"] == 1
@@ -277,12 +263,12 @@ class TestGarbage:
 
     def test_of_scores_the_newest_stay_of_each_predictor_and_its_answers(self, store: Store) -> None:
         """As of plans; what was imported has its own newest. Without --keep all stay."""
-        scores = [dataclasses.replace(PREDICTOR_SCORE, hold=number / 8) for number in range(1, 6)]
+        scores = [replace(PREDICTOR_SCORE, hold=number / 8) for number in range(1, 6)]
         others = [
-            dataclasses.replace(PREDICTOR_SCORE, **change)
+            replace(PREDICTOR_SCORE, **change)
             for change in ({"reads": "all-minilm-l6-v2"}, {"answers_key": "x"}, {"judged_by": "folds"})
         ]
-        imported = dataclasses.replace(PREDICTOR_SCORE, origin=THERE)
+        imported = replace(PREDICTOR_SCORE, origin=THERE)
         store.add([*scores, *others, imported])
 
         assert "predictor_score" not in collect_garbage(store, self.CURRENT, None, dry_run=False).deleted
@@ -294,12 +280,11 @@ class TestGarbage:
 
     def test_what_lost_is_summarised_and_what_is_promoted_stays(self, store: Store) -> None:
         """Of a schedule behind the fastest the best timing is left, with five samples, one of each trust."""
-        slow = [of_samples(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr)) for mr in (1, 2, 4, 16)]
+        slow = [of_samples(100 + mr, schedule=replace(SCHEDULE, mr=mr)) for mr in (1, 2, 4, 16)]
         again = of_samples(300, schedule=slow[2].sample.schedule)
-        claimed = dataclasses.replace(again, origin=THERE)
+        claimed = replace(again, origin=THERE)
         in_use, loser = of_samples(500), of_samples(600, schedule=OTHER_SCHEDULE)
-        store.add([*slow, again, claimed, in_use, loser, loser])
-        store.add([dataclasses.replace(PROMOTION, incumbent=OTHER_SCHEDULE)])
+        store.add([*slow, again, claimed, in_use, loser, loser, replace(PROMOTION, incumbent=OTHER_SCHEDULE)])
 
         counted = collect_garbage(store, self.CURRENT, 2, dry_run=True)
         assert len([*store.stream(Measurement)]) == 9
@@ -322,13 +307,9 @@ class TestGarbage:
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         slow = [
-            of_samples(number, schedule=dataclasses.replace(SCHEDULE, prefetch_bytes=number))
-            for number in range(1, 21)
+            of_samples(number, schedule=replace(SCHEDULE, prefetch_bytes=number)) for number in range(1, 21)
         ]
-        elsewhere = [
-            dataclasses.replace(measurement, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
-            for measurement in slow
-        ]
+        elsewhere = [replace(measurement, origin=ELSEWHERE) for measurement in slow]
         store.add([*slow, *elsewhere])
         said: list[str] = []
         monkeypatch.setattr(upkeep, "TIDY_ABOVE_ROWS", 20)

@@ -52,5 +52,4 @@ def keep_in_use(db: Path | str, rows: Sequence[Measurement]) -> None:
     """The rows and the promotions of their schedules."""
     with open_store(db) as store:
         for row in rows:
-            store.add([row])
-            store.add([in_use(row)])
+            store.add([row, in_use(row)])

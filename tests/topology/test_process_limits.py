@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,51 +30,34 @@ def _v1(root: Path, mount: str = V1_CPU_MOUNT) -> Path:
     return root
 
 
-def test_the_tightest_ancestor_decides_in_v2(tmp_path: Path) -> None:
-    _v2(tmp_path)
-    write(tmp_path / "sys/fs/cgroup/user/job/cpu.max", "max 100000")
-    write(tmp_path / "sys/fs/cgroup/user/cpu.max", "150000 100000")
-    write(tmp_path / "sys/fs/cgroup/cpu.max", "400000 100000")
-
-    assert cgroup_quota(tmp_path) == 1.5
-
-
-@pytest.mark.parametrize("text", ["max 100000", "", "100000", "100000 0"])
-def test_no_quota_is_none_in_v2(tmp_path: Path, text: str) -> None:
-    write(_v2(tmp_path) / "sys/fs/cgroup/user/job/cpu.max", text)
-
-    assert cgroup_quota(tmp_path) is None
-
-
-def test_a_quota_of_v1_is_found_under_its_joint_name(tmp_path: Path) -> None:
-    folder = _v1(tmp_path) / "sys/fs/cgroup/cpu,cpuacct/job"
-    write(folder / "cpu.cfs_quota_us", "250000")
-    write(folder / "cpu.cfs_period_us", "100000")
-
-    assert cgroup_quota(tmp_path) == 2.5
-
-
-def test_minus_one_is_no_quota_in_v1(tmp_path: Path) -> None:
-    folder = _v1(tmp_path) / "sys/fs/cgroup/cpu,cpuacct/job"
-    write(folder / "cpu.cfs_quota_us", "-1")
-    write(folder / "cpu.cfs_period_us", "100000")
-
-    assert cgroup_quota(tmp_path) is None
-
-
-def test_a_container_sees_its_part_of_the_hosts_hierarchy(tmp_path: Path) -> None:
+def _in_a_container(root: Path) -> Path:
     """Without a cgroup namespace the path names the host's group, and the mount shows it as its root."""
-    _v2(tmp_path, "/docker/abc", "30 23 0:26 /docker/abc /sys/fs/cgroup ro - cgroup2 cgroup rw")
-    write(tmp_path / "sys/fs/cgroup/cpu.max", "50000 100000")
-
-    assert cgroup_quota(tmp_path) == 0.5
+    return _v2(root, "/docker/abc", "30 23 0:26 /docker/abc /sys/fs/cgroup ro - cgroup2 cgroup rw")
 
 
-def test_a_path_outside_the_namespace_falls_back_to_the_mount(tmp_path: Path) -> None:
-    _v2(tmp_path, "/../other")
-    write(tmp_path / "sys/fs/cgroup/cpu.max", "100000 100000")
+V1 = "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_"
+OWN, OUTER, TOP = (f"sys/fs/cgroup/{group}cpu.max" for group in ("user/job/", "user/", ""))
 
-    assert cgroup_quota(tmp_path) == 1.0
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        (_v2, {OWN: "max 100000", OUTER: "150000 100000", TOP: "400000 100000"}, 1.5),
+        *((_v2, {OWN: text}, None) for text in ("max 100000", "", "100000", "100000 0")),
+        (_v1, {f"{V1}quota_us": "250000", f"{V1}period_us": "100000"}, 2.5),
+        (_v1, {f"{V1}quota_us": "-1", f"{V1}period_us": "100000"}, None),
+        (_in_a_container, {TOP: "50000 100000"}, 0.5),
+        (lambda root: _v2(root, "/../other"), {TOP: "100000 100000"}, 1.0),  # outside of the namespace
+    ],
+)
+def test_the_tightest_quota_of_a_group_and_those_around_it_decides(
+    tmp_path: Path, groups: Callable[[Path], object], files: dict[str, str], quota: float | None
+) -> None:
+    groups(tmp_path)
+    for name, text in files.items():
+        write(tmp_path / name, text)
+
+    assert cgroup_quota(tmp_path) == quota
 
 
 def test_cpusets_of_both_versions(tmp_path: Path) -> None:

@@ -64,12 +64,14 @@ def test_sysfs_gives_distances_in_the_order_of_node_numbers(tmp_path: Path) -> N
     assert distances.between(2, 99) is None
 
 
-def test_nodes_without_ratings_or_with_too_few_have_no_distances(tmp_path: Path) -> None:
-    root = write_sysfs(tmp_path, grid(1, 2, 1, 1, 1))
-    assert read_machine(root).distances is None
+@pytest.mark.parametrize("ratings", [[], ["10 21", "10"], ["10"]])
+def test_nodes_without_ratings_with_too_few_or_alone_have_no_distances(
+    tmp_path: Path, ratings: list[str]
+) -> None:
+    root = write_sysfs(tmp_path, grid(1, 1 if len(ratings) == 1 else 2, 1, 2, 1))
+    for node, text in enumerate(ratings):
+        write(root / f"{NODES}/node{node}/distance", text)
 
-    write(root / f"{NODES}/node0/distance", "10 21")
-    write(root / f"{NODES}/node1/distance", "10")
     assert read_machine(root).distances is None
 
 
@@ -79,13 +81,6 @@ def test_a_damaged_rating_is_a_topology_error(tmp_path: Path) -> None:
 
     with pytest.raises(TopologyError, match="damaged"):
         read_machine(root)
-
-
-def test_one_node_has_nothing_to_compare(tmp_path: Path) -> None:
-    root = write_sysfs(tmp_path, grid(1, 1, 1, 2, 1))
-    write(root / f"{NODES}/node0/distance", "10")
-
-    assert read_machine(root).distances is None
 
 
 def _hmat(root: Path, node: int, access: str, initiator: int, bandwidth: int) -> None:

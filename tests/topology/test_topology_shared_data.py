@@ -5,7 +5,6 @@ They may not be part of this repository. PHASEWISE_SHARED_DATA names their folde
 
 from __future__ import annotations
 
-import os
 import re
 import tarfile
 from functools import cache
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from phasewise.topology import Counts, Kind, Machine, read_lstopo, read_machine
+from tests.support import SHARED
 
-SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[3] / "shared" / "data")
 HWLOC = SHARED / "hwloc"
 ARM = "128arm-2pa2n8cluster4co"
 

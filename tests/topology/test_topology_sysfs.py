@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -64,18 +66,6 @@ def test_threads_of_a_core_are_one_core(tmp_path: Path) -> None:
     assert (core.l1d_bytes, core.l1i_bytes) == (32 << 10, 16 << 10)
     assert machine.nodes(Kind.L2)[0].size_bytes == 512 << 10
     assert machine.nodes(Kind.NUMA)[0].size_bytes == 4 << 30
-
-
-def test_offline_cpus_are_nowhere_in_the_tree(tmp_path: Path) -> None:
-    """Stale files of an offline CPU, and sets that still name it, must not bring it back."""
-    cpus = grid(1, 1, 1, 4, 1)
-    write_sysfs(tmp_path, cpus)
-    write(tmp_path / "sys/devices/system/cpu/online", "0,2-3")
-
-    machine = read_machine(tmp_path)
-
-    assert machine.tree.cpus == (0, 2, 3)
-    assert machine.counts().cores == 3
 
 
 def test_online_cpus_are_found_without_the_kernels_list(tmp_path: Path) -> None:
@@ -136,34 +126,61 @@ def test_intel_hybrid_kinds_come_from_their_pmus(tmp_path: Path) -> None:
     assert [(kind.name, kind.cpus) for kind in kinds] == [("efficiency", (2, 3)), ("performance", (0, 1))]
 
 
-def test_arm_clusters_are_a_level(tmp_path: Path) -> None:
-    cpus = [FakeCpu(cpu=n, core=n, l2=n, cluster=n // 2) for n in range(4)]
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        (Kind.CLUSTER, lambda n: {"l2": n, "cluster": n // 2}, [(0, 1), (2, 3)]),  # as Arm has them
+        (Kind.CLUSTER, lambda n: {"l2": n // 2, "cluster": n // 2}, []),  # what repeats the L2 is left out
+        (Kind.DIE, lambda n: {"die": n // 2, "l3": n // 2}, [(0, 1), (2, 3)]),
+        (Kind.NUMA, lambda n: {"node": n % 2, "l3": 0}, [(0, 2), (1, 3)]),  # an L3 encloses two nodes
+    ],
+)
+def test_parts_between_package_and_core_are_levels(
+    tmp_path: Path, kind: Kind, fields: Callable[[int], Any], expected: list[tuple[int, ...]]
+) -> None:
+    machine = read_machine(write_sysfs(tmp_path, [FakeCpu(cpu=n, core=n, **fields(n)) for n in range(4)]))
 
-    machine = read_machine(write_sysfs(tmp_path, cpus))
-
-    assert [node.cpus for node in machine.nodes(Kind.CLUSTER)] == [(0, 1), (2, 3)]
-    assert placement_signature(machine, range(4)) == "4 threads: 1 node x 1 L3 x 2 clusters x 2 cores"
-
-
-def test_a_cluster_that_repeats_the_l2_is_left_out(tmp_path: Path) -> None:
-    cpus = [FakeCpu(cpu=n, core=n, l2=n // 2, cluster=n // 2) for n in range(4)]
-
-    assert read_machine(write_sysfs(tmp_path, cpus)).nodes(Kind.CLUSTER) == ()
+    assert [node.cpus for node in machine.nodes(kind)] == expected
+    if kind is Kind.CLUSTER and expected:
+        assert placement_signature(machine, range(4)) == "4 threads: 1 node x 1 L3 x 2 clusters x 2 cores"
+    if kind is Kind.NUMA:
+        assert [child.kind for child in machine.nodes(Kind.L3)[0].children] == [kind, kind]
 
 
-def test_dies_of_a_package_are_a_level(tmp_path: Path) -> None:
-    cpus = [FakeCpu(cpu=n, core=n, die=n // 2, l3=n // 2) for n in range(4)]
-
-    assert len(read_machine(write_sysfs(tmp_path, cpus)).nodes(Kind.DIE)) == 2
+SYSTEM = "sys/devices/system"
 
 
-def test_an_l3_over_two_nodes_encloses_them(tmp_path: Path) -> None:
-    cpus = [FakeCpu(cpu=n, core=n, node=n % 2, l3=0) for n in range(4)]
+@pytest.mark.parametrize(
+    ("shape", "name", "text", "look", "expected"),
+    [
+        # Stale files of an offline CPU, and sets that still name it, must not bring it back.
+        ((1, 1, 1, 4, 1), "cpu/online", "0,2-3", lambda machine: machine.tree.cpus, (0, 2, 3)),
+        # Snapshots are tarballs of files whose size the kernel gave as one page.
+        ((1, 1, 1, 2, 1), "cpu/online", "0-1\n\0\0\0", lambda machine: machine.tree.cpus, (0, 1)),
+        (
+            *((1, 1, 1, 1, 1), "node/node0/memory_side_cache/index1/size", str(96 << 30)),
+            *(lambda machine: machine.nodes(Kind.NUMA)[0].memory_cache_bytes, 96 << 30),
+        ),
+        # Nodes that claim the same CPU are not believed.
+        (
+            *((1, 2, 1, 2, 1), "node/node1/cpulist", "0-3"),
+            *(lambda machine: [node.cpus for node in machine.nodes(Kind.NUMA)], [(0, 1, 2, 3)]),
+        ),
+    ],
+    ids=["an offline CPU", "padding", "a cache at memory", "nodes that share"],
+)
+def test_what_a_file_says_shows(
+    tmp_path: Path,
+    shape: tuple[int, int, int, int, int],
+    name: str,
+    text: str,
+    look: Callable[[Machine], object],
+    expected: object,
+) -> None:
+    write_sysfs(tmp_path, grid(*shape))
+    write(tmp_path / SYSTEM / name, text)
 
-    machine = read_machine(write_sysfs(tmp_path, cpus))
-
-    l3 = machine.nodes(Kind.L3)[0]
-    assert [(child.kind, child.cpus) for child in l3.children] == [(Kind.NUMA, (0, 2)), (Kind.NUMA, (1, 3))]
+    assert look(read_machine(tmp_path)) == expected
 
 
 def test_sets_that_cross_each_other_leave_a_tree(tmp_path: Path) -> None:
@@ -174,13 +191,6 @@ def test_sets_that_cross_each_other_leave_a_tree(tmp_path: Path) -> None:
 
     _assert_partition(machine.tree)
     assert machine.counts().cores == 6
-
-
-def test_memory_side_caches_belong_to_their_node(tmp_path: Path) -> None:
-    write_sysfs(tmp_path, grid(1, 1, 1, 1, 1))
-    write(tmp_path / "sys/devices/system/node/node0/memory_side_cache/index1/size", str(96 << 30))
-
-    assert read_machine(tmp_path).nodes(Kind.NUMA)[0].memory_cache_bytes == 96 << 30
 
 
 def test_kernel_bitmaps_are_read_where_lists_are_missing(tmp_path: Path) -> None:
@@ -213,49 +223,32 @@ def test_damage_is_an_error_that_names_the_snapshot(tmp_path: Path, name: str, t
         read_machine(tmp_path)
 
 
-def test_padding_with_nul_is_ignored(tmp_path: Path) -> None:
-    """Snapshots are tarballs of files whose size the kernel gave as one page."""
-    write_sysfs(tmp_path, grid(1, 1, 1, 2, 1))
-    write(tmp_path / "sys/devices/system/cpu/online", "0-1\n\0\0\0")
-
-    assert read_machine(tmp_path).counts().pus == 2
-
-
 def test_a_folder_that_is_no_snapshot_is_named(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="sysfs snapshot"):
         read_machine(tmp_path / "nothing")
 
 
-def test_cpuinfo_gives_the_instruction_sets_that_kernels_use(tmp_path: Path) -> None:
-    text = "vendor_id : AuthenticAMD\ncpu family : 25\nmodel : 97\nflags : fpu avx2 fma avx512f\n"
-
-    cpu = read_machine(write_sysfs(tmp_path, grid(1, 1, 1, 1, 1), cpuinfo=text)).cpu
-
-    assert (cpu.vendor, cpu.family, cpu.model) == ("AuthenticAMD", "25", "97")
-    assert cpu.features == {"avx2", "fma", "avx512f"}
+ARM = (
+    "Features : fp asimd asimddp sve i8mm bf16\nCPU implementer : 0x41\nCPU architecture: 8\nCPU part : 0xd4f"
+)
+AMD = "vendor_id : AuthenticAMD\ncpu family : 25\nmodel : 97\nflags : fpu avx2 fma avx512f\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "vendor", "family", "model", "features"),
+    ("text", "told"),
     [
-        (
-            "Features : fp asimd asimddp sve i8mm bf16\nCPU implementer : 0x41\n"
-            "CPU architecture: 8\nCPU part : 0xd4f",
-            "ARM",
-            "8",
-            "0xd4f",
-            {"asimd", "asimddp", "sve", "i8mm", "bf16"},
-        ),
-        ("processor : 0\ncpu : POWER9, altivec supported\nrevision : 2.3", "IBM", "POWER9", None, set()),
-        ("", None, None, None, set()),
+        (AMD, ("AuthenticAMD", "25", "97", {"avx2", "fma", "avx512f"})),
+        (ARM, ("ARM", "8", "0xd4f", {"asimd", "asimddp", "sve", "i8mm", "bf16"})),
+        ("processor : 0\ncpu : POWER9, altivec supported\nrevision : 2.3", ("IBM", "POWER9", None, set())),
+        ("", (None, None, None, set())),
     ],
 )
-def test_arm_and_power_say_it_differently(
-    tmp_path: Path, text: str, vendor: str, family: str, model: str, features: set[str]
+def test_cpuinfo_gives_the_cpu_and_the_instruction_sets_that_kernels_use(
+    tmp_path: Path, text: str, told: object
 ) -> None:
     cpu = read_machine(write_sysfs(tmp_path, grid(1, 1, 1, 1, 1), cpuinfo=text)).cpu
 
-    assert (cpu.vendor, cpu.family, cpu.model, cpu.features) == (vendor, family, model, features)
+    assert (cpu.vendor, cpu.family, cpu.model, cpu.features) == told
 
 
 def test_this_machine_can_be_read() -> None:
@@ -274,15 +267,6 @@ def test_affinity_narrows_what_is_allowed() -> None:
     )
 
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_nodes_that_claim_the_same_cpu_are_not_believed(tmp_path: Path) -> None:
-    write_sysfs(tmp_path, grid(1, 2, 1, 2, 1))
-    write(tmp_path / "sys/devices/system/node/node1/cpulist", "0-3")
-
-    (node,) = read_machine(tmp_path).nodes(Kind.NUMA)
-
-    assert node.cpus == (0, 1, 2, 3)
 
 
 def test_a_node_with_neither_memory_nor_cpus_is_no_node(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sqlite3
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ from tests.support.machines.synthetic_machine import (
     task_of,
 )
 
-NEW = dataclasses.replace(SCOPE, kernel_abi="gemm-portable-2", program_version="0.2.0")
+NEW = replace(SCOPE, kernel_abi="gemm-portable-2", program_version="0.2.0")
 """The same machine under the next release."""
 TASKS = (task_of(), task_of(512))
 
@@ -171,10 +171,10 @@ def test_lies_cost_the_stated_time_and_leave_nothing_slower(tmp_path: Path, lie:
     for row in theirs:
         if isinstance(row, Measurement):
             fast = max(1, row.sample.estimate_ns // lie)
-            sample = dataclasses.replace(row.sample, schedule=slow, samples_ns=(fast,), estimate_ns=fast)
-            lies.append(dataclasses.replace(row, sample=sample))
+            sample = replace(row.sample, schedule=slow, samples_ns=(fast,), estimate_ns=fast)
+            lies.append(replace(row, sample=sample))
         elif hasattr(row, "comparison") and hasattr(row, "incumbent"):
-            lies.append(dataclasses.replace(row, schedule=slow))
+            lies.append(replace(row, schedule=slow))
     with open_store(here) as store:
         import_rows(store, lies)
     budget_s, machine = 0.05, SyntheticMachine()
@@ -232,7 +232,7 @@ def test_a_weight_with_verdicts_keeps_its_arithmetic(database: str) -> None:
     both = (task_of(arithmetics=(PLAIN, OTHER)),)
     old = tuned(database)
     changed = {
-        problem: dataclasses.replace(schedule, compute_path=OTHER.compute_path)
+        problem: replace(schedule, compute_path=OTHER.compute_path)
         for problem, schedule in old.items()
         if problem in both[0].problems
     }
@@ -243,9 +243,9 @@ def test_a_weight_with_verdicts_keeps_its_arithmetic(database: str) -> None:
             if measurement.problem in changed
         ]
         shipped = [
-            dataclasses.replace(
+            replace(
                 measurement,
-                sample=dataclasses.replace(measurement.sample, schedule=changed[measurement.problem]),
+                sample=replace(measurement.sample, schedule=changed[measurement.problem]),
             )
             for measurement in measured
             if measurement.problem.m != MS[-1]
@@ -258,7 +258,7 @@ def test_a_weight_with_verdicts_keeps_its_arithmetic(database: str) -> None:
             for measurement in shipped
         }
         hints = {
-            problem: dataclasses.replace(hint, measurement=measurement)
+            problem: replace(hint, measurement=measurement)
             for (problem, hint), measurement in zip(hints.items(), shipped, strict=True)
         }
         hinted = in_order_of_worth(both, hints, lambda *_: None, lambda problem: problem.m)

@@ -19,20 +19,7 @@ from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight
 
 KEY = ("gemm", "bf16", 576, 576)
-SCHEDULE = Schedule(
-    mr=8,
-    panels=3,
-    block_m=64,
-    block_n=288,
-    block_k=576,
-    threads_m=1,
-    threads_n=2,
-    threads_k=1,
-    compute_path="fma",
-    k_parts=1,
-    prefetch_bytes=2048,
-    loop_order="nm",
-)
+SCHEDULE = Schedule(8, 3, 64, 288, 576, 1, 2, 1, "fma", 1, 2048, "nm")
 ms = st.integers(1, 4096)
 
 

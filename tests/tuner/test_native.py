@@ -106,18 +106,8 @@ def test_every_micro_kernel_and_arithmetic_of_a_group_can_be_measured(evaluator:
     problem = Problem("gemm", "bf16", 64, 96, 9)
     schedules = [
         Schedule(
-            kernel.mr,
-            kernel.panels,
-            kernel.mr,
-            16 * kernel.panels,
-            96,
-            1,
-            1,
-            1,
-            way.compute_path,
-            way.k_parts,
-            0,
-            "nm",
+            *(kernel.mr, kernel.panels, kernel.mr, 16 * kernel.panels, 96, 1, 1, 1),
+            *(way.compute_path, way.k_parts, 0, "nm"),
         )
         for way in group.arithmetics
         for kernel in group.kernels[way.compute_path][::7]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -27,12 +27,12 @@ FACTS = st.builds(CoreFacts, *(st.none() | st.floats(1, 1e7) for _ in range(5)))
 
 def row(machine: MachineKey, block_k: int, **problem: int) -> Measurement:
     """A schedule in use there, marked by its block_k."""
-    schedule = dataclasses.replace(SCHEDULE, block_k=block_k)
-    return dataclasses.replace(
+    schedule = replace(SCHEDULE, block_k=block_k)
+    return replace(
         MEASUREMENT,
-        problem=dataclasses.replace(MEASUREMENT.problem, **problem),
-        sample=dataclasses.replace(MEASUREMENT.sample, schedule=schedule),
-        origin=dataclasses.replace(ORIGIN, machine=machine),
+        problem=replace(MEASUREMENT.problem, **problem),
+        sample=replace(MEASUREMENT.sample, schedule=schedule),
+        origin=replace(ORIGIN, machine=machine),
     )
 
 
@@ -91,8 +91,8 @@ def test_other_thread_counts_and_what_cannot_run_give_nothing() -> None:
 
 def test_the_weight_most_like_it_speaks_for_one_that_is_not_there() -> None:
     store = Known([row(NEAR, 96, n=1536), row(NEAR, 64, n=32)], [])
-    assert seeds(store, dataclasses.replace(MEASUREMENT.problem, n=1024)) == [96]
-    assert seeds(store, dataclasses.replace(MEASUREMENT.problem, m=9)) == []
+    assert seeds(store, replace(MEASUREMENT.problem, n=1024)) == [96]
+    assert seeds(store, replace(MEASUREMENT.problem, m=9)) == []
 
 
 @examples(4)

@@ -15,12 +15,10 @@ from phasewise.tuner.emit import TOOLS, emit
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import (
     MAX_BANDS,
-    PHASES,
     LoadBand,
     RankCores,
     ServicePlan,
     check_fits,
-    default_plan,
     is_placed,
     placed_json,
     rank_on,
@@ -120,45 +118,11 @@ def test_a_plan_fits_where_all_of_its_bands_do() -> None:
         check_fits(plan, replace(PLAIN, cpu_quota=1.0))
 
 
-GOOD: dict[str, Any] = json.loads(
-    ServicePlan("decode", on(PLAIN, (0,))).with_band(8, on(PLAIN, (0, 1))).to_json()
-)
-BAND = GOOD["bands"][0]
-HOSTILE = {
-    "no bands": {key: value for key, value in GOOD.items() if key != "bands"},
-    "bands of a plain plan": {**GOOD, "format": 1},
-    "bands as text": {**GOOD, "bands": "8"},
-    "a band as list": {**GOOD, "bands": [[8, [0]]]},
-    "a band's field": {**GOOD, "bands": [{**BAND, "exec": "rm"}]},
-    "a band without ranks": {**GOOD, "bands": [{"sequences": 8}]},
-    "ranks as text": {**GOOD, "bands": [{**BAND, "ranks": "0"}]},
-    "no rank": {**GOOD, "bands": [{**BAND, "ranks": []}]},
-    "sequences as text": {**GOOD, "bands": [{**BAND, "sequences": "8"}]},
-    "a fraction": {**GOOD, "bands": [{**BAND, "sequences": 8.0}]},
-    "too many": {**GOOD, "bands": [{**BAND, "sequences": 8 + n} for n in range(MAX_BANDS + 1)]},
-    "an absent core": {**GOOD, "bands": [{**BAND, "ranks": [{"cores": [4], "numa_node": 0}]}]},
-    "prefill": {**GOOD, "phase": "prefill"},
-    "places that are none": {"format": 4, "phase": "decode", "pus": 4, "ranks": [[0]], "bands": [7]},
-    "places beyond": {
-        **{"format": 4, "phase": "decode", "pus": 4, "ranks": [[0]]},
-        "bands": [{"sequences": 2, "ranks": [[4]]}],
-    },
-}
-
-
-@pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_bands_are_set_aside_with_their_plan(fields: dict[str, Any]) -> None:
-    said: list[str] = []
-    plans = resolve_plans(FakeStore(decode=json.dumps(fields)), PLAIN, MODEL, report=said.append)
-
-    assert plans == {phase: default_plan(PLAIN, phase) for phase in PHASES}
-    assert len(said) == 1
-    assert said[0].startswith("the decode plan in the database is set aside")
-    assert len(said[0]) < 300
+BANDED = ServicePlan("decode", on(PLAIN, (0,))).with_band(8, on(PLAIN, (0, 1))).to_json()
 
 
 def test_a_stored_plan_comes_with_its_bands_and_a_flag_has_none() -> None:
-    store = FakeStore(decode=json.dumps(GOOD))
+    store = FakeStore(decode=BANDED)
 
     assert resolve_plans(store, PLAIN, MODEL)["decode"].starts == (8,)
     assert resolve_plans(store, PLAIN, MODEL, threads=2)["decode"].bands == ()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import Cpu, CpuKind, Kind, Machine, Node
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import (
+    MAX_BANDS,
     PHASES,
     Phase,
     RankCores,
@@ -115,7 +116,7 @@ def test_threads_fill_cores_before_second_pus(threads: int, cores: tuple[int, ..
 def hybrid() -> Machine:
     """Four slow cores before four fast ones, as big.LITTLE numbers them."""
     kinds = CpuKind("capacity-400", (0, 1, 2, 3)), CpuKind("capacity-1024", (4, 5, 6, 7))
-    return dataclasses.replace(machine_of([[[pu] for pu in range(8)]]), kinds=kinds)
+    return replace(machine_of([[[pu] for pu in range(8)]]), kinds=kinds)
 
 
 @pytest.mark.parametrize("threads", range(1, 9))
@@ -166,7 +167,7 @@ def test_a_plan_survives_its_json(ranks: list[list[int]], phase: Phase, node: in
         return
 
     assert ServicePlan.from_json(plan.to_json()) == plan
-    assert ServicePlan.from_json(plan.to_json(), "flag") == dataclasses.replace(plan, source="flag")
+    assert ServicePlan.from_json(plan.to_json(), "flag") == replace(plan, source="flag")
 
 
 GOOD: dict[str, Any] = {"format": 1, "phase": "decode", "ranks": [{"cores": [0, 1], "numa_node": 0}]}
@@ -205,6 +206,33 @@ HOSTILE = {
     "an absent node": json.dumps({**GOOD, "ranks": [{"cores": [1], "numa_node": 5}]}),
     "the other phase": json.dumps({**GOOD, "phase": "prefill"}),
 }
+
+
+BANDED: dict[str, Any] = json.loads(
+    ServicePlan("decode", (RankCores((0,), 0),)).with_band(8, (RankCores((0, 1), 0),)).to_json()
+)
+BAND = BANDED["bands"][0]
+HOSTILE_BANDS: dict[str, dict[str, Any]] = {
+    "no bands": {key: value for key, value in BANDED.items() if key != "bands"},
+    "bands of a plain plan": {**BANDED, "format": 1},
+    "bands as text": {**BANDED, "bands": "8"},
+    "a band as list": {**BANDED, "bands": [[8, [0]]]},
+    "a band's field": {**BANDED, "bands": [{**BAND, "exec": "rm"}]},
+    "a band without ranks": {**BANDED, "bands": [{"sequences": 8}]},
+    "ranks as text": {**BANDED, "bands": [{**BAND, "ranks": "0"}]},
+    "no rank": {**BANDED, "bands": [{**BAND, "ranks": []}]},
+    "sequences as text": {**BANDED, "bands": [{**BAND, "sequences": "8"}]},
+    "a fraction": {**BANDED, "bands": [{**BAND, "sequences": 8.0}]},
+    "too many": {**BANDED, "bands": [{**BAND, "sequences": 8 + n} for n in range(MAX_BANDS + 1)]},
+    "an absent core": {**BANDED, "bands": [{**BAND, "ranks": [{"cores": [4], "numa_node": 0}]}]},
+    "prefill": {**BANDED, "phase": "prefill"},
+    "places that are none": {"format": 4, "phase": "decode", "pus": 4, "ranks": [[0]], "bands": [7]},
+    "places beyond": {
+        **{"format": 4, "phase": "decode", "pus": 4, "ranks": [[0]]},
+        "bands": [{"sequences": 2, "ranks": [[4]]}],
+    },
+}
+HOSTILE |= {f"bands: {name}": json.dumps(fields) for name, fields in HOSTILE_BANDS.items()}
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())

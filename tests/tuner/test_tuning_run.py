@@ -19,10 +19,9 @@ from random import Random
 import pytest
 
 from phasewise.kerneldb.records import Problem, Sample, Schedule
-from phasewise.kerneldb.store import open_store
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.space import Arithmetic
-from phasewise.tuner.tuning_run import INTERLEAVED, Duel, Tools, TuningOutcome, tune
+from phasewise.tuner.tuning_run import INTERLEAVED, Duel, TuningOutcome
 from tests.support.machines import synthetic_machine
 from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
 from tests.support.machines.synthetic_machine import (
@@ -164,10 +163,7 @@ def test_a_weight_has_a_share_of_the_budget_as_large_as_its_work(database: str) 
     whole = SyntheticMachine()
     run_on(whole, str(Path(database).with_name("whole.db")), tasks)
     machine = SyntheticMachine()
-    with open_store(database) as store:
-        ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock)
-        tune(tasks, replace(tools, call_s=lambda problem: problem.n / 1e3), 1.3 * whole.now_s)
+    run_on(machine, database, tasks, 1.3 * whole.now_s, call_s=lambda problem: problem.n / 1e3)
 
     sizes = [problem.n for problem, _ in machine.timed]
     assert sizes == sorted(sizes, key=[8192, 64, 128].index)
@@ -239,17 +235,6 @@ def with_other(share: float) -> synthetic_machine.Cost:
     return cost
 
 
-@pytest.mark.parametrize(("share", "winner"), [(0.5, OTHER), (0.99, PLAIN), (2.0, PLAIN)])
-def test_all_rows_of_a_weight_use_one_arithmetic(database: str, share: float, winner: Arithmetic) -> None:
-    """The other one if it gains over all rows together; a per cent is not worth other bits."""
-    tasks = [task_of(arithmetics=(PLAIN, OTHER))]
-    outcome = run_on(SyntheticMachine(with_other(share)), database, tasks)
-
-    assert {gain.schedule.compute_path for gain in outcome.gains} == {winner.compute_path}
-    assert [gain.problem.m for gain in outcome.gains] == list(MS)
-    assert run_on(SyntheticMachine(with_other(share)), database, tasks).duels == 0
-
-
 def in_both_phases(answers: float, prompts: float) -> synthetic_machine.Cost:
     """OTHER's speed, as a share of PLAIN's: of one row, of the most rows; the others as fast."""
 
@@ -262,16 +247,27 @@ def in_both_phases(answers: float, prompts: float) -> synthetic_machine.Cost:
 
 
 @pytest.mark.parametrize(
-    ("answers", "prompts", "winner"),
-    [(0.975, 1.8, OTHER), (1.0, 1.8, OTHER), (0.9, 4.0, PLAIN), (0.25, 4.0, PLAIN)],
+    ("cost", "winner"),
+    [
+        (with_other(0.5), OTHER),
+        (with_other(0.99), PLAIN),  # a per cent is not worth other bits
+        (with_other(2.0), PLAIN),
+        (in_both_phases(0.975, 1.8), OTHER),
+        (in_both_phases(1.0, 1.8), OTHER),
+        (in_both_phases(0.9, 4.0), PLAIN),  # it must not slow answers
+        (in_both_phases(0.25, 4.0), PLAIN),
+    ],
 )
-def test_an_arithmetic_of_both_phases_must_not_slow_answers(
-    database: str, answers: float, prompts: float, winner: Arithmetic
+def test_all_rows_of_a_weight_use_one_arithmetic(
+    database: str, cost: synthetic_machine.Cost, winner: Arithmetic
 ) -> None:
+    """The other one if it gains over all rows together."""
     tasks = [task_of(arithmetics=(PLAIN, OTHER))]
-    outcome = run_on(SyntheticMachine(in_both_phases(answers, prompts)), database, tasks)
+    outcome = run_on(SyntheticMachine(cost), database, tasks)
 
     assert {gain.schedule.compute_path for gain in outcome.gains} == {winner.compute_path}
+    assert [gain.problem.m for gain in outcome.gains] == list(MS)
+    assert run_on(SyntheticMachine(cost), database, tasks).duels == 0
 
 
 def test_rows_tuned_later_follow_the_arithmetic_of_the_weight(database: str) -> None:
@@ -303,16 +299,10 @@ def test_another_arithmetic_that_only_seemed_faster_is_not_taken(database: str) 
 
 def test_rows_of_another_build_or_machine_are_not_used(database: str) -> None:
     first = run_on(SyntheticMachine(), database)
-    with open_store(database) as store:
-        for scope in (
-            replace(SCOPE, kernel_abi="gemm-portable-2"),
-            replace(SCOPE, machine=replace(MACHINE, core_sig="other")),
-        ):
-            machine = SyntheticMachine()
-            ledger = synthetic_machine.Ledger(store, scope)
-            tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock)
-            tune([task_of(), task_of(512)], tools, 1e9)
-            assert len(machine.timed) == first.timed
+    for other in ({"kernel_abi": "gemm-portable-2"}, {"machine": replace(MACHINE, core_sig="other")}):
+        machine = SyntheticMachine()
+        run_on(machine, database, scope=replace(SCOPE, **other))  # type: ignore[arg-type]
+        assert len(machine.timed) == first.timed
 
 
 class Watched(SyntheticMachine):
@@ -350,9 +340,6 @@ class NeverAlone(MeasurementLock):
 
 def test_without_a_turn_nothing_is_timed(database: str) -> None:
     machine = SyntheticMachine()
-    with open_store(database) as store:
-        ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, lock=NeverAlone())
-        outcome = tune([task_of()], tools, 60)
+    outcome = run_on(machine, database, [task_of()], 60, lock=NeverAlone())
 
     assert (outcome.end, outcome.timed, machine.timed) == ("budget", 0, [])

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.routing import Role
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.messages import Submit
@@ -98,27 +95,32 @@ def assert_ends_change_nothing(
 
 
 @pytest.mark.parametrize(
-    "roles",
-    [("mixed",), ("mixed", "mixed"), ("prompt", "token"), ("prompt", "token", "token")],
-    ids=lambda roles: " ".join(roles),
+    ("roles", "more"),
+    [
+        (("mixed",), {}),
+        (("mixed", "mixed"), {}),
+        (("prompt", "token"), {}),
+        (("prompt", "token", "token"), {}),
+        (
+            ("mixed", "mixed"),
+            {"numbers": (signal.SIGSTOP, signal.SIGKILL)},
+        ),  # one that hangs is as good as killed
+        (("mixed", "mixed"), {"n_ranks": 2}),
+        *((("mixed", "mixed"), {"kv_policy": policy}) for policy in POLICIES),
+    ],
+    ids=str,
 )
 def test_answers_are_those_of_an_undisturbed_engine(
-    model: Path, asked: list[Submit], wanted: dict[str, dict[str, Any]], roles: Sequence[Role]
+    model: Path,
+    asked: list[Submit],
+    wanted: dict[str, dict[str, Any]],
+    roles: Sequence[Role],
+    more: dict[str, Any],
 ) -> None:
     """Greedy, seeds, penalties, bias, grammars, thoughts, stop strings, log-probabilities of answer and
     prompt, receipts, two choices, a batch's request; instances are killed.
     """
-    assert_ends_change_nothing(model, asked, wanted, roles)
-
-
-def test_instances_that_hang_are_as_good_as_killed(
-    model: Path, asked: list[Submit], wanted: dict[str, dict[str, Any]]
-) -> None:
-    assert_ends_change_nothing(model, asked, wanted, ("mixed", "mixed"), (signal.SIGSTOP, signal.SIGKILL))
-
-
-def test_with_two_ranks_each(model: Path, asked: list[Submit], wanted: dict[str, dict[str, Any]]) -> None:
-    assert_ends_change_nothing(model, asked, wanted, ("mixed", "mixed"), n_ranks=2)
+    assert_ends_change_nothing(model, asked, wanted, roles, **more)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
@@ -144,13 +146,6 @@ def test_with_adapters(
     assert len(own) > len(with_one) / 2, "adapters change answers"
 
     assert_ends_change_nothing(model, adapted, theirs, roles, lora=lora)
-
-
-@pytest.mark.parametrize("kv_policy", POLICIES)
-def test_whatever_the_policy(
-    model: Path, asked: list[Submit], wanted: dict[str, dict[str, Any]], kv_policy: str
-) -> None:
-    assert_ends_change_nothing(model, asked, wanted, ("mixed", "mixed"), kv_policy=kv_policy)
 
 
 @pytest.mark.soak

@@ -11,17 +11,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.instance import Orders
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
+from tests.support import ROOT
 from tests.support.process_trees import tree_of
 from tests.support.servers.pools import PATIENCE_S, is_there, size_of, tiny_model
 from tests.support.servers.rude_clients import until
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow

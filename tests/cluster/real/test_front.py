@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
     Drop,
@@ -37,15 +34,6 @@ from tests.support.servers.scripted_instances import (
 REQUEST = Submit("r", tuple(range(3, 103)), 8)
 
 
-def running(server: ScriptedServer, n_instances: int = 2) -> list[ScriptedInstance]:
-    """All instances, ready."""
-    instances = [server.launcher.next() for _ in range(n_instances)]
-    for instance in instances:
-        instance.ready()
-    server.wait_until_state("running")
-    return instances
-
-
 def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedInstance) -> str:
     """A request whose prompt is computed by one instance for the other, which hears of it when the first has
     begun; its attempt."""
@@ -67,7 +55,7 @@ def begins(server: ScriptedServer, instance: ScriptedInstance, attempt: str) -> 
 
 def with_kv_target(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance, str]:
     """The instances of a divided request, and its attempt, which the prompt's knows where to write."""
-    prompt, token = running(server)
+    prompt, token = server.running()
     attempt = divided(server, prompt, token)
     token.place(attempt)
     prompt.hear(SendKvTo)
@@ -77,7 +65,7 @@ def with_kv_target(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedIn
 def test_a_divided_request_from_its_arrival_to_its_end() -> None:
     """The prompt's block is freed when everything has arrived, and answers carry the request's own id."""
     with scripted_front() as server:
-        prompt, token = running(server)
+        prompt, token = server.running()
         attempt = divided(server, prompt, token)
         token.place(attempt)
         target = prompt.hear(SendKvTo)
@@ -87,12 +75,10 @@ def test_a_divided_request_from_its_arrival_to_its_end() -> None:
         assert (target.request_id, target.n_prompt, target.endpoint) == (attempt, 100, token.orders.listen)
         assert target.place is not None
         assert prompt.hear(Drop).request_id == attempt
-        first = server.next_out()
-        assert isinstance(first, Answer)
+        first = server.next_answer()
         assert (first.request_id, first.text) == ("r", "a")
         token.tell(Answer(attempt, "b", (), 8, 6, "length"))
-        last = server.next_out()
-        assert isinstance(last, Answer)
+        last = server.next_answer()
         assert last.finish_reason == "length"
         check_counts(server.front._router)
         assert not server.front._router._held
@@ -101,7 +87,7 @@ def test_a_divided_request_from_its_arrival_to_its_end() -> None:
 def test_a_request_in_shadow_is_computed_where_it_is_answered() -> None:
     """A block that is being sent could not give way."""
     with scripted_front() as server:
-        _, token = running(server)
+        _, token = server.running()
         server.front.send(replace(REQUEST, in_shadow=True))
 
         taken = token.hear(Take)
@@ -135,8 +121,7 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
         assert again.request.request_id != attempt
         token.tell(Answer(attempt, "of the first attempt", (), 1, 5))
         token.tell(Answer(again.request.request_id, "b", (), 1, 5, "length"))
-        out = server.next_out()
-        assert isinstance(out, Answer)
+        out = server.next_answer()
         assert out.text == "b"
         assert server.front.recoveries().requests_rerun == 1
         assert server.front.counts.failed == {"instance": 1}
@@ -144,7 +129,7 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
 
 def begun(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance]:
     """The instances of a divided request of which two tokens were given out, with a part of their text."""
-    prompt, token = running(server)
+    prompt, token = server.running()
     attempt = divided(server, prompt, token)
     pieces = [
         Answer(attempt, "a", (SampledToken(7),), 1, 5, n_cached=16),
@@ -153,7 +138,7 @@ def begun(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance]:
     ]
     token.tell(*pieces, arrived=[attempt])
     for _ in pieces:
-        assert isinstance(server.next_out(), Answer)
+        server.next_answer()
     assert prompt.hear(Drop).request_id == attempt
     return prompt, token
 
@@ -172,8 +157,7 @@ def test_an_answer_that_has_begun_goes_on_after_what_was_given_out() -> None:
         prompt.tell(
             Answer(name, "d", (SampledToken(9),), 8, 8, "length", 16), progress=[Progress(name, 102, 0, 9, 5)]
         )
-        out = server.next_out()
-        assert isinstance(out, Answer)
+        out = server.next_answer()
         assert (out.request_id, out.text, out.finish_reason) == ("r", "d", "length")
         counts = server.front.recoveries()
         assert (counts.answers_continued, counts.requests_rerun) == (1, 0)
@@ -184,7 +168,7 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
     """One instance computes prompt and tokens for another one, which goes on after them; once more after that
     with all that both have given out."""
     with scripted_front(("prompt", "token", "token")) as server:
-        prompt, *tokens = running(server, 3)
+        prompt, *tokens = server.running(3)
         server.front.send(REQUEST)
         given_out = None
         for n_known in (100, 101, 102):
@@ -205,7 +189,7 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
             assert prompt.hear(SendKvTo).n_prompt == n_known
             prompt.tell(computed=[name])
             token.tell(Answer(name, "x", (SampledToken(n_known),), n_known - 99, 5), arrived=[name])
-            assert isinstance(server.next_out(), Answer)
+            server.next_answer()
             assert prompt.hear(Drop).request_id == name
             given_out = GivenOut(tuple(range(100, n_known + 1)), n_known - 99)
             tokens.remove(token)
@@ -219,42 +203,45 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
 
 def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
     with scripted_front(("mixed",)) as server:
-        (instance,) = running(server, 1)
+        (instance,) = server.running(1)
         server.front.send(REQUEST)
         name = instance.hear(Take).request.request_id
         instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
-        assert isinstance(server.next_out(), Answer)
-        instance.ended = "it was killed by SIGKILL"
-        other = server.launcher.next()
+        server.next_answer()
+        other = server.replaced(instance)
         server.wait_until_state("replacing")
         other.ready()
 
         assert other.hear(Take).request.given == GivenOut((7,), 1)
 
 
-def test_an_answer_comes_further_or_ends() -> None:
-    """Instances may end under it as often as they like while it does; twice in a row without a token, and it
-    may be what ends them.
-    """
+@pytest.mark.parametrize(
+    ("n_good", "n_rounds", "gives_out"), [(5, 7, True), (5, 8, False)], ids=["begun", "not begun"]
+)
+def test_a_request_whose_instances_end_under_it_comes_further_or_ends(
+    n_good: int, n_rounds: int, gives_out: bool
+) -> None:
+    """Instances may end as often as they like while an answer comes further, or while they do not compute it;
+    twice in a row without a token, or three times where there is none, and it may be what ends them."""
     with scripted_front(("mixed",), most_restarts=100) as server:
-        (instance,) = running(server, 1)
+        (instance,) = server.running(1)
         server.front.send(REQUEST)
-        for number in range(7):
+        for number in range(n_rounds):
             name = instance.hear(Take).request.request_id
-            if number < 5:
-                instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
-                assert isinstance(server.next_out(), Answer)
-            else:
+            if number >= n_good:
                 begins(server, instance, name)
-            instance.ended = "it was killed by SIGSEGV"
-            instance = server.launcher.next()
+            elif gives_out:
+                instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
+                server.next_answer()
+            instance = server.replaced(instance)
             instance.ready()
 
         out = server.next_out()
 
         assert isinstance(out, Failure)
         assert isinstance(out.error, RankLost)
-        assert server.front.recoveries().answers_continued == 6
+        assert instance.hears_nothing()
+        assert server.front.recoveries().answers_continued == (6 if gives_out else 0)
 
 
 def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
@@ -306,7 +293,7 @@ def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> No
 def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() -> None:
     """It lives, has nothing to do, and says nothing of the prompt. One that is busy is waited for."""
     with scripted_front(hand_over_s=0.3) as server:
-        prompt, token = running(server)
+        prompt, token = server.running()
         prompt.say(Heartbeat(1, True, 0))
         divided(server, prompt, token)
         assert token.hears_nothing(0.7)
@@ -317,30 +304,9 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
         assert server.front.counts.failed == {"unreported": 1}
 
 
-def test_a_request_that_fails_again_and_again_ends() -> None:
-    """An instance that dies while it computes it does so three times; one that has others to compute, any
-    number of times.
-    """
-    with scripted_front(("mixed",), most_restarts=100) as server:
-        (instance,) = running(server, 1)
-        server.front.send(REQUEST)
-        for number in range(8):
-            name = instance.hear(Take).request.request_id
-            if number >= 5:
-                begins(server, instance, name)
-            instance.ended = "it was killed by SIGSEGV"
-            instance = server.launcher.next()
-            instance.ready()
-
-        out = server.next_out()
-
-        assert isinstance(out, Failure)
-        assert instance.hears_nothing()
-
-
 def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
     with scripted_front(("mixed", "mixed"), most_restarts=100) as server:
-        running(server, 2)
+        server.running()
         server.front.send(REQUEST)
         for _ in range(5):
             server.wait_until(lambda: bool(server.front._requests))
@@ -356,7 +322,7 @@ def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
 
 def test_an_instance_that_says_nothing_is_dead() -> None:
     with scripted_front(("mixed",)) as server:
-        (instance,) = running(server, 1)
+        (instance,) = server.running(1)
         server.front.send(REQUEST)
         instance.hear(Take)
         supervisor = server.front._supervisor
@@ -372,9 +338,8 @@ def test_an_instance_that_says_nothing_is_dead() -> None:
 
 def test_requests_wait_while_no_instance_is_there() -> None:
     with scripted_front(("mixed",)) as server:
-        (instance,) = running(server, 1)
-        instance.ended = "it was killed by SIGKILL"
-        other = server.launcher.next()
+        (instance,) = server.running(1)
+        other = server.replaced(instance)
         server.front.send(REQUEST)
         server.wait_until_state("replacing")
         other.ready()
@@ -384,20 +349,17 @@ def test_requests_wait_while_no_instance_is_there() -> None:
 
 def test_what_an_earlier_life_says_is_not_heard() -> None:
     with scripted_front(("mixed",)) as server:
-        (instance,) = running(server, 1)
+        (instance,) = server.running(1)
         server.front.send(REQUEST)
         attempt = instance.hear(Take).request.request_id
-        instance.ended = "it was killed by SIGKILL"
-        other = server.launcher.next()
+        other = server.replaced(instance)
         other.ready()
         again = other.hear(Take).request.request_id
         instance.tell(Answer(again, "late", (), 1, 5))
         instance.tell(Answer(attempt, "late", (), 1, 5))
         other.tell(Answer(again, "new", (), 1, 5))
 
-        out = server.next_out()
-
-        assert isinstance(out, Answer)
+        out = server.next_answer()
         assert out.text == "new"
 
 
@@ -437,7 +399,7 @@ def test_an_instance_that_cannot_start_ends_the_start_in_one_line() -> None:
 
 def test_what_cannot_be_read_ends_the_instance_and_nothing_else() -> None:
     with scripted_front(("mixed", "mixed")) as server:
-        first, second = running(server)
+        first, second = server.running()
         first._socket.send(b'{"kind":"told","answers":[[1]]}')
         other = server.launcher.next()
 
@@ -449,7 +411,7 @@ def test_what_cannot_be_read_ends_the_instance_and_nothing_else() -> None:
 def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
     """Instances that compute prompts at the same time are together as fast as the sum of their rates."""
     with scripted_front() as server:
-        prompt, token = running(server)
+        prompt, token = server.running()
         attempt = divided(server, prompt, token)
         prompt.tell(progress=[Progress("gone@7", 9, 0, 4, 5), Progress(attempt, 100, 0, 64, 5)])
         server.wait_until(lambda: bool(server.progress))
@@ -465,7 +427,7 @@ def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
 
 def test_at_the_end_every_request_is_told() -> None:
     with scripted_front() as server:
-        prompt, token = running(server)
+        prompt, token = server.running()
         divided(server, prompt, token)
         server.launcher.is_stopping = True
         server.front.stop(5.0)
@@ -479,10 +441,9 @@ def test_at_the_end_every_request_is_told() -> None:
 def test_it_is_ready_while_every_pool_has_an_instance_and_takes_requests_all_the_time() -> None:
     """Pools of two and of one: what is lost is told until the pool's first instance is there again."""
     with scripted_front(("prompt", "token", "token")) as server:
-        prompt, *tokens = running(server, 3)
+        prompt, *tokens = server.running(3)
         assert server.front.state == "running"
-        tokens[0].ended = "it was killed by SIGKILL"
-        first = server.launcher.next()
+        first = server.replaced(tokens[0])
         assert server.front.state == "running"
         tokens[1].ended = "it was killed by SIGKILL"
         server.wait_until_state("replacing")

@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.instance_messages import InstanceReport, Ready, Take
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.messages import Answer, EngineLoad, Submit
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.ranks.kv_share import KvPlace
 from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, HeldReport, block_keys
-from tests.cluster.real.test_front import running, with_kv_target
+from tests.cluster.real.test_front import with_kv_target
 from tests.support.servers.metric_lines import instance_infos
 from tests.support.servers.scripted_instances import (
     IDENTITY,
@@ -53,7 +50,7 @@ def taken_by(server: ScriptedServer, instances: list[ScriptedInstance], request:
 @pytest.mark.parametrize(("policy", "chosen"), [("prefix-aware", 1), ("splitwise", 0)])
 def test_a_request_goes_where_its_beginning_is_held(policy: str, chosen: int) -> None:
     with scripted_front(REPLICAS, policy=policy) as server:
-        instances = running(server)
+        instances = server.running()
         holds(server, instances[1])
 
         assert taken_by(server, instances, Submit("r", PROMPT, 8)) == chosen
@@ -78,7 +75,7 @@ def test_another_key_or_adapter_has_another_beginning() -> None:
 
 def test_a_hot_beginning_spreads_when_its_instance_is_busy() -> None:
     with scripted_front(REPLICAS) as server:
-        instances = running(server)
+        instances = server.running()
         holds(server, instances[1])
 
         taken = [taken_by(server, instances, Submit(f"r{number}", PROMPT, 8)) for number in range(120)]
@@ -89,15 +86,14 @@ def test_a_hot_beginning_spreads_when_its_instance_is_busy() -> None:
 
 def test_what_an_instance_forgets_or_loses_with_its_life_is_forgotten() -> None:
     with scripted_front(REPLICAS) as server:
-        instances = running(server)
+        instances = server.running()
         holds(server, instances[1])
         instances[1].say(InstanceReport((), (), None, LOAD, held=HeldReport(2, (), KEYS)))
         server.wait_until(lambda: server.front._router.n_blocks(1) == 0)
         assert taken_by(server, instances, Submit("a", PROMPT, 8)) == 0
 
         holds(server, instances[1], number=3)
-        instances[1].ended = "it was killed by SIGKILL"
-        other = server.launcher.next()
+        other = server.replaced(instances[1])
         other.ready()
         other.say(InstanceReport((), (), None, LOAD, held=HeldReport(1)))
         server.wait_until(lambda: server.front._router.n_blocks(1) == 0)
@@ -106,7 +102,7 @@ def test_what_an_instance_forgets_or_loses_with_its_life_is_forgotten() -> None:
 def test_a_report_that_cannot_be_true_is_refused_and_its_instance_goes_on() -> None:
     """It is routed to by its load; `/metrics` counts the refusal."""
     with scripted_front(REPLICAS) as server:
-        instances = running(server)
+        instances = server.running()
         instances[1].say(
             InstanceReport((), (), None, LOAD, held=HeldReport(1, tuple(range(4000))))
         )  # room for 16, and 2048 on disk

@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.loaders import load_model

@@ -8,9 +8,6 @@ import struct
 import numpy as np
 import pytest
 
-pytest.importorskip(
-    "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.handing_over.frames import (
     HEADER_BYTES,
     PART_BYTES,

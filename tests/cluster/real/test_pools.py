@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.messages import Abort
 from phasewise.serving.pools.opening import POLICIES

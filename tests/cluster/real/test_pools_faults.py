@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.grammar.guides import Grammar
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from tests.cluster.real.test_begun_answers_of_instances import assert_ends_change_nothing
 from tests.cluster.real.test_pools import assert_divided_equals_whole
 from tests.soak.changing_instances import every_way, undisturbed

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.kerneldb.records import Measurement, Problem, Schedule
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.loaders import load_model

@@ -19,18 +19,14 @@ from typing import Any
 import pytest
 
 from phasewise.cluster.errors import ClusterError
-from phasewise.workflows.errors import UsageError
-
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real import ray_connection
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.serve.settings import Pools
 from phasewise.workflows.serve.ways import OnNodes
+from tests.support import ROOT
 from tests.support.machines.paper_machines import xeon
 from tests.support.servers.pools import tiny_model
 
-ROOT = Path(__file__).resolve().parents[3]
 LATEST_S = 60.0
 """Ends a wait that would not end. What is promised are 1 s and 10 s."""
 HAS_RAY = importlib.util.find_spec("ray") is not None

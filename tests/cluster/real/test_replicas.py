@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.routing import POLICIES as ROUTING
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.pools.opening import POLICIES

@@ -8,11 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.serving.processes.behind_others import NICENESS
 from tests.support.process_trees import children_of
 from tests.support.servers.pools import pools, tiny_model

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.handing_over.frames import Codec, parts_of
 from phasewise.cluster.real.handing_over.receiver import Receiver
 from phasewise.cluster.real.handing_over.sender import Sender, SharedLink, StreamLink

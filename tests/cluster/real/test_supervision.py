@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
-)
 from phasewise.cluster.real.front import DrainPlace
 from phasewise.cluster.real.instance_messages import Drop, PromptBegun, SendKvTo, Stop, Take
 from phasewise.cluster.real.supervisor import InstanceMember
@@ -18,21 +15,12 @@ from phasewise.serving.processes.restarts import Restarts
 from tests.support.servers.scripted_instances import (
     FINGERPRINT,
     IDENTITY,
-    ScriptedInstance,
     ScriptedServer,
     scripted_front,
     who_hears,
 )
 
 REQUEST = Submit("r", tuple(range(3, 103)), 8)
-
-
-def running(server: ScriptedServer, n_instances: int) -> list[ScriptedInstance]:
-    instances = [server.launcher.next() for _ in range(n_instances)]
-    for instance in instances:
-        instance.ready()
-    server.wait_until_state("running")
-    return instances
 
 
 def states(server: ScriptedServer) -> list[object]:
@@ -46,7 +34,7 @@ def wait_until_states(server: ScriptedServer, *wanted: str) -> None:
 def test_streams_go_on_while_an_instance_cannot_be_killed() -> None:
     """Its host is lost, and confirms nothing: pieces of others' answers are delivered meanwhile."""
     with scripted_front(("mixed", "mixed")) as server:
-        first, other = running(server, 2)
+        first, other = server.running()
         server.front.send(REQUEST)
         serving = who_hears((first, other))
         attempt = serving.hear(Take).request.request_id
@@ -56,7 +44,7 @@ def test_streams_go_on_while_an_instance_cannot_be_killed() -> None:
         server.wait_until(lambda: states(server)[lost.index] == "starting")
         for _ in range(50):
             serving.tell(Answer(attempt, "a", (), 1, 5))
-            assert isinstance(server.next_out(), Answer)
+            server.next_answer()
 
         assert states(server)[lost.index] == "starting"
         assert lost.orders.name not in server.launcher.killed
@@ -68,7 +56,7 @@ def test_streams_go_on_while_an_instance_cannot_be_killed() -> None:
 def test_a_block_waits_for_the_end_of_the_instance_that_may_write_to_it() -> None:
     """The request runs again at once; its first block is given back when the process is known to be dead."""
     with scripted_front() as server:
-        prompt, token = running(server, 2)
+        prompt, token = server.running()
         server.front.send(REQUEST)
         attempt = prompt.hear(Take).request.request_id
         prompt.say(PromptBegun(attempt))
@@ -91,9 +79,8 @@ def test_a_block_waits_for_the_end_of_the_instance_that_may_write_to_it() -> Non
 def test_a_place_that_did_not_fit_is_tried_again(joins: bool) -> None:
     """When a host joins, and after a while without one."""
     with scripted_front(("mixed", "mixed"), again_s=60.0 if joins else 0.3) as server:
-        first, _other = running(server, 2)
-        first.ended = "it was killed by SIGKILL"
-        second = server.launcher.next()
+        first, _other = server.running()
+        second = server.replaced(first)
         second.ready(identity=replace(IDENTITY, version="0.0.1"))
         server.wait_until(lambda: server.launcher.vacated == [first.index])
         if joins:
@@ -108,12 +95,11 @@ def test_a_place_that_did_not_fit_is_tried_again(joins: bool) -> None:
 
 def test_an_instance_without_a_place_waits_for_one_however_long() -> None:
     with scripted_front(("mixed", "mixed")) as server:
-        first, _other = running(server, 2)
+        first, _other = server.running()
         supervisor = server.front._supervisor
         patient, supervisor._settings = supervisor._settings, replace(supervisor._settings, start_s=0.2)
         server.launcher.waiting[first.index] = "no node has room for it"
-        first.ended = "its node is lost"
-        second = server.launcher.next()
+        second = server.replaced(first, "its node is lost")
         time.sleep(0.6)
 
         assert states(server) == ["waiting", "running"]
@@ -127,7 +113,7 @@ def test_an_instance_without_a_place_waits_for_one_however_long() -> None:
 
 def test_a_drained_instance_ends_what_it_has_and_stops() -> None:
     with scripted_front(("mixed", "mixed")) as server:
-        instances = running(server, 2)
+        instances = server.running()
         server.front.send(REQUEST)
         busy = who_hears(instances)
         (idle,) = (instance for instance in instances if instance is not busy)
@@ -140,7 +126,7 @@ def test_a_drained_instance_ends_what_it_has_and_stops() -> None:
         assert busy.hears_nothing()
         assert states(server)[busy.index] == "draining"
         busy.tell(Answer(attempt, "a", (), 8, 5, "length"))
-        assert isinstance(server.next_out(), Answer)
+        server.next_answer()
         busy.hear(Stop)
         busy.ended = "it was told to stop"
         server.wait_until(lambda: states(server)[busy.index] == "drained")
@@ -151,7 +137,7 @@ def test_a_drained_instance_ends_what_it_has_and_stops() -> None:
 
 def test_draining_is_undone_before_and_after_the_stop() -> None:
     with scripted_front(("mixed", "mixed")) as server:
-        first, other = running(server, 2)
+        first, other = server.running()
         server.front.send(DrainPlace(0))
         first.hear(Stop)
         first.ended = "it was told to stop"
@@ -172,7 +158,7 @@ def test_draining_is_undone_before_and_after_the_stop() -> None:
 
 def test_a_draining_instance_that_is_lost_is_not_started_anew() -> None:
     with scripted_front(("mixed", "mixed")) as server:
-        instances = running(server, 2)
+        instances = server.running()
         server.front.send(REQUEST)
         busy = who_hears(instances)
         (idle,) = (instance for instance in instances if instance is not busy)

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
-)
+from tests.support import ROOT
 from tests.support.servers.pools import tiny_model
 
-ROOT = Path(__file__).resolve().parents[3]
 NEEDS = "network namespaces need root, iproute2 and a kernel with veth and tbf"
 PROBE = (
     "ip link add left type veth peer name right && ip link set left up && "

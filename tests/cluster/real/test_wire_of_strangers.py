@@ -13,15 +13,7 @@ from phasewise.cluster.real.instance_messages import WireError, read_from_instan
 from tests.support.tiers import examples
 
 KINDS = (
-    "take",
-    "drop",
-    "send_kv_to",
-    "stop",
-    "ready",
-    "report",
-    "dropped",
-    "hand_over_failed",
-    "heartbeat",
+    *("take", "drop", "send_kv_to", "stop", "ready", "report", "dropped", "hand_over_failed", "heartbeat"),
     "cannot_start",
 )
 FIELDS = (

@@ -14,16 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 from phasewise.kerneldb.schema import HEAD  # noqa: E402
 from phasewise.kerneldb.store import open_store  # noqa: E402
-from tests.support.machines.kerneldb_examples import (  # noqa: E402
-    MEASUREMENT,
-    PLAN,
-    PREDICTOR_SCORE,
-    PROMOTION,
-    STEP_TIME,
-    STORAGE_DUEL,
-    USER_PROMOTION,
-    USER_TIMING,
-)
+from tests.support.machines.kerneldb_examples import EVERY_KIND  # noqa: E402
 
 
 def main() -> None:
@@ -31,14 +22,7 @@ def main() -> None:
     if file.exists():
         raise SystemExit(f"{file} exists: the schema {HEAD} was released, and its fixture never changes")
     with open_store(file) as store:
-        store.add([MEASUREMENT])
-        store.add([PROMOTION])
-        store.add([STORAGE_DUEL])
-        store.add([PLAN])
-        store.add([STEP_TIME])
-        store.add([PREDICTOR_SCORE])
-        store.add([USER_TIMING])
-        store.add([USER_PROMOTION])
+        store.add(EVERY_KIND)
     connection = sqlite3.connect(file, isolation_level=None)
     for statement in ("PRAGMA journal_mode = DELETE", "PRAGMA page_size = 512", "VACUUM"):
         connection.execute(statement)

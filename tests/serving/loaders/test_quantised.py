@@ -20,8 +20,8 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.quantised.integers import IntegerWeight, significant_bits
 from phasewise.serving.loaders.quantised.scheme import quantisation_of
 from phasewise.serving.loaders.storage import StorageChoice
-from tests.support.models.quantised_models import CASES, Case, file_of, write_quantised_hf
-from tests.support.models.tiny_models import TinyShape
+from tests.support.models.quantised_models import CASES, Case, write_quantised_hf
+from tests.support.models.tiny_models import TinyShape, file_of
 from tests.support.tiers import examples
 
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "o": ("o",), "down": ("down",)}

@@ -19,23 +19,15 @@ import pytest
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import KINDS, PackedWeight
 from phasewise.kerneldb.records import LOOP_ORDERS
+from tests.support import ROOT
 from tests.support.kernels.gemm_reference import Array, expected, make_weight
 
-ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "tests" / "cython_kernels" / "programs"
 """The folder of the C of the tests."""
 
 KERNELS = ROOT / "cython_kernels"
-COMMON_FLAGS = [
-    "-O2",
-    "-std=gnu11",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-pthread",
-]
+_WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+COMMON_FLAGS = ["-O2", "-std=gnu11", *_WARNINGS, "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 
 
 def isa_flags(machine: str) -> dict[str, list[str]]:

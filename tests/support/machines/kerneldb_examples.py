@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from phasewise.kerneldb.records import (
@@ -31,6 +31,8 @@ from phasewise.kerneldb.records import (
 MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
 OTHER_MACHINE = MachineKey("ARM 8/0xd4f no-isa L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
 ORIGIN = Origin(MACHINE, "0.1.0", 1_795_000_000_000)
+ELSEWHERE = replace(ORIGIN, machine=OTHER_MACHINE)
+THERE = replace(ORIGIN, verified=False)
 PROBLEM = Problem("gemm", "int4", 1536, 576, 8)
 SCHEDULE = Schedule(8, 2, 64, 128, 576, 1, 2, 1, "vnni", 1, 0, "nm")
 OTHER_SCHEDULE = Schedule(4, 4, 64, 128, 288, 1, 1, 2, "vnni", 2, 512, "mn")
@@ -67,19 +69,20 @@ PREDICTOR_SCORE = PredictorScore(
 )
 
 USER_PROBLEM = UserProblem("dot", "kernel-dot-avx2-0123456789ab", (("n", 64),))
-USER_ORIGIN = dataclasses.replace(ORIGIN, machine=MachineKey(MACHINE.core_sig, SINGLE_CORE))
+USER_ORIGIN = replace(ORIGIN, machine=MachineKey(MACHINE.core_sig, SINGLE_CORE))
 USER_TIMING = UserTiming(USER_PROBLEM, (("UNROLL", 2),), (90, 80, 85), 82, USER_ORIGIN, {"mhz": 2900.0})
 USER_PROMOTION = UserPromotion(
     USER_PROBLEM, (("UNROLL", 2),), (("UNROLL", 1),), Comparison(1.25, 1.125, 1.5, 0.99, 15), USER_ORIGIN
 )
+_OF_GEMM = (MEASUREMENT, PROMOTION, STORAGE_DUEL, PLAN, STEP_TIME, PREDICTOR_SCORE)
+EVERY_KIND = (*_OF_GEMM, USER_TIMING, USER_PROMOTION)
+"""A row of each."""
 
 
 def measured(estimate_ns: int, schedule: Schedule = SCHEDULE, **changes: Any) -> Measurement:
     """MEASUREMENT with another estimate, and other fields of it."""
-    sample = dataclasses.replace(
-        SAMPLE, schedule=schedule, samples_ns=(estimate_ns,), estimate_ns=estimate_ns
-    )
-    return dataclasses.replace(MEASUREMENT, sample=sample, **changes)
+    sample = replace(SAMPLE, schedule=schedule, samples_ns=(estimate_ns,), estimate_ns=estimate_ns)
+    return replace(MEASUREMENT, sample=sample, **changes)
 
 
 def without_rights(action: Callable[[], Any]) -> Any:

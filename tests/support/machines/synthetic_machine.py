@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner import timing
 from phasewise.tuner.ledger import Ledger, Scope
-from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
@@ -106,12 +106,13 @@ def run_on(
     tasks: Sequence[Task] = (task_of(), task_of(512)),
     budget_s: float = 1e9,
     since_ms: int = 0,
-    lock: MeasurementLock | None = None,
+    scope: Scope = SCOPE,
+    **tools: Any,
 ) -> TuningOutcome:
+    """tools: fields of `Tools`."""
     with open_store(database) as store:
-        ledger = Ledger(store, replace(SCOPE, since_ms=since_ms))
-        tools = Tools(machine, ledger, OPTIONS, clock=machine.clock, lock=lock or MeasurementLock())
-        return tune(tasks, tools, budget_s)
+        ledger = Ledger(store, replace(scope, since_ms=since_ms))
+        return tune(tasks, Tools(machine, ledger, OPTIONS, **{"clock": machine.clock, **tools}), budget_s)
 
 
 def in_use(outcome: TuningOutcome) -> list[tuple[int, int, dict[str, object]]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from tests.support.models.family_cases import ALL_CASES, FULL, SHAPE
 from tests.support.models.family_models import write_family_hf
-from tests.support.models.hybrid_models import LETTERS
 from tests.support.peers import ask, llama_cpp_source
 
 PRE = "gpt-2"
@@ -77,7 +76,7 @@ def published_fields(name: str) -> dict[str, Any]:
     if case.model_type == "nemotron_h":
         fields = {"hidden_act": None}
         if name == "nemotron-h":
-            letters = {kind: letter for letter, kind in LETTERS.items()}
+            letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
             pattern = "".join(letters[kind] for kind in case.fields["layers_block_type"])
             fields["hybrid_override_pattern"] = pattern
     return fields

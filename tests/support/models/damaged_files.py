@@ -38,18 +38,7 @@ from tests.support.models import (
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
 
 NUMBERS = (
-    0,
-    1,
-    7,
-    0x7F,
-    0x80,
-    0xFF,
-    0xFFFF,
-    0x7FFFFFFF,
-    0x80000000,
-    0xFFFFFFFF,
-    1 << 40,
-    (1 << 63) - 1,
+    *(0, 1, 7, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1),
     (1 << 64) - 1,
 )
 

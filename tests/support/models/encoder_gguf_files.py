@@ -11,15 +11,11 @@ import numpy as np
 from tests.support.models.encoder_models import (
     CASES,
     CONTEXT,
-    FFN,
-    HEAD_DIM,
     HIDDEN,
-    KV_HEADS,
     LONG_CONTEXT,
     MAX_TOKENS,
     NO,
     ROBERTA_SPECIAL,
-    SIZES,
     SPECIAL,
     YES,
     encoder_weights,
@@ -49,21 +45,21 @@ def write_encoder_gguf(path: Path, name: str, changes: Mapping[str, Any] | None 
     import gguf
 
     case, weights = CASES[name], encoder_weights(name)
-    f = {**SIZES, **case.config}
+    f = case.fields
     arch = GGUF_OF[name]
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(CONTEXT if case.max_tokens == MAX_TOKENS else LONG_CONTEXT)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
+    writer.add_feed_forward_length(f["intermediate_size"])
     writer.add_block_count(f["num_hidden_layers"])
     writer.add_head_count(f["num_attention_heads"])
     pooling = {"mean": 1, "cls": 2, "lasttoken": 3, None: 4}[case.pooling]
     writer.add_uint32(f"{arch}.pooling_type", pooling)
     if arch == "qwen3":
         writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
-        writer.add_head_count_kv(KV_HEADS)
-        writer.add_key_length(HEAD_DIM)
-        writer.add_value_length(HEAD_DIM)
+        writer.add_head_count_kv(f["num_key_value_heads"])
+        writer.add_key_length(f["head_dim"])
+        writer.add_value_length(f["head_dim"])
     else:
         writer.add_layer_norm_eps(float(f.get("layer_norm_eps", f.get("norm_eps"))))
         writer.add_causal_attention(False)
@@ -80,8 +76,10 @@ def write_encoder_gguf(path: Path, name: str, changes: Mapping[str, Any] | None 
         embedded = weights["embed_tokens.weight"]
         writer.add_tensor("cls.output.weight", embedded[[words().index(YES), words().index(NO)]])
     _write_gguf_vocabulary(writer, name)
+    key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    names = gguf.get_tensor_name_map(key, f["num_hidden_layers"])
     for theirs, values in weights.items():
-        converted = _gguf_tensor(name, theirs, values)
+        converted = _gguf_tensor(name, theirs, values, names)
         if converted is not None:
             writer.add_tensor(*converted)
     for key, value in (changes or {}).items():
@@ -117,78 +115,14 @@ def _write_gguf_vocabulary(writer: Any, name: str) -> None:
     writer.add_unk_token_id(1)
 
 
-def _gguf_tensor(name: str, theirs: str, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    if CASES[name].model_type == "qwen3":
-        return _gguf_decoder_name(theirs), values
+def _gguf_tensor(name: str, theirs: str, values: np.ndarray, names: Any) -> tuple[str, np.ndarray] | None:
+    """names: gguf's map of names."""
     key = theirs.removeprefix("bert.")
     if key.startswith("pooler.") and CASES[name].pooling is not None:
         return None
-    names = {
-        "embeddings.tok_embeddings.weight": "token_embd.weight",
-        "embeddings.norm.weight": "token_embd_norm.weight",
-        "final_norm.weight": "output_norm.weight",
-        "embeddings.word_embeddings.weight": "token_embd.weight",
-        "embeddings.position_embeddings.weight": "position_embd.weight",
-        "embeddings.token_type_embeddings.weight": "token_types.weight",
-        "pooler.dense.weight": "cls.weight",
-        "pooler.dense.bias": "cls.bias",
-        "classifier.weight": "cls.output.weight",
-        "classifier.bias": "cls.output.bias",
-    }
     if key == "embeddings.position_embeddings.weight" and has_pieces(name):
         values = values[2:]
-    for of in ("embeddings.LayerNorm", "emb_ln"):
-        names |= {f"{of}.{part}": f"token_embd_norm.{part}" for part in ("weight", "bias")}
-    if key in names:
-        return names[key], np.atleast_1d(values.squeeze())
-    layer, _, rest = (
-        key.removeprefix("encoder.").removeprefix("layers.").removeprefix("layer.").partition(".")
-    )
-    stem, _, part = rest.rpartition(".")
-    of = {
-        "attention.self.query": "attn_q",
-        "attention.self.key": "attn_k",
-        "attention.self.value": "attn_v",
-        "attention.output.dense": "attn_output",
-        "attention.output.LayerNorm": "attn_output_norm",
-        "intermediate.dense": "ffn_up",
-        "output.dense": "ffn_down",
-        "output.LayerNorm": "layer_output_norm",
-        "attn.Wqkv": "attn_qkv",
-        "attn.out_proj": "attn_output",
-        "mlp.fc11": "ffn_up",
-        "mlp.fc12": "ffn_gate",
-        "mlp.fc2": "ffn_down",
-        "attn_norm": "attn_norm",
-        "attn.Wo": "attn_output",
-        "mlp_norm": "ffn_norm",
-        "mlp.Wi": "ffn_up",
-        "mlp.Wo": "ffn_down",
-        "mlp.gated_layers": "ffn_up",
-        "mlp.wo": "ffn_down",
-        "mlp.layernorm": "layer_output_norm",
-        "norm1": "attn_output_norm",
-        "norm2": "layer_output_norm",
-    }
-    return f"blk.{layer}.{of[stem]}.{part}", values
-
-
-def _gguf_decoder_name(theirs: str) -> str:
-    names = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
-    if theirs in names:
-        return names[theirs]
-    layer, _, rest = theirs.removeprefix("layers.").partition(".")
-    of = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    return f"blk.{layer}.{of[rest.removesuffix('.weight')]}.weight"
+    stem, _, part = key.rpartition(".")
+    of_ends = {"pooler.dense": f"cls.{part}", "classifier": f"cls.output.{part}"}
+    listed = (names.get_name(prefix + key, (".weight", ".bias")) for prefix in ("", "model."))
+    return of_ends.get(stem) or next(filter(None, listed)), np.atleast_1d(values.squeeze())

@@ -1,4 +1,4 @@
-"""Tiny random embedding models as sentence-transformers would save them: one directory for each kind.
+"""Tiny random embedding models (tests/data/encoders.json) as sentence-transformers would save them.
 
 The same bits come out wherever this runs, so that tests can hold them against what sentence-transformers made
 of them (tests/data/make_embeddings.py)."""
@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.models.reference_models import raw_values
-from tests.support.models.tensor_shapes import Shapes, shapes_of
+from tests.support.models.reference_models import FIXTURES, raw_values
 from tests.support.models.tiny_models import safetensors_bytes
 
 Arrays = dict[str, np.ndarray]
 
-HIDDEN, FFN, HEADS, LAYERS, CONTEXT, MAX_TOKENS = 48, 80, 4, 2, 96, 64
-KV_HEADS, HEAD_DIM = 2, 16  # of the decoder
+HIDDEN, HEADS, LAYERS, CONTEXT, MAX_TOKENS = 48, 4, 2, 96, 64
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 TEXTS = (
@@ -35,113 +33,36 @@ LONG = "a cat is not a dog, and seven of one, two or three unusual words. " * 9
 PAIRS = (("the cat", "sat on a mat"), ("what is a dog?", "a dog is not a cat. " * 4), ("", "cat"))
 
 
+LONG_CONTEXT = 352
+
+
 @dataclass(frozen=True)
 class EncoderCase:
-    """`config`: fields of config.json; `pooling`: of 1_Pooling/config.json, None for a cross-encoder."""
+    """`fields`: of config.json but for `vocab_size`; `pooling`: of 1_Pooling/config.json, None for a
+    cross-encoder."""
 
-    model_type: str
-    architecture: str
+    fields: Mapping[str, Any]
     pooling: str | None
-    config: Mapping[str, Any] = field(default_factory=dict)
     normalised: bool = True
     max_tokens: int = MAX_TOKENS
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
 
     @property
+    def model_type(self) -> str:
+        return str(self.fields["model_type"])
+
+    @property
     def texts(self) -> tuple[str, ...]:
         return TEXTS if self.max_tokens == MAX_TOKENS else (*TEXTS, LONG)
 
 
-LONG_CONTEXT, LONG_TOKENS = 352, 320
-PIECES_TOKENS = 640
-"""At least as many as XLM-R's kind of vocabulary cuts `LONG` into."""
-SIZES = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": CONTEXT,
+CASES = {
+    name: EncoderCase(**record)
+    for name, record in json.loads((FIXTURES.parent / "encoders.json").read_text()).items()
 }
-_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-_MODERNBERT = {
-    "num_hidden_layers": 4, "max_position_embeddings": LONG_CONTEXT, "norm_eps": 1e-5,
-    "hidden_activation": "gelu", "local_attention": 24, "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "pad_token_id": 0, "bos_token_id": 2,
-    "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
-}  # fmt: skip
-TASKS = {
-    "retrieval.query": "the cat? ",
-    "retrieval.passage": "at dog. ",
-    "separation": "",
-    "classification": "",
-    "text-matching": "",
-}
+TASKS: dict[str, str] = CASES["jina-v3"].fields["task_instructions"]
 """jina v3's tasks, and texts in the place of its instructions, of words that the tiny tokenizer knows."""
-TASK_RANK, TASK_ALPHA = 3, 2.0
-_ROBERTA = {"layer_norm_eps": 1e-5, "type_vocab_size": 1, "pad_token_id": 1,
-            "max_position_embeddings": CONTEXT + 2}  # fmt: skip
-_DECODER = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-            "tie_word_embeddings": True}  # fmt: skip
-_LONG_BERT = {"max_position_embeddings": LONG_CONTEXT, "layer_norm_eps": 1e-12}
-CASES: dict[str, EncoderCase] = {
-    "bert": EncoderCase("bert", "BertModel", "mean", {"layer_norm_eps": 1e-12}),
-    "bert-cls": EncoderCase(
-        "bert", "BertModel", "cls", {"layer_norm_eps": 1e-6, "hidden_act": "gelu_new"}, normalised=False
-    ),
-    "xlm-roberta": EncoderCase("xlm-roberta", "XLMRobertaModel", "mean", _ROBERTA),
-    "nomic-bert": EncoderCase(
-        "nomic_bert", "NomicBertModel", "mean", {"hidden_act": "silu", "layer_norm_eps": 1e-12}
-    ),
-    "qwen3": EncoderCase("qwen3", "Qwen3Model", "lasttoken", _DECODER),
-    "bge-m3": EncoderCase("xlm-roberta", "XLMRobertaModel", "cls", _ROBERTA),
-    "modernbert": EncoderCase(
-        "modernbert", "ModernBertModel", "mean", _MODERNBERT, max_tokens=LONG_TOKENS,
-        prompts={"query": "query: ", "document": "passage: "}, default_prompt="document",
-    ),
-    "jina-bert": EncoderCase(
-        "bert", "JinaBertForMaskedLM", "mean",
-        {**_LONG_BERT, "position_embedding_type": "alibi", "feed_forward_type": "geglu",
-         "num_attention_heads": 6, "type_vocab_size": 2},
-        max_tokens=LONG_TOKENS,
-    ),
-    "gte": EncoderCase(
-        "gte", "GteModel", "cls",
-        {**_LONG_BERT, "type_vocab_size": 1, "pad_token_id": 0,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
-        max_tokens=LONG_TOKENS,
-    ),
-    "gte-new": EncoderCase(
-        "new", "NewModel", "cls",
-        {**_LONG_BERT, "type_vocab_size": 2, "position_embedding_type": "rope",
-         "layer_norm_type": "layer_norm",
-         "pack_qkv": True, "rope_theta": 20000.0, "rope_scaling": {"type": "ntk", "factor": 8.0}},
-        max_tokens=LONG_TOKENS,
-    ),
-    "jina-v3": EncoderCase(
-        "xlm-roberta", "XLMRobertaModel", "mean",
-        {**_ROBERTA, "position_embedding_type": "rotary", "rotary_emb_base": 20000.0,
-         "max_position_embeddings": PIECES_TOKENS + 2, "emb_pooler": None, "truncate_dim": None,
-         "use_flash_attn": True, "load_trained_adapters": True, "lora_adaptations": [*TASKS],
-         "lora_rank": TASK_RANK, "lora_alpha": TASK_ALPHA, "lora_dropout_p": 0.0,
-         "task_instructions": dict(TASKS)},
-        max_tokens=PIECES_TOKENS,
-    ),
-    "qwen3-reranker": EncoderCase(
-        "qwen3", "Qwen3ForCausalLM", None, {**_DECODER, "max_position_embeddings": LONG_CONTEXT},
-        max_tokens=LONG_TOKENS,
-    ),
-    "cross-modernbert": EncoderCase(
-        "modernbert", "ModernBertForSequenceClassification", None,
-        {**_MODERNBERT, "classifier_pooling": "mean", **_ONE_LABEL}, max_tokens=LONG_TOKENS,
-    ),
-    "cross-bert": EncoderCase(
-        "bert", "BertForSequenceClassification", None, {"layer_norm_eps": 1e-12, **_ONE_LABEL}
-    ),
-    "cross-roberta": EncoderCase(
-        "roberta", "RobertaForSequenceClassification", None, {**_ROBERTA, **_ONE_LABEL}
-    ),
-}  # fmt: skip
 
 
 def words() -> list[str]:
@@ -215,157 +136,21 @@ def tokenizer_of(name: str) -> Any:
 
 def encoder_weights(name: str) -> Arrays:
     """Every tensor by its published name, float32."""
-    return {key: raw_values(f"{name} {key}", shape) for key, shape in _shapes(name).items()}
-
-
-_OUTER = """
-    embeddings.word_embeddings.weight        n h
-    embeddings.token_type_embeddings.weight  types h
-"""
-_BERT = """
-    attention.self.{query,key,value}.*  h h
-    attention.output.dense.*            h h
-    attention.output.LayerNorm.*        h
-    intermediate.dense.*                f h
-    output.dense.*                      h f
-    output.LayerNorm.*                  h
-"""
-_NOMIC = """
-    attn.Wqkv.weight        3*h h
-    attn.out_proj.weight    h h
-    mlp.{fc11,fc12}.weight  f h
-    mlp.fc2.weight          h f
-    {norm1,norm2}.*         h
-"""
-_GTE = """
-    attention.qkv_proj.*     3*h h
-    attention.o_proj.*       h h
-    mlp.up_gate_proj.weight  2*f h
-    mlp.down_proj.*          h f
-    {attn_ln,mlp_ln}.*       h
-"""
-_JINA = """
-    attention.self.{query,key,value}.*  h h
-    attention.output.dense.*            h h
-    attention.output.LayerNorm.*        h
-    mlp.gated_layers.weight             2*f h
-    mlp.wo.*                            h f
-    mlp.layernorm.*                     h
-"""
-_MODERNBERT_LAYER = """
-    attn.Wqkv.weight  3*h h
-    attn.Wo.weight    h h
-    mlp.Wi.weight     2*f h
-    mlp.Wo.weight     h f
-    mlp_norm.weight   h
-"""
-_QWEN3 = """
-    self_attn.q_proj.weight                            q h
-    self_attn.{k,v}_proj.weight                        kv h
-    self_attn.o_proj.weight                            h q
-    self_attn.{q,k}_norm.weight                        d
-    mlp.{gate,up}_proj.weight                          f h
-    mlp.down_proj.weight                               h f
-    {input_layernorm,post_attention_layernorm}.weight  h
-"""
-_JINA_V3_PRODUCTS = {
-    "mixer.Wqkv": (3 * HIDDEN, HIDDEN),
-    "mixer.out_proj": (HIDDEN, HIDDEN),
-    "mlp.fc1": (FFN, HIDDEN),
-    "mlp.fc2": (HIDDEN, FFN),
-}
-
-
-def _shapes(name: str) -> Shapes:
-    case = CASES[name]
-    f = {**SIZES, **case.config}
-    sizes = {
-        "n": len(pieces()) if has_pieces(name) else len(words()),
-        "h": HIDDEN,
-        "f": FFN,
-        "d": HEAD_DIM,
-        "q": HEADS * HEAD_DIM,
-        "kv": KV_HEADS * HEAD_DIM,
-        "types": f.get("type_vocab_size", 2),
-        "positions": f["max_position_embeddings"],
-    }
-
-    def of(outer: str, stem: str = "", layer: str = "") -> Shapes:
-        """The tensors before and behind all layers, and those of each layer."""
-        shapes = shapes_of(outer, sizes)
-        for i in range(f["num_hidden_layers"]):
-            shapes |= shapes_of(layer, sizes, f"{stem}.{i}.")
-        return shapes
-
-    if case.model_type == "qwen3":
-        return of("embed_tokens.weight n h \n norm.weight h", "layers", _QWEN3)
-    if case.model_type == "modernbert":
-        outer = "embeddings.tok_embeddings.weight n h \n {embeddings.norm,final_norm}.weight h"
-        shapes = of(outer, "layers", _MODERNBERT_LAYER)
-        shapes |= {f"layers.{i}.attn_norm.weight": (HIDDEN,) for i in range(1, f["num_hidden_layers"])}
-        if name == "modernbert":
-            return shapes
-        ends = "head.dense.weight h h \n head.norm.weight h \n classifier.* 1 h"
-        return {f"model.{key}": shape for key, shape in shapes.items()} | shapes_of(ends, sizes)
-    if name == "nomic-bert":
-        return of(f"{_OUTER} emb_ln.* h", "encoder.layers", _NOMIC)
-    if name == "jina-v3":
-        return _jina_v3_shapes(sizes)
-    outer = f"{_OUTER} embeddings.LayerNorm.* h"
-    if name.startswith("gte"):
-        return of(outer, "encoder.layer", _GTE)
-    if name == "jina-bert":
-        return of(outer, "encoder.layer", _JINA)
-    shapes = of(f"{outer} \n embeddings.position_embeddings.weight positions h", "encoder.layer", _BERT)
-    if name == "cross-roberta":
-        ends = "classifier.dense.* h h \n classifier.out_proj.* 1 h"
-        return {f"roberta.{key}": shape for key, shape in shapes.items()} | shapes_of(ends, sizes)
-    shapes |= shapes_of("pooler.dense.* h h", sizes)
-    if name == "cross-bert":
-        return {f"bert.{key}": shape for key, shape in shapes.items()} | shapes_of("classifier.* 1 h", sizes)
-    return shapes
-
-
-def _jina_v3_shapes(sizes: Mapping[str, int]) -> Shapes:
-    """As torch's parametrisations store what tasks change: A B is added to embeddings, B A to products."""
-    count = len(TASKS)
-
-    def adapted(name: str, n: int, k: int, *, is_embedding: bool = False) -> Shapes:
-        stem = f"roberta.{name}.parametrizations.weight"
-        a, b = ((n, TASK_RANK), (TASK_RANK, k)) if is_embedding else ((TASK_RANK, k), (n, TASK_RANK))
-        shapes: Shapes = {
-            f"{stem}.original": (n, k),
-            f"{stem}.0.lora_A": (count, *a),
-            f"{stem}.0.lora_B": (count, *b),
-        }
-        return shapes if is_embedding else shapes | {f"roberta.{name}.bias": (n,)}
-
-    shapes = {
-        **adapted("embeddings.word_embeddings", sizes["n"], HIDDEN, is_embedding=True),
-        **adapted("embeddings.token_type_embeddings", 1, HIDDEN, is_embedding=True),
-        **shapes_of("roberta.emb_ln.* h", sizes),
-        **adapted("pooler.dense", HIDDEN, HIDDEN),
-    }
-    for layer in range(LAYERS):
-        stem = f"encoder.layers.{layer}."
-        for part, (n, k) in _JINA_V3_PRODUCTS.items():
-            shapes |= adapted(f"{stem}{part}", n, k)
-        shapes |= shapes_of("{norm1,norm2}.* h", sizes, f"roberta.{stem}")
-    return shapes
+    shapes = json.loads((FIXTURES / "encoder_shapes.json").read_text())[name]
+    return {key: raw_values(f"{name} {key}", tuple(shape)) for key, shape in shapes.items()}
 
 
 def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = None) -> Path:
     """The model's directory. changes: fields of config.json."""
     case = CASES[name]
     n_tokens = len(pieces()) if has_pieces(name) else len(words())
-    fields = {"hidden_act": "gelu", **SIZES, **case.config}
-    fields |= {"model_type": case.model_type, "architectures": [case.architecture], "vocab_size": n_tokens}
+    fields = {**case.fields, "vocab_size": n_tokens}
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", {**fields, **(changes or {})})
     weights = encoder_weights(name)
     if name == "bert":  # as old checkpoints have it
         weights["embeddings.position_ids"] = np.arange(CONTEXT, dtype=np.int64).reshape(1, -1)
-    (folder / "model.safetensors").write_bytes(mixed_safetensors(weights))
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     (folder / "tokenizer.json").write_text(tokenizer_of(name).to_str(), encoding="utf-8")
     marks = ROBERTA_SPECIAL if has_pieces(name) else SPECIAL
     _write(
@@ -426,15 +211,6 @@ def _write_reranker(folder: Path) -> None:
     )
     _write(folder / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "prompts": {}})
     (folder / "chat_template.jinja").write_text(RERANK_TEMPLATE, encoding="utf-8")
-
-
-def mixed_safetensors(weights: Mapping[str, np.ndarray]) -> bytes:
-    """A safetensors file of float32 and int64 tensors."""
-    from safetensors.numpy import save
-
-    if all(values.dtype == np.float32 for values in weights.values()):
-        return safetensors_bytes(weights)
-    return bytes(save(dict(weights), metadata={"format": "pt"}))
 
 
 def _write_modules(folder: Path, case: EncoderCase) -> None:

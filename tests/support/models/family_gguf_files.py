@@ -1,22 +1,27 @@
 """The models of `family_models` as GGUF files, from the same raw bits.
 
-Tensor names and metadata keys are the gguf package's; what llama.cpp's converter does to values beside that
+Metadata and values that belong to RoPE are those that llama.cpp's converter was recorded to write
+(tests/data/reference/converted.json), tensor names the gguf package's; what the converter does to values
 (interleaving, splitting, adding one) is written here.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.models import gemma_models, hybrid_models, latent_models, tiny_models
-from tests.support.models.family_cases import FAMILY_CASES, FULL, SHAPE, FamilyCase
+from tests.support.models import tiny_models
+from tests.support.models.family_cases import FAMILY_CASES, SHAPE, FamilyCase
 from tests.support.models.family_models import Arrays, family_weights
+from tests.support.models.reference_models import FIXTURES
 
+GEMMAS = ("gemma3n_text", "gemma4_text")
+FALCON, NEMOTRON, KIMI = "falcon_h1", "nemotron_h", "kimi_linear"
 NEXTN = {
     "eh_proj": "eh_proj.weight",
     "enorm": "enorm.weight",
@@ -30,160 +35,51 @@ def write_family_gguf(path: Path, name: str, head: Arrays | None = None) -> Path
     import gguf
 
     case, f = FAMILY_CASES[name], FAMILY_CASES[name].fields
-    if head is not None:
-        f = {**f, "num_nextn_predict_layers": 1}
-    writer = gguf.GGUFWriter(path, case.gguf)
-    _write_settings(writer, case, f)
+    n_layers, writer = f["num_hidden_layers"], tiny_models.GgufWriter()
+    recorded = json.loads((FIXTURES / "converted.json").read_text())[name]
+    for key, value in {**recorded["metadata"], **_changed(case, f, has_head=head is not None)}.items():
+        if value is not None:
+            writer.add(key, value)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == case.gguf)
-    names = gguf.get_tensor_name_map(arch, f["num_hidden_layers"] + (head is not None))
+    names = gguf.get_tensor_name_map(arch, n_layers + (head is not None))
     for tensor, values in _converted(case, f, family_weights(name) | (head or {})).items():
         theirs = names.get_name(tensor, try_suffixes=(".weight", ".bias", ".scale"))
         if theirs is None and head is not None and tensor in head:
-            theirs = (
-                f"blk.{f['num_hidden_layers']}.nextn.{NEXTN[tensor.rpartition('.layers.')[2].split('.')[1]]}"
-            )
+            theirs = f"blk.{n_layers}.nextn.{NEXTN[tensor.rpartition('.layers.')[2].split('.')[1]]}"
         assert theirs is not None, tensor
-        writer.add_tensor(theirs, np.ascontiguousarray(values, np.float32))
+        writer.add_tensor(theirs, values.astype(np.float32), "F32")
     if f.get("num_nextn_predict_layers") and head is None:
-        writer.add_tensor(
-            f"blk.{f['num_hidden_layers']}.nextn.eh_proj.weight", np.ones((64, 128), np.float32)
-        )
-    if case.gguf == "gemma4":
-        writer.add_tensor("rope_freqs.weight", np.array(gemma_models.rope_factors(f), np.float32))
-    scaling = f.get("rope_scaling") or {}
-    if "short_factor" in scaling:
-        for kind in ("long", "short"):
-            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(scaling[f"{kind}_factor"], np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(f"blk.{n_layers}.nextn.eh_proj.weight", np.ones((64, 128), np.float32), "F32")
+    for tensor, numbers in recorded["values"].items():
+        writer.add_tensor(tensor, np.array(numbers, np.float32), "F32")
+    path.write_bytes(writer.to_bytes())
     return path
 
 
-def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None:
-    head_dim = f.get("head_dim", f["hidden_size"] // f["num_attention_heads"])
-    n_more = f.get("num_nextn_predict_layers", 0)
-    writer.add_block_count(f["num_hidden_layers"] + n_more)
-    if n_more:
-        writer.add_nextn_predict_layers(n_more)
-    writer.add_context_length(f["max_position_embeddings"])
-    writer.add_embedding_length(f["hidden_size"])
-    if case.model_type != hybrid_models.NEMOTRON and case.gguf != "gemma4":
-        writer.add_feed_forward_length(f["intermediate_size"])
-    writer.add_head_count(f["num_attention_heads"])
-    kv = f["num_key_value_heads"]
-    kinds = f.get("layer_types", [])
-    if case.model_type == hybrid_models.NEMOTRON:
-        kinds = hybrid_models.halves(f)
-    by_layer = case.gguf in ("lfm2", "granitehybrid") or case.model_type == hybrid_models.NEMOTRON
-    if case.model_type == hybrid_models.KIMI:
-        pass
-    elif case.model_type == gemma_models.GEMMA4:
-        gemma_models.write_gemma4_settings(writer, f)
-    elif "kv_lora_rank" in f:
-        latent_models.write_latent_settings(writer, case.model_type, f, split=not case.whole_kv_b)
-    else:
-        writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-        turned = f.get("rotary_dim", int(head_dim * f.get("partial_rotary_factor", 1.0)))
-        writer.add_rope_dimension_count(turned)
-    if case.model_type in hybrid_models.HYBRIDS:
-        hybrid_models.write_hybrid_settings(writer, case.model_type, f)
-    if case.model_type == gemma_models.GEMMA3N:
-        gemma_models.write_gemma3n_settings(writer, f)
-    if case.gguf == "lfm2":
-        writer.add_shortconv_l_cache(f["conv_L_cache"])
-    if case.gguf == "granitehybrid":
-        writer.add_ssm_conv_kernel(f["mamba_d_conv"])
-        writer.add_ssm_state_size(f["mamba_d_state"])
-        writer.add_ssm_group_count(f["mamba_n_groups"])
-        writer.add_ssm_time_step_rank(f["mamba_n_heads"])
-        writer.add_ssm_inner_size(f["mamba_expand"] * f["hidden_size"])
-        writer.add_rope_scaling_finetuned(f.get("position_embedding_type") == "rope")
-    if case.gguf in ("qwen3next", "qwen35", "qwen35moe"):
-        writer.add_ssm_conv_kernel(f["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(f["linear_key_head_dim"])
-        writer.add_ssm_group_count(f["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(f["linear_num_value_heads"])
-        writer.add_ssm_inner_size(f["linear_num_value_heads"] * f["linear_value_head_dim"])
-        writer.add_uint32(f"{case.gguf}.full_attention_interval", 3)
-    if "shared_expert_intermediate_size" in f:
-        writer.add_expert_shared_feed_forward_length(f["shared_expert_intermediate_size"])
-    if case.gguf in ("cohere2", "starcoder2"):
-        writer.add_layer_norm_eps(f.get("layer_norm_eps", f.get("norm_epsilon")))
-    else:
-        writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
-    if case.gguf == "cohere2":
-        writer.add_logit_scale(f["logit_scale"])
-    if beta := f.get("rope_parameters", {}).get("llama_4_scaling_beta"):
-        writer.add_attn_temperature_scale(beta)
-        writer.add_rope_scaling_yarn_log_mul(f["rope_parameters"]["mscale_all_dim"])
-    rope = f.get("rope_parameters", f)
-    writer.add_rope_freq_base(rope.get(FULL, rope).get("rope_theta", 1e4))
+def _changed(case: FamilyCase, f: Mapping[str, Any], *, has_head: bool) -> dict[str, Any]:
+    """Metadata of the case that the recorded file has otherwise: it was converted from a published config."""
+    stated: dict[str, Any] = {"context_length": f["max_position_embeddings"]}
     if f.get("sliding_window"):
-        writer.add_sliding_window(f["sliding_window"])
-    if case.gguf in ("glm4moe", "minimax-m2"):
-        _write_routing(writer, f)
-    n_experts = f.get("num_experts", f.get("num_local_experts"))
-    if n_experts and case.model_type != gemma_models.GEMMA4:
-        writer.add_expert_count(n_experts)
-        writer.add_expert_used_count(f.get("num_experts_per_tok", f.get("num_experts_per_token")))
-    if shared := f.get("shared_intermediate_size"):
-        writer.add_expert_shared_feed_forward_length(shared)
-    if case.model_type in ("qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
-        writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
-    if case.model_type == "gemma2":
-        writer.add_attn_logit_softcapping(f["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(f["final_logit_softcapping"])
-    if "residual_multiplier" in f:
-        writer.add_embedding_scale(f["embedding_multiplier"])
-        writer.add_residual_scale(f["residual_multiplier"])
-        writer.add_attention_scale(f["attention_multiplier"])
-        writer.add_logit_scale(f["logits_scaling"])
-    _write_scaling(writer, f)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(
-        [*tiny_models.vocabulary(SHAPE)[:-1], "ab"]
-    )  # the writer takes no empty list of merges
-    writer.add_token_types([3] * 3 + [1] * 256 + [5] * (SHAPE.vocab_size - 260) + [1])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
-
-
-def _write_routing(writer: Any, f: Mapping[str, Any]) -> None:
-    import gguf
-
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
-    if "n_routed_experts" in f:
-        writer.add_expert_count(f["n_routed_experts"])
-        writer.add_expert_used_count(f["num_experts_per_tok"])
-        writer.add_expert_shared_count(f["n_shared_experts"])
-        writer.add_leading_dense_block_count(f["first_k_dense_replace"])
-        writer.add_expert_weights_scale(f["routed_scaling_factor"])
-        writer.add_expert_weights_norm(f["norm_topk_prob"])
-
-
-def _write_scaling(writer: Any, f: Mapping[str, Any]) -> None:
-    import gguf
-
-    scaling = f.get("rope_scaling") or f.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(scaling["factor"])
-    if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-    if kind == "longrope":
-        original = f["original_max_position_embeddings"]
-        factor = f["max_position_embeddings"] / original
-        writer.add_rope_scaling_orig_ctx_len(original)
-        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+        stated["attention.sliding_window"] = f["sliding_window"]
+    if case.gguf == "granitehybrid":
+        stated["rope.scaling.finetuned"] = f.get("position_embedding_type") == "rope"
+    if case.whole_kv_b:  # keys and values by head are one tensor, as in older files
+        keys = f["qk_nope_head_dim"] + f["qk_rope_head_dim"]
+        stated |= {"attention.key_length": keys, "attention.value_length": f["v_head_dim"]}
+        stated |= {"attention.key_length_mla": None, "attention.value_length_mla": None}
+        stated["attention.head_count_kv"] = f["num_attention_heads"]
+    if has_head:
+        stated |= {"block_count": f["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+    return {f"{case.gguf}.{key}": value for key, value in stated.items()} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": [*tiny_models.vocabulary(SHAPE)[:-1], "ab"],
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * 256 + [5] * (SHAPE.vocab_size - 260) + [1],
+        "tokenizer.ggml.merges": ["a b"],  # the gguf package takes no empty list
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+    }
 
 
 def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Arrays:
@@ -198,20 +94,20 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             values = tiny_models.interleave_heads(values, heads)
         if case.unit_norms and "norm" in name and "linear_attn" not in name:
             values = values + 1
-        changed = hybrid_models.hybrid_gguf_tensors(case.model_type, f, name, values)
+        changed = _hybrid_tensors(case.model_type, f, name, values)
         if changed is None:
             changed = _state_tensors(case, f, name, values)
         if changed is not None:
             out |= changed
-        elif case.model_type in (gemma_models.GEMMA3N, gemma_models.GEMMA4):
-            theirs, is_stacked = gemma_models.gguf_place(name)
+        elif case.model_type in GEMMAS:
+            theirs, is_stacked = _gguf_place(name)
             if is_stacked:
                 stacks.setdefault(theirs, []).append(values)
             else:
                 out[theirs] = values
         elif name.endswith(".e_score_correction_bias"):
             out[f"{name.removesuffix('_bias')}.bias"] = values
-        elif (latent := latent_models.latent_gguf_tensors(f, name, values, not case.whole_kv_b)) is not None:
+        elif (latent := _latent_tensors(f, name, values, not case.whole_kv_b)) is not None:
             out |= latent
         elif name.endswith(".sinks"):
             out[f"{name}.weight"] = values
@@ -294,3 +190,71 @@ def _gpt_oss_experts(name: str, values: np.ndarray) -> Arrays:
         return {f"{stem}{suffix}": values}
     gate_up = stem.removesuffix("gate_up_proj")
     return {f"{gate_up}gate_proj{suffix}": values[:, ::2], f"{gate_up}up_proj{suffix}": values[:, 1::2]}
+
+
+def _hybrid_tensors(kind: str, f: Mapping[str, Any], name: str, values: np.ndarray) -> Arrays | None:
+    """A tensor as the converter writes it; None where it stays as it is, or is one of a stack."""
+    if kind == KIMI and name.endswith("_conv1d.weight"):
+        return {name: values[None]}
+    if kind == KIMI and name.endswith(".A_log"):
+        return {name: -np.exp(values.astype(np.float64))}
+    if kind == KIMI and name.endswith(".dt_bias"):
+        return {name.replace(".dt_bias", ".dt_proj.bias"): values}
+    if kind not in (FALCON, NEMOTRON):
+        return None
+    if kind == FALCON:
+        values = values * _multipliers(f, name)
+    if name.endswith(".conv1d.weight"):
+        return {name: values[:, 0]}
+    if name.endswith((".A_log", ".D")):
+        return {name: (-np.exp(values.astype(np.float64)) if "A_log" in name else values)[:, None]}
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return {name: values.reshape(f.get("mamba_n_groups", f.get("n_groups")), -1)}
+    if name.endswith(".dt_bias"):
+        return {name.replace(".dt_bias", ".dt_proj.bias" if kind == FALCON else ".dt.bias"): values}
+    return {name: values} if kind == FALCON else None
+
+
+def _multipliers(f: Mapping[str, Any], name: str) -> Any:
+    """The factor by which llama.cpp's converter multiplies a Falcon-H1's tensor."""
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    into = f["attention_in_multiplier"]
+    by_part = {
+        "embed_tokens": f["embedding_multiplier"], "lm_head": f["lm_head_multiplier"],
+        "q_proj": into, "k_proj": into * f["key_multiplier"], "v_proj": into,
+        "o_proj": f["attention_out_multiplier"], "out_proj": f["ssm_out_multiplier"],
+        "gate_proj": f["mlp_multipliers"][0], "down_proj": f["mlp_multipliers"][1],
+    }  # fmt: skip
+    if part != "in_proj":
+        return by_part.get(part, 1.0)
+    inner, keys, heads = f["mamba_d_ssm"], f["mamba_n_groups"] * f["mamba_d_state"], f["mamba_n_heads"]
+    of_rows = np.repeat(f["ssm_multipliers"], (inner, inner, keys, keys, heads))
+    return f["ssm_in_multiplier"] * of_rows[:, None]
+
+
+def _latent_tensors(f: Mapping[str, Any], name: str, values: np.ndarray, split: bool) -> Arrays | None:
+    """A tensor as the converter writes it; None where it stays as it is."""
+    if not name.endswith(".kv_b_proj.weight") or not split:
+        return None
+    by_head = values.reshape(f["num_attention_heads"], -1, f["kv_lora_rank"])
+    keys, own = np.split(by_head, [f["qk_nope_head_dim"]], axis=1)
+    return {name.replace("kv_b", "k_b"): keys.swapaxes(1, 2), name.replace("kv_b", "v_b"): own}
+
+
+_GGUF_STEMS = {
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "experts.gate_up_proj": "experts.gate_up_proj.weight",
+    "experts.down_proj": "experts.down_proj.weight",
+    "altup.correct_output_scale": "altup.correct_output_scale.weight",
+    "layer_scalar": "layer_scalar.weight",
+}
+
+
+def _gguf_place(name: str) -> tuple[str, bool]:
+    """The name by which the gguf package knows a tensor, and True where several of that name are a stack."""
+    for theirs, known_as in _GGUF_STEMS.items():
+        if name.endswith(f".{theirs}"):
+            return name.removesuffix(theirs) + known_as, False
+    stacked = re.sub(r"(\.altup_(?:unembed_)?projections)\.\d", r"\1", name)
+    return stacked, stacked != name

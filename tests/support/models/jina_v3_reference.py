@@ -13,8 +13,6 @@ from tests.support.models.encoder_models import (
     HEADS,
     HIDDEN,
     LAYERS,
-    TASK_ALPHA,
-    TASK_RANK,
     TASKS,
     encoder_weights,
     tokenizer_of,
@@ -43,7 +41,7 @@ def _rows(ids: Sequence[int], task: str | None) -> np.ndarray:
     weights = {
         key.removeprefix("roberta."): value.astype(np.float64) for key, value in encoder_weights(NAME).items()
     }
-    n, dim, eps = len(ids), HIDDEN // HEADS, CASES[NAME].config["layer_norm_eps"]
+    n, dim, eps = len(ids), HIDDEN // HEADS, CASES[NAME].fields["layer_norm_eps"]
 
     def matrix(key: str) -> np.ndarray:
         stem = f"{key}.parametrizations.weight"
@@ -53,7 +51,7 @@ def _rows(ids: Sequence[int], task: str | None) -> np.ndarray:
         number = list(TASKS).index(task)
         a, b = (weights[f"{stem}.0.lora_{which}"][number] for which in "AB")
         added = a @ b if "embeddings" in key else b @ a
-        return whole + added * (TASK_ALPHA / TASK_RANK)
+        return whole + added * (CASES[NAME].fields["lora_alpha"] / CASES[NAME].fields["lora_rank"])
 
     def linear(x: np.ndarray, key: str) -> np.ndarray:
         return x @ matrix(key).T + weights[f"{key}.bias"]
@@ -85,7 +83,7 @@ def _rows(ids: Sequence[int], task: str | None) -> np.ndarray:
 def _turned(x: np.ndarray) -> np.ndarray:
     """RoPE: a number and the one half a head later turn together."""
     dim = x.shape[-1]
-    frequencies = CASES[NAME].config["rotary_emb_base"] ** -(np.arange(0, dim, 2) / dim)
+    frequencies = CASES[NAME].fields["rotary_emb_base"] ** -(np.arange(0, dim, 2) / dim)
     angles = np.arange(x.shape[1])[:, None] * frequencies
     low, high = np.split(x, 2, axis=-1)
     cosine, sine = np.cos(angles), np.sin(angles)

@@ -5,7 +5,6 @@ Codes, zero points and scales are drawn first; what a weight is worth is s (q - 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels.packing import from_bf16, to_bf16
-from tests.support.models.tiny_models import TinyShape, tiny_weights, write_tiny_hf
+from tests.support.models.tiny_models import TinyShape, file_of, tiny_weights, write_tiny_hf
 
 Array = npt.NDArray[Any]
 Parts = dict[str, tuple[str, Array]]  # by part: the file's name of the type, and the bytes as numpy has them
@@ -319,16 +318,3 @@ def write_quantised_hf(
         tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in quantised.parts.items()}
     (directory / "model.safetensors").write_bytes(file_of(tensors))
     return worth
-
-
-def file_of(tensors: Parts) -> bytes:
-    """A safetensors file of tensors of any types."""
-    header: dict[str, Any] = {}
-    data = b""
-    for name, (dtype, values) in tensors.items():
-        raw = np.ascontiguousarray(values).tobytes()
-        offsets = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": offsets}
-        data += raw
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data

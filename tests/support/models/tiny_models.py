@@ -254,30 +254,32 @@ def write_calibration(path: Path) -> Path:
     return path
 
 
-SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
-def encode_dense(values: np.ndarray, dtype: str) -> bytes:
-    if dtype != "bfloat16":
-        return values.astype(dtype).tobytes()
-    from phasewise.cython_kernels.packing import to_bf16
-
-    return to_bf16(values).tobytes()
-
-
-def safetensors_bytes(weights: Mapping[str, np.ndarray], dtype: str = "float32") -> bytes:
+def file_of(tensors: Mapping[str, tuple[str, np.ndarray]]) -> bytes:
+    """A safetensors file: by name the file's word for a type, and the bytes as numpy has them."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
-    for name, values in weights.items():
-        raw = encode_dense(values, dtype)
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[dtype],
-            "shape": list(values.shape),
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
+    for name, (dtype, values) in tensors.items():
+        raw = np.ascontiguousarray(values).tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": offsets}
         data += raw
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
+
+
+def safetensors_bytes(weights: Mapping[str, np.ndarray], dtype: str = "float32") -> bytes:
+    """A safetensors file of this type; tensors of whole numbers stay what they are."""
+
+    def of(values: np.ndarray) -> tuple[str, np.ndarray]:
+        if values.dtype == np.int64:
+            return "I64", values
+        if dtype == "bfloat16":
+            from phasewise.cython_kernels.packing import to_bf16
+
+            return "BF16", to_bf16(values)
+        return {"float32": "F32", "float16": "F16"}[dtype], values.astype(dtype)
+
+    return file_of({name: of(values) for name, values in weights.items()})
 
 
 def hf_config(architecture: str, shape: TinyShape = TinyShape()) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -74,11 +73,6 @@ class Page:
         """As if written on the keyboard, where the focus is."""
         await self.command("Input.insertText", text=text)
 
-    async def screenshot(self, path: Path) -> None:
-        """Write a picture of the page as it looks now."""
-        shot = await self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     async def close(self) -> None:
         self._reader.cancel()
         await self._socket.close()
@@ -119,18 +113,10 @@ async def chromium(width: int = 1100, height: int = 900) -> AsyncIterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
-                program,
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--no-first-run",
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--remote-debugging-port=0",
-                f"--window-size={width},{height}",
-                f"--user-data-dir={profile}",
-                "about:blank",
+                *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+                *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
+                *("--remote-debugging-port=0", f"--window-size={width},{height}"),
+                *(f"--user-data-dir={profile}", "about:blank"),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -158,8 +158,28 @@ class ScriptedServer:
         for out in delivery.outs:
             self.outs.put(out)
 
+    def running(self, n_instances: int = 2) -> list[ScriptedInstance]:
+        """All instances, ready."""
+        instances = [self.launcher.next() for _ in range(n_instances)]
+        for instance in instances:
+            instance.ready()
+        self.wait_until_state("running")
+        return instances
+
+    def replaced(
+        self, instance: ScriptedInstance, ended: str = "it was killed by SIGKILL"
+    ) -> ScriptedInstance:
+        """The instance that is launched in the place of one that ends."""
+        instance.ended = ended
+        return self.launcher.next()
+
     def next_out(self) -> Answer | Failure:
         return self.outs.get(timeout=PATIENCE_S)
+
+    def next_answer(self) -> Answer:
+        out = self.next_out()
+        assert isinstance(out, Answer)
+        return out
 
     def wait_until_state(self, state: str) -> None:
         until(lambda: self.front.state == state, f"it does not become {state}")

@@ -23,25 +23,14 @@ from tests.support import ROOT
 READ_AT_IMPORT = ("PHASEWISE_CORE", "PHASEWISE_ISA")
 """Variables that the kernels read while they are imported."""
 _IMPORTED = (
-    "llguidance",
-    "numpy.random",
-    "pydantic.v1",
-    "phasewise.cli.commands.chat",
-    "phasewise.cli.commands.generate",
-    "phasewise.cli.commands.serve",
-    "phasewise.cli.main",
-    "phasewise.kerneldb.store",
-    "phasewise.serving.engine.several_engines",
-    "phasewise.serving.loaders.encoders",
-    "phasewise.serving.loaders.families",
-    "phasewise.serving.loaders.fetching.registry",
-    "phasewise.serving.service",
-    "phasewise.tuner.predictor.live",
-    "phasewise.workflows.generate.run",
-    "phasewise.workflows.opening.drafts",
-    "phasewise.workflows.opening.open_model",
-    "phasewise.workflows.opening.tuned_schedules",
-    "phasewise.workflows.serve.instance_process",
+    *("llguidance", "numpy.random", "pydantic.v1", "phasewise.cli.commands.chat"),
+    *("phasewise.cli.commands.generate", "phasewise.cli.commands.serve", "phasewise.cli.main"),
+    *("phasewise.kerneldb.store", "phasewise.serving.engine.several_engines"),
+    *("phasewise.serving.loaders.encoders", "phasewise.serving.loaders.families"),
+    *("phasewise.serving.loaders.fetching.registry", "phasewise.serving.service"),
+    *("phasewise.tuner.predictor.live", "phasewise.workflows.generate.run"),
+    *("phasewise.workflows.opening.drafts", "phasewise.workflows.opening.open_model"),
+    *("phasewise.workflows.opening.tuned_schedules", "phasewise.workflows.serve.instance_process"),
     "phasewise.workflows.serve.run",
 )
 

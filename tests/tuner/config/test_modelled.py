@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from phasewise.tuner.config.sharing import HiddenResource, ReadSharing, fair_rat
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, default_plan, rank_on
+from tests.support import SHARED
 from tests.support.machines.paper_machines import (
     epyc,
     epyc_rates,
@@ -33,9 +33,7 @@ from tests.support.machines.paper_machines import (
     xeon,
 )
 
-HWLOC = (
-    Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"
-)
+HWLOC = SHARED / "hwloc"
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -35,7 +35,7 @@ def test_a_row_whose_plan_is_not_its_keys_is_set_aside_and_said(changes: dict[st
         keep(store, Scope(machine_key(machine), "gemm-5f1c9e", "0.1.0"), machine, "m@bf16", reading)
         (kept,) = store.rows(StepTime)
 
-    forged = dataclasses.replace(kept, **cast(Any, changes))
+    forged = replace(kept, **cast(Any, changes))
 
     assert [*configurations([kept, forged], machine, said.append)] == [(one_rank.key, kept)]
     assert len(said) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from phasewise.tuner.config.suited import FEWER_CORES, OTHER_RANKS, STEPS, suite
 from phasewise.tuner.config.walk import refine
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, check_fits, default_plan, rank_on
 from phasewise.tuner.topotree import Configuration, UnevenCores, fundamental
+from tests.support import SHARED
 from tests.support.machines.paper_machines import Level, build, epyc, kunpeng, llama_2_7b, xeon
 from tests.support.machines.unequal import (
     Unequal,
@@ -33,9 +33,7 @@ from tests.support.machines.unequal import (
 )
 from tests.support.tiers import examples, n_examples
 
-HWLOC = (
-    Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"
-)
+HWLOC = SHARED / "hwloc"
 PLANTED = {"epyc": epyc(), "kunpeng": kunpeng(), "xeon": xeon()}
 
 

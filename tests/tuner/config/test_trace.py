@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,8 @@ from phasewise.tuner.config.trace import (
     slices,
 )
 from phasewise.tuner.errors import TraceError
+from tests.support import SHARED
 
-SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109"""
@@ -63,6 +62,11 @@ def pairs(trace: tuple[RequestLengths, ...]) -> list[tuple[int, int]]:
     return [(arrival.prompt_tokens, arrival.output_tokens) for arrival in trace]
 
 
+def length_log_line(arrived_s: float | None, prompt: int = 40, output: int = 8, **more: object) -> str:
+    arrived = {} if arrived_s is None else {"arrived_at_s": arrived_s, "at_s": arrived_s + 3}
+    return json.dumps({"prompt_token_ids": [1] * prompt, "output_tokens": output, **arrived, **more}) + "\n"
+
+
 # Formats.
 
 
@@ -75,11 +79,30 @@ def test_an_azure_trace_is_read(tmp_path: Path, line_end: str) -> None:
     assert [arrival.arrival_s for arrival in trace] == [0.0, pytest.approx(4.314579, abs=1e-5)]
 
 
-def test_a_mooncake_trace_is_read(tmp_path: Path) -> None:
-    trace = read_trace(written(tmp_path, lines(MOONCAKE)))
+LOG = length_log_line(1_700_000_000.5, lookup="00") + length_log_line(1_700_000_002.0, 5, 3)
+OLD_LOG = length_log_line(None, at_s=1_700_000_003.5) + length_log_line(None, at_s=1_700_000_007.0)
+STATED = json.dumps([{"prompt_tokens": 512, "output_tokens": 64}, [1024, 16]])
 
-    assert pairs(trace) == [(6955, 52), (6472, 26)]
-    assert [arrival.arrival_s for arrival in trace] == [0.0, pytest.approx(3.053)]
+
+@pytest.mark.parametrize(
+    ("content", "lengths", "arrivals_s"),
+    [
+        (lines(MOONCAKE), [(6955, 52), (6472, 26)], [0.0, 3.053]),
+        (STATED, [(512, 64), (1024, 16)], [None, None]),
+        (AZURE.replace(",44", ",0"), [(396, 109)], [0.0]),  # one without an answer is left out
+        (LOG, [(40, 8), (5, 3)], [0.0, 1.5]),
+        (OLD_LOG, [(40, 8), (40, 8)], [0.0, 3.5]),
+    ],
+    ids=["mooncake", "stated lengths", "without an answer", "length log", "older length log"],
+)
+def test_each_format_gives_its_lengths_and_times(
+    tmp_path: Path, content: str, lengths: list[tuple[int, int]], arrivals_s: list[float | None]
+) -> None:
+    trace = read_trace(written(tmp_path, content))
+
+    assert pairs(trace) == lengths
+    for request, arrival_s in zip(trace, arrivals_s, strict=True):
+        assert request.arrival_s == (arrival_s if arrival_s is None else pytest.approx(arrival_s))
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
@@ -88,17 +111,6 @@ def test_sharegpt_conversations_are_measured_by_their_characters(tmp_path: Path,
     content = lines(SHAREGPT) if as_lines else json.dumps(SHAREGPT, indent=1)
 
     assert pairs(read_trace(written(tmp_path, content))) == [(100, 11)]
-
-
-def test_stated_lengths_are_taken_as_they_are(tmp_path: Path) -> None:
-    entries = [{"prompt_tokens": 512, "output_tokens": 64}, [1024, 16]]
-
-    assert pairs(read_trace(written(tmp_path, json.dumps(entries)))) == [(512, 64), (1024, 16)]
-
-
-def test_requests_without_an_answer_are_left_out(tmp_path: Path) -> None:
-    """The public Azure traces have some."""
-    assert pairs(read_trace(written(tmp_path, AZURE.replace(",44", ",0")))) == [(396, 109)]
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the reference traces are not here")
@@ -150,6 +162,10 @@ def test_the_published_traces_are_read_whole(tmp_path: Path) -> None:
         (lines(MOONCAKE) + "\n{}", "row 3: neither lengths"),
         ('[{"conversations": {}}]', "entry 1: neither lengths"),
         ('[{"conversations": [{"from": "human", "value": 7}]}]', "entry 1: a turn"),
+        ("{\n", "row 1: not JSON"),
+        (length_log_line(1.0) + length_log_line(1.0, output_tokens="x"), "row 2: an answer of a length log"),
+        (length_log_line(1.0, arrived_at_s="soon"), "row 1: arrived_at_s must be Unix seconds"),
+        (length_log_line(1.0, output=0), "holds no request"),
     ],
 )
 def test_a_hostile_file_is_one_clear_line(tmp_path: Path, content: str | bytes, reason: str) -> None:
@@ -222,20 +238,9 @@ def test_a_lognormal_distribution_has_its_median_and_no_absurd_length() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "fixed:512",
-        "fixed:512/",
-        "fixed:/64",
-        "fixed:0/64",
-        "fixed:-1/64",
-        "fixed:nan/64",
-        "fixed:1e5/64",
-        "uniform:9-5/1-2",
-        "uniform:5/1-2",
-        "lognormal:500/120",
-        "lognormal:500,inf/120,1",
-        "lognormal:500,-1/120,1",
-        "zipf:1/2",
-        "fixed:" + "9" * 100 + "/1",
+        *("fixed:512", "fixed:512/", "fixed:/64", "fixed:0/64", "fixed:-1/64", "fixed:nan/64"),
+        *("fixed:1e5/64", "uniform:9-5/1-2", "uniform:5/1-2", "lognormal:500/120", "lognormal:500,inf/120,1"),
+        *("lognormal:500,-1/120,1", "zipf:1/2", "fixed:" + "9" * 100 + "/1"),
     ],
 )
 def test_what_is_no_distribution_is_one_clear_line(text: str) -> None:
@@ -303,36 +308,3 @@ def test_a_trace_is_described_in_a_line() -> None:
         describe((RequestLengths(10, 3), RequestLengths(30, 5)))
         == "2 requests, prompt p50 10 max 30, output p50 3 max 5 tokens"
     )
-
-
-def length_log_line(arrived_s: float | None, prompt: int = 40, output: int = 8, **more: object) -> str:
-    arrived = {} if arrived_s is None else {"arrived_at_s": arrived_s, "at_s": arrived_s + 3}
-    return json.dumps({"prompt_token_ids": [1] * prompt, "output_tokens": output, **arrived, **more}) + "\n"
-
-
-def test_a_length_log_is_a_trace_and_an_older_one_too(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text(length_log_line(1_700_000_000.5, lookup="00") + length_log_line(1_700_000_002.0, 5, 3))
-    assert [
-        (request.prompt_tokens, request.output_tokens, request.arrival_s) for request in read_trace(path)
-    ] == [(40, 8, 0.0), (5, 3, 1.5)]
-    path.write_text(length_log_line(None, at_s=1_700_000_003.5) + length_log_line(None, at_s=1_700_000_007.0))
-    assert [request.arrival_s for request in read_trace(path)] == [0.0, 3.5]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "no trace"),
-        ("{\n", "row 1: not JSON"),
-        (length_log_line(1.0) + length_log_line(1.0, output_tokens="x"), "row 2: an answer of a length log"),
-        (length_log_line(1.0, arrived_at_s="soon"), "row 1: arrived_at_s must be Unix seconds"),
-        (length_log_line(1.0, output=0), "holds no request"),
-    ],
-)
-def test_a_bad_length_log_is_told_in_one_line(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text(text)
-    with pytest.raises(TraceError, match=told) as error:
-        read_trace(path)
-    assert "\n" not in str(error.value)

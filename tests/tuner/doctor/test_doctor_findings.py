@@ -261,17 +261,10 @@ def test_damaged_files_are_no_finding_and_no_crash(tmp_path: Path, text: str) ->
     """Snapshots come from strangers, and containers hide or fake what they like."""
     damaged = dict.fromkeys(
         [
-            "proc/stat",
-            "proc/pressure/cpu",
-            "proc/self/status",
-            "proc/sys/kernel/osrelease",
-            "proc/sys/kernel/numa_balancing",
-            f"{CGROUP}/cpu.max",
-            f"{CGROUP}/cpu.stat",
-            f"{CGROUP}/memory.max",
-            f"{CGROUP}/cpuset.cpus.effective",
-            f"{CPU}/cpu0/cpufreq/scaling_max_freq",
-            "sys/kernel/mm/transparent_hugepage/enabled",
+            *("proc/stat", "proc/pressure/cpu", "proc/self/status", "proc/sys/kernel/osrelease"),
+            *("proc/sys/kernel/numa_balancing", f"{CGROUP}/cpu.max", f"{CGROUP}/cpu.stat"),
+            *(f"{CGROUP}/memory.max", f"{CGROUP}/cpuset.cpus.effective"),
+            *(f"{CPU}/cpu0/cpufreq/scaling_max_freq", "sys/kernel/mm/transparent_hugepage/enabled"),
         ],
         text,
     )

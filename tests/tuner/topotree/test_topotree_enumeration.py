@@ -8,7 +8,6 @@ PHASEWISE_SHARED_DATA names the folder of real machines.
 
 from __future__ import annotations
 
-import os
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,6 +32,7 @@ from phasewise.tuner.topotree import (
     removals,
 )
 from phasewise.tuner.topotree.enumeration import kept_counts
+from tests.support import SHARED
 from tests.support.machines.machine_shapes import machine_of, nest_of
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
@@ -301,7 +301,6 @@ def test_tree_and_left_out_are_all_that_is_allowed(allowed: set[int]) -> None:
     assert regular.tree.n_pus >= max(len(allowed & set(range(start, start + 4))) for start in range(0, 24, 4))
 
 
-SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
 FILES = sorted((SHARED / "hwloc").glob("*.xml"))
 needs_files = pytest.mark.skipif(
     not FILES, reason=f"no machines in {SHARED}/hwloc: set PHASEWISE_SHARED_DATA to have them"
