@@ -55,7 +55,7 @@ class LoopWakeup:
 
 
 Out = Answer | Failure | Progress
-Pieces = list[tuple[int, Answer | Progress]]
+Pieces = Sequence[tuple[int, Answer | Progress]]
 """Each piece of an answer with the index of its request among those sent."""
 
 _RATE_OF_LAST = 64
@@ -81,9 +81,9 @@ class AnswerReader(Protocol):
 
 
 class AnswerStream:
-    """The pieces of one HTTP answer. `most_unread`: most pieces that may wait here for a reader that is
-    behind; one more closes the stream and cuts the reader. Pieces that wait while the reader is not behind do
-    not count. `reader`: None for an answer that is sent whole."""
+    """The pieces of one HTTP answer, on their way from the engine to `take`. `most_unread`: most pieces that
+    may wait here for a reader that is behind; one more closes the stream and cuts the reader. Pieces that
+    wait while the reader is not behind do not count. `reader`: None for an answer that is sent whole."""
 
     def __init__(
         self,
@@ -104,40 +104,49 @@ class AnswerStream:
         """True if a piece of the answer has come, or the answer has ended."""
         self.n_bytes = 0
         """Approximate memory of waiting pieces; for an answer that is sent whole, of all its pieces."""
+        self.take: Callable[[Pieces], bool] | None = None
+        """Takes all pieces that wait; False if it cannot now, and calls `pass_on` later. None: not yet."""
+        self.closed = False
         self._client = client
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._open = set(self._index)
-        self._arrived: deque[Out] = deque()
-        self._something = asyncio.Event()
-        """Event that `take` awaits for pieces; cleared only meanwhile."""
+        self._arrived: list[tuple[int, Answer | Progress]] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
         self._most_unread = most_unread
         self._reader = reader
-        self.at_once: Callable[[Pieces], bool] | None = None
-        """Called with new pieces, except the last, while `take` waits; True if it has written them."""
-        self.closed = self._is_refused = False
 
     @property
     def n_places(self) -> int:
         """Choices of the answer, each of which holds a place from its beginning to its end."""
         return len(self._index)
 
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more is to be taken."""
+        return self.closed or not (self._arrived or (self._open and self._error is None))
+
     def put(self, out: Out) -> None:
-        """Add a piece without waking the reader: call `wake` after the last piece of a delivery."""
-        if self.closed or self._is_refused:
+        """Add a piece without passing it on: call `pass_on` after the last piece of a delivery."""
+        if self.closed or self._error is not None:
             return
-        if isinstance(out, Progress):
-            last = self._arrived[-1] if self._arrived else None
-            if isinstance(last, Progress) and last.request_id == out.request_id:
-                self._arrived.pop()  # its reader is behind
-        else:
+        if isinstance(out, Failure):
+            self._open.discard(out.request_id)
+            self._error, self.has_begun = out.error, True
+            return
+        if isinstance(out, Answer):
             self.has_begun = True
+        elif self._arrived and self._arrived[-1][1].request_id == out.request_id:
+            self._arrived.pop()  # older progress of the same prompt: its reader is behind
         reader = self._reader
         if reader is not None and len(self._arrived) >= self._most_unread and reader.is_behind:
             self.close()
             reader.cut()
             return
-        self._arrived.append(out)
+        self._arrived.append((self._index[out.request_id], out))
         if isinstance(out, Answer):
+            if out.finish_reason is not None:
+                self._open.discard(out.request_id)
             size = _bytes_of(out)
             self.n_bytes += size
             self._client.holds(self, size)
@@ -152,47 +161,33 @@ class AnswerStream:
 
     def give_way(self, error: ServingError) -> None:
         """End the answer with an error and free its places at once."""
-        self._is_refused = self.has_begun = True
-        request_id = next(iter(self._index))
+        self._error, self.has_begun = error, True
         self._client.release(self, self._open)
-        self._open = {request_id}
-        self._arrived.append(Failure(request_id, error))
-        self._something.set()
+        self._open = set()
+        self._news.set()
 
-    def wake(self) -> None:
-        """Pass new pieces on, by `at_once` if set (cheaper than a switch of tasks), else through `take`."""
-        if self.at_once is None or self._something.is_set() or any(map(_is_end, self._arrived)):
-            self._something.set()
-        elif self.at_once([(self._index[out.request_id], out) for out in self._arrived]):  # type: ignore[misc]
-            self._arrived.clear()
-            self._release()
-        else:
-            self._something.set()
+    def pass_on(self) -> None:
+        """Have the pieces that have come taken, if `take` can now."""
+        if self._arrived and self.take is not None and self.take(self._arrived):
+            self._arrived = []
+            if self._reader is not None:
+                self._release()
+        if self.take is None or self.is_over:
+            self._news.set()
 
-    async def take(self) -> Pieces:
-        """Wait for pieces and return all that have come; an empty list after the last piece and once the
-        stream is closed. Raises the engine's error where a request fails."""
-        while not self._arrived:
-            if not self._open or self.closed:
-                return []
-            self._something.clear()
-            await self._something.wait()
-        pieces: Pieces = []
-        while self._arrived:
-            out = self._arrived[0]
-            if isinstance(out, Failure):
-                if pieces:  # they came before it
-                    break
-                self._arrived.popleft()
-                self._open.discard(out.request_id)
-                raise out.error
-            self._arrived.popleft()
-            if _is_end(out):
-                self._open.discard(out.request_id)
-            pieces.append((self._index[out.request_id], out))
-        if self._reader is not None:
-            self._release()
-        return pieces
+    async def begun(self) -> None:
+        """Wait until there is something to take, or nothing will be."""
+        while not (self._arrived or self.is_over):
+            self._news.clear()
+            await self._news.wait()
+
+    async def ended(self) -> None:
+        """Wait until all is taken. Raises the engine's error where a request fails."""
+        while not self.is_over:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None and not self.closed:
+            raise self._error
 
     def _release(self) -> None:
         self._client.holds(self, -self.n_bytes)
@@ -203,16 +198,11 @@ class AnswerStream:
         if self.closed:
             return
         self.closed = True
-        ended = {out.request_id for out in self._arrived if _is_end(out)}
-        self._arrived.clear()
+        self._arrived = []
         self._release()
-        self._client.forget(self, self._index, self._open - ended)
+        self._client.forget(self, self._index, self._open)
         self._open = set()
-        self._something.set()
-
-
-def _is_end(out: Out) -> bool:
-    return isinstance(out, Failure) or (isinstance(out, Answer) and out.finish_reason is not None)
+        self._news.set()
 
 
 def _bytes_of(piece: Answer) -> int:
@@ -437,7 +427,7 @@ class EngineClient:
                 stream = self._streams.get(prompt.request_id)
                 if stream is not None and stream.tells_progress and not stream.has_begun:
                     stream.put(prompt)
-                    stream.wake()
+                    stream.pass_on()
             self._route(delivery.outs, delivery.stats)
 
     def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
@@ -446,13 +436,13 @@ class EngineClient:
         told: dict[AnswerStream, None] = {}
         for out in outs:
             stream = self._streams.get(out.request_id)
-            if _is_end(out):
+            if isinstance(out, Failure) or out.finish_reason is not None:
                 self._end(out.request_id)
             if stream is not None:
                 stream.put(out)
                 told[stream] = None
         for stream in told:
-            stream.wake()
+            stream.pass_on()
 
     def _end(self, request_id: str) -> None:
         if self._free(request_id):

@@ -66,6 +66,10 @@ class Record:
     model: str = ""
     """Id of the model that the request names, once known; empty: none."""
     adapter: str = ""
+    releases: list[Callable[[float | None], None]] = field(default_factory=list)
+    """Functions that release the request's models at its end, called with `keep_s`."""
+    keep_s: float | None = None
+    """Seconds that the released models stay unused; None: the server's default."""
 
     def fields(self) -> dict[str, Any]:
         """The fields of the log line; those without a value are left out."""

@@ -23,20 +23,20 @@ from phasewise.serving.http.requests.body import n_bytes_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.lengths import estimated
 from phasewise.serving.http.requests.request_to_messages import (
-    RequestOrigin,
     RequiredGrammar,
+    chat_requests,
     compiled,
+    completion_requests,
     delay_guide,
     held_to,
     n_characters,
     tell_unheld,
 )
-from phasewise.serving.http.requests.schemas import GenerationRequest
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.sandbox.confined import Abandoned, CancelToken
 from phasewise.serving.scheduling.waiting_line import ClientTurns
 
-Body = TypeVar("Body", bound=GenerationRequest)
 Made = TypeVar("Made")
 
 _LONG_CHARACTERS = 128 * 1024
@@ -132,16 +132,18 @@ class Preparation:
     async def prepare(
         self,
         request: Request,
-        body: Body,
-        make: Callable[[Body, ServedModel, RequestOrigin], Sequence[Submit]],
+        body: ChatRequest | CompletionRequest,
         model: ServedModel,
     ) -> Sequence[Submit]:
         """Make the requests for `model`, with the grammar of their answers. Raises ApiError or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()
-        sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, cancel)
 
         def work() -> tuple[Sequence[Submit], RequiredGrammar | None]:
-            return estimated(make(body, model, sender), model), held_to(body, model)
+            if isinstance(body, ChatRequest):
+                made = chat_requests(body, model, client, cancel)
+            else:
+                made = completion_requests(body, model, client)
+            return estimated(made, model), held_to(body, model)
 
         lane = self._lane_of(request, body)
         try:
@@ -176,7 +178,7 @@ class Preparation:
         except ServingError as error:
             raise from_engine(error) from error
 
-    def _lane_of(self, request: Request, body: GenerationRequest) -> FairLane:
+    def _lane_of(self, request: Request, body: ChatRequest | CompletionRequest) -> FairLane:
         """The lane by prompt length; a chat's is its body's length, for templates may take unknown fields."""
         if isinstance(body, ChatRequest) and n_bytes_of(request) > _LONG_CHARACTERS:
             return self._long

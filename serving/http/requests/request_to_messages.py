@@ -6,7 +6,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -43,29 +43,17 @@ from phasewise.serving.http.requests.schemas import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
+from phasewise.serving.http.routes.middleware import ANYONE, ClientIdentity
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import Abandoned, CancelToken
 from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_rule
 
-
-@dataclass(frozen=True, slots=True)
-class RequestOrigin:
-    """The sender of a request. `cache_space`: requests of one space share KV. `in_shadow`: True for a
-    batch."""
-
-    cache_space: str = ""
-    client: str = ""
-    in_shadow: bool = False
-    cancel: CancelToken = field(default_factory=CancelToken)
-    """Cancel token that is ended when the client leaves."""
-
-
 _MOST_CHOICES = 1024
 
 
 def completion_requests(
-    body: CompletionRequest, model: ServedModel, sender: RequestOrigin | None = None
+    body: CompletionRequest, model: ServedModel, client: ClientIdentity = ANYONE
 ) -> list[Submit]:
     """One `Submit` for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
@@ -85,21 +73,23 @@ def completion_requests(
             prompt,
             sampling,
             model,
-            sender or RequestOrigin(),
+            client,
             prompt_logprobs=_scored(body),
         )
     ]
 
 
 def chat_requests(
-    body: ChatRequest, model: ServedModel, sender: RequestOrigin | None = None
+    body: ChatRequest,
+    model: ServedModel,
+    client: ClientIdentity = ANYONE,
+    cancel: CancelToken | None = None,
 ) -> Sequence[Submit]:
-    """One `Submit` for each of the `n` choices."""
+    """One `Submit` for each of the `n` choices. `cancel`: ended when the client leaves."""
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    sender = sender or RequestOrigin()
-    prompt = conversation_tokens(body, model, sender.cancel)
+    prompt = conversation_tokens(body, model, cancel or CancelToken())
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     return _choices(
         body,
@@ -107,7 +97,7 @@ def chat_requests(
         prompt,
         sampling,
         model,
-        sender,
+        client,
         prompt_logprobs=body.prompt_logprobs,
         shown=model.dialect.shown if is_read(body, model) else frozenset(),
         turns=_turns(body, prompt, model),
@@ -133,7 +123,7 @@ def _choices(
     prompt: tuple[int, ...],
     sampling: SamplingParams,
     model: ServedModel,
-    sender: RequestOrigin,
+    client: ClientIdentity,
     **more: Any,
 ) -> Sequence[Submit]:
     """Make the `n` requests of one prompt. Only the first computes prompt log-probabilities, unless streamed.
@@ -150,12 +140,12 @@ def _choices(
         (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         body.ignore_eos,
         ends=model.dialect.ends,
-        cache_space=sender.cache_space if salt is None else f"{sender.cache_space}/{salt}",
-        client=sender.client,
+        cache_space=client.cache_space if salt is None else f"{client.cache_space}/{salt}",
+        client=client.name,
         model=model.engine_id,
         receipt=body.receipt,
         adapter=model.adapter,
-        in_shadow=sender.in_shadow,
+        in_shadow=client.in_shadow,
         **more,
     )
     other = first if body.stream or max_tokens == 0 else replace(first, prompt_logprobs=None)

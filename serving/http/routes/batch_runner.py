@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from starlette.types import ASGIApp, Message, Scope
 
 from phasewise._files import open_file
-from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_lines, written
+from phasewise.serving.batches.lines import BatchLine, answer_line, read_lines, written
 from phasewise.serving.batches.store import ENDS_AS, UNFINISHED, BatchStore, BatchStoreError, StoredBatch
 from phasewise.serving.http.requests.body import RestedThread
 from phasewise.serving.http.routes.middleware import shadow_scope
@@ -257,13 +257,12 @@ class BatchRunner:
         said = None if line.fault is not None else await self._send(batch.owner, line)
 
         def keep() -> None:
-            if said is None:
-                answer = faulty(line)
-            else:
+            response = None
+            if said is not None:
                 request_id = said.headers.get(b"x-request-id", b"").decode("latin-1")
-                answer = answered(line, said.status, request_id, _json(said.body))
+                response = {"status_code": said.status, "request_id": request_id, "body": _json(said.body)}
             is_good = said is not None and said.status == 200
-            store.answer(batch.id, line.number, written(answer), is_good=is_good)
+            store.answer(batch.id, line.number, written(answer_line(line, response)), is_good=is_good)
 
         await self._kept(keep)
 
@@ -308,10 +307,8 @@ class BatchRunner:
         def give_up(some: list[BatchLine]) -> None:
             for line in some:
                 if line.number not in done:
-                    why = given_up(
-                        line, f"batch_{how}", f"the batch has {_SAYS[how]} before this line was answered"
-                    )
-                    store.answer(batch.id, line.number, written(why), is_good=False)
+                    why = f"batch_{how}", f"the batch has {_SAYS[how]} before this line was answered"
+                    store.answer(batch.id, line.number, written(answer_line(line, None, why)), is_good=False)
 
         async with aclosing(self._pieces(store, batch)) as pieces:
             async for some in pieces:

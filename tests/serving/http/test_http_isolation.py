@@ -54,7 +54,7 @@ def test_a_failure_that_nobody_foresaw_is_counted(monkeypatch: pytest.MonkeyPatc
     def fails(*_: Any) -> None:
         raise OSError("surprise")
 
-    monkeypatch.setattr("phasewise.serving.http.routes.app.completion_requests", fails)
+    monkeypatch.setattr("phasewise.serving.http.requests.request_threads.completion_requests", fails)
     with fake_server() as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})
         metrics = httpx.get(f"{server.url}/metrics").text
