@@ -25,7 +25,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import CancelToken
-from phasewise.serving.text.chat import Conversation
+from phasewise.serving.text.chat_template import Conversation
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
-    from phasewise.serving.text.chat import Conversation
+    from phasewise.serving.text.chat_template import Conversation
 
 
 class RequestFacts(NamedTuple):
@@ -81,18 +81,6 @@ class ServedModel:
         """Short form of the fingerprint."""
         fingerprint = self.fingerprint()
         return None if fingerprint is None else fingerprint.short
-
-    @property
-    def arithmetic(self) -> str | None:
-        """Name of the arithmetic, and the CPUs on which that arithmetic is the same."""
-        fingerprint = self.fingerprint()
-        return None if fingerprint is None else fingerprint.arithmetic
-
-    @property
-    def arithmetic_paths(self) -> str | None:
-        """The compute paths of the model's products, the most frequent first: `int8_block, fma`."""
-        fingerprint = self.fingerprint()
-        return None if fingerprint is None else fingerprint.paths
 
     @property
     def model_id(self) -> str:

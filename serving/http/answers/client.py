@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from phasewise._words import counted, plural
@@ -80,6 +81,36 @@ class AnswerReader(Protocol):
         ...
 
 
+NOTHING_YET = Answer("", "", (), 0, 0)
+"""Stands for the last piece of an answer of which no piece has come."""
+
+
+@dataclass(slots=True)
+class RequestLife:
+    """One request from its sending to its end, for metrics and logs. Times are those of
+    `time.perf_counter_ns`."""
+
+    request: Submit
+    index: int = 0
+    """The request's place among those of its HTTP answer."""
+    sent_ns: int = field(default_factory=time.perf_counter_ns)
+    sent_at_s: float = field(default_factory=time.time)
+    ended_at_s: float = 0.0
+    """Unix times of the sending and of the end."""
+    first_ns: int | None = None
+    """Time at which the first token was sampled; None: none was so far."""
+    n_generated: int = 0
+    """Tokens generated so far; after a loss they are not counted twice."""
+    last: Answer = NOTHING_YET
+    reason: str | None = None
+    """The reason of the end: a finish reason, `error` or `aborted`; None: it has not ended."""
+
+    def add(self, piece: Answer) -> None:
+        self.first_ns = piece.at_ns if self.first_ns is None else self.first_ns
+        self.n_generated = max(self.n_generated, piece.n_generated)
+        self.last = piece
+
+
 class AnswerStream:
     """The pieces of one HTTP answer, on their way from the engine to `take`. `most_unread`: most pieces that
     may wait here for a reader that is behind; one more closes the stream and cuts the reader. Pieces that
@@ -108,8 +139,10 @@ class AnswerStream:
         """Takes all pieces that wait; False if it cannot now, and calls `pass_on` later. None: not yet."""
         self.closed = False
         self._client = client
-        self._index = {request.request_id: index for index, request in enumerate(requests)}
-        self._open = set(self._index)
+        self.lives = {
+            request.request_id: RequestLife(request, index) for index, request in enumerate(requests)
+        }
+        self._open = set(self.lives)
         self._arrived: list[tuple[int, Answer | Progress]] = []
         self._error: Exception | None = None
         self._news = asyncio.Event()
@@ -119,7 +152,7 @@ class AnswerStream:
     @property
     def n_places(self) -> int:
         """Choices of the answer, each of which holds a place from its beginning to its end."""
-        return len(self._index)
+        return len(self.lives)
 
     @property
     def is_over(self) -> bool:
@@ -143,7 +176,7 @@ class AnswerStream:
             self.close()
             reader.cut()
             return
-        self._arrived.append((self._index[out.request_id], out))
+        self._arrived.append((self.lives[out.request_id].index, out))
         if isinstance(out, Answer):
             if out.finish_reason is not None:
                 self._open.discard(out.request_id)
@@ -162,7 +195,7 @@ class AnswerStream:
     def give_way(self, error: ServingError) -> None:
         """End the answer with an error and free its places at once."""
         self._error, self.has_begun = error, True
-        self._client.release(self, self._open)
+        self._client.forget(self, self._open, gives_way=True)
         self._open = set()
         self._news.set()
 
@@ -200,7 +233,7 @@ class AnswerStream:
         self.closed = True
         self._arrived = []
         self._release()
-        self._client.forget(self, self._index, self._open)
+        self._client.forget(self, self._open)
         self._open = set()
         self._news.set()
 
@@ -218,14 +251,17 @@ def _bytes_of(piece: Answer) -> int:
 class Observer:
     """Base of observers of the requests and answers: metrics and the length log."""
 
-    def sent(self, request: Submit) -> None:
+    def sent(self, life: RequestLife) -> None:
         """Note that a request goes to the engine."""
 
-    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        """Note the pieces and the statistics of one step of the engine."""
+    def came(self, life: RequestLife, piece: Answer) -> None:
+        """Note a piece, which is not in `life` yet."""
 
-    def forgotten(self, request_id: str) -> None:
-        """Note that a request was aborted because its client left."""
+    def ended(self, life: RequestLife) -> None:
+        """Note that a request has ended."""
+
+    def stepped(self, stats: StepStats) -> None:
+        """Note a step of an engine."""
 
 
 class EngineClient:
@@ -238,7 +274,6 @@ class EngineClient:
         self._answers: dict[AnswerStream, None] = {}
         """The unfinished answers in order of arrival, as keys."""
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
-        self._started_s: dict[str, float] = {}
         self._n_of_owner: Counter[str] = Counter()
         self._n_in_shadow = 0
         self._held_bytes = 0
@@ -302,16 +337,13 @@ class EngineClient:
         else:
             self._n_of_owner[owner] += len(requests)
         self._answers[stream] = None
-        now_s = time.monotonic()
         if not (self.n_live or in_shadow):  # how fast answers ended before a pause says nothing of now
             self._ends_s.clear()
-        for request in requests:
-            self._streams[request.request_id] = stream
-            if not in_shadow:
-                self._started_s[request.request_id] = now_s
+        for life in stream.lives.values():
+            self._streams[life.request.request_id] = stream
             for observer in self._observers:
-                observer.sent(request)
-            self._send(request)
+                observer.sent(life)
+            self._send(life.request)
         return stream
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:
@@ -332,25 +364,13 @@ class EngineClient:
             )
         )
 
-    def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
-        """Forget `stream`, which is closed, and abort its unfinished requests."""
+    def forget(self, stream: AnswerStream, unfinished: Iterable[str], *, gives_way: bool = False) -> None:
+        """Forget `stream`, abort its unfinished requests and free their places. `gives_way`: True if that
+        says nothing of how fast answers end."""
         self._answers.pop(stream, None)
-        for request_id in request_ids:
-            self._end(request_id)
-        self._abort(unfinished)
-
-    def release(self, stream: AnswerStream, request_ids: set[str]) -> None:
-        """Abort the requests of `stream` and free their places at once."""
-        self._answers.pop(stream, None)
-        for request_id in request_ids:
-            self._free(request_id)
-        self._abort(request_ids)
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
+        for request_id in unfinished:
             self._send(Abort(request_id))
-            for observer in self._observers:
-                observer.forgotten(request_id)
+            self._end(stream, request_id, "aborted", is_counted=not gives_way)
 
     def deliver(self, delivery: Delivery) -> None:
         """Take a delivery from the engine's thread."""
@@ -371,12 +391,14 @@ class EngineClient:
     def retry_after_s(self, n_too_many: int) -> int:
         """Seconds until `n_too_many` places will be free, at the rate at which the last answers ended. Before
         any answer has ended: the age of the oldest."""
-        now_s = time.monotonic()
         if len(self._ends_s) > 1:
             # To now, not to the last end: an engine that has stopped ending answers is slow.
-            wait_s = n_too_many * (now_s - self._ends_s[0]) / len(self._ends_s)
+            wait_s = n_too_many * (time.monotonic() - self._ends_s[0]) / len(self._ends_s)
         else:
-            wait_s = now_s - min(self._started_s.values(), default=now_s)
+            streams = ((name, stream) for name, stream in self._streams.items() if not stream.in_shadow)
+            now_ns = time.perf_counter_ns()
+            first_ns = min((stream.lives[name].sent_ns for name, stream in streams), default=now_ns)
+            wait_s = (now_ns - first_ns) / 1e9
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _find_places(self, n_new: int, owner: str) -> None:
@@ -431,35 +453,43 @@ class EngineClient:
             self._route(delivery.outs, delivery.stats)
 
     def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        for observer in self._observers:
-            observer.delivered(outs, stats)
         told: dict[AnswerStream, None] = {}
         for out in outs:
             stream = self._streams.get(out.request_id)
-            if isinstance(out, Failure) or out.finish_reason is not None:
-                self._end(out.request_id)
-            if stream is not None:
-                stream.put(out)
-                told[stream] = None
+            if stream is None:
+                continue
+            reason: str | None = "error" if isinstance(out, Failure) else out.finish_reason
+            if isinstance(out, Answer):
+                life = stream.lives[out.request_id]
+                for observer in self._observers:
+                    observer.came(life, out)
+                life.add(out)
+            if reason is not None:
+                self._end(stream, out.request_id, reason)
+            stream.put(out)
+            told[stream] = None
+        if stats is not None:
+            for observer in self._observers:
+                observer.stepped(stats)
         for stream in told:
             stream.pass_on()
 
-    def _end(self, request_id: str) -> None:
-        if self._free(request_id):
-            self._ends_s.append(time.monotonic())
-
-    def _free(self, request_id: str) -> bool:
-        """Free the place of a request; False where the request holds no place."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None and stream.in_shadow:
+    def _end(self, stream: AnswerStream, request_id: str, reason: str, *, is_counted: bool = True) -> None:
+        """End a request of `stream`, and free its place, unless it has ended."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        life = stream.lives[request_id]
+        life.reason, life.ended_at_s = reason, time.time()
+        for observer in self._observers:
+            observer.ended(life)
+        if stream.in_shadow:
             self._n_in_shadow -= 1
-        if stream is None or stream.in_shadow:
-            return False
+            return
+        if is_counted:
+            self._ends_s.append(time.monotonic())
         self._n_of_owner[stream.owner] -= 1
         if not self._n_of_owner[stream.owner]:
             del self._n_of_owner[stream.owner]
-        del self._started_s[request_id]
-        return True
 
 
 def displaced(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from phasewise.serving.engine.messages import Answer, Evidence, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
+from phasewise.serving.http.answers.client import NOTHING_YET
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import INPUT
@@ -22,7 +23,6 @@ from phasewise.serving.tools.parts import (
     Call,
     Part,
     Piece,
-    PlainReader,
     Reader,
     Reasoning,
     Text,
@@ -34,7 +34,7 @@ class CustomCall(Call):
     """A whole call of a custom tool. `arguments`: the text that the tool is given."""
 
 
-class AsAsked:
+class AsAsked(Reader):
     """A reader that gives functions of another reader their names in the request; emits `CustomCall`."""
 
     def __init__(self, inner: Reader, names: Mapping[str, str], customs: frozenset[str]) -> None:
@@ -81,10 +81,6 @@ COMMENT, PING, SPACE = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-NOTHING_YET = Answer("", "", (), 0, 0)
-"""Stands for the last piece of an answer of which no piece has come."""
-
-
 @dataclass(slots=True)
 class Choice:
     """The part of one choice that has arrived."""
@@ -123,8 +119,8 @@ class Reply:
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the first prompt."""
-        return len(self.requests[0].prompt_token_ids)
+        """Tokens of the prompts, each counted once."""
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.n_choices_per_prompt])
 
     @property
     def serial(self) -> str:
@@ -139,9 +135,7 @@ class Reply:
 
     def usage(self, said: Sequence[Answer]) -> Json:
         """OpenAI's `usage` object, each prompt counted once. `said`: the last piece of each choice."""
-        firsts = self.requests[:: self.n_choices_per_prompt]
-        n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
-        n_generated = sum(piece.n_generated for piece in said)
+        n_prompt, n_generated = self.n_prompt, sum(piece.n_generated for piece in said)
         usage: Json = {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_generated,
@@ -212,7 +206,7 @@ class PartWriter(AnswerWriter):
 
     def __init__(self, reply: Reply, reading: AnswerReading | None) -> None:
         self._reply, self._reading = reply, reading
-        self._reader = reading.open() if reading else PlainReader()
+        self._reader = reading.open() if reading else Reader()
         self._last = NOTHING_YET
         """The counts and the finish reason of the newest piece."""
         self._first_ns = 0

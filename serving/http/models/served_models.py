@@ -47,9 +47,10 @@ class ListedModel:
             card["max_model_len"] = self.served.context_length
             card["default_sampling"] = self.served.sampling.to_json()
             card["turns"] = self.served.dialect.describe()
-            card["system_fingerprint"] = self.served.system_fingerprint
-            card["arithmetic"] = self.served.arithmetic
-            card["arithmetic_paths"] = self.served.arithmetic_paths
+            fingerprint = self.served.fingerprint()
+            card["system_fingerprint"] = fingerprint and fingerprint.short
+            card["arithmetic"] = fingerprint and fingerprint.arithmetic
+            card["arithmetic_paths"] = fingerprint and fingerprint.paths
             if self.served.parent:
                 card["parent"] = self.served.parent
         return card

@@ -368,7 +368,8 @@ class ChatRequest(GenerationRequest):
     def settle(self) -> Self:
         """Drop tools that cannot be run and content that cannot be read, and give functions plain names.
         Raises ApiError for an image, audio or video in the user's newest messages."""
-        self._settle_tools()
+        if self.tools is not None or isinstance(self.tool_choice, NamedChoice):
+            self._settle_tools()
         newest = _newest_of_user(self.messages)
         for index, message in enumerate(self.messages):
             self._settle_content(message, is_newest=index in newest)

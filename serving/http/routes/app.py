@@ -118,11 +118,8 @@ def _add_generation(
     surroundings: ServerContext,
 ) -> None:
     """Add every route that generates text."""
-    client, log = generation.client, surroundings.log
-    client.observe(metrics)
-    if log is not None:
-        client.observe(log)
-    service = GenerationService(generation.models, client, bodies, Preparation(), life, log)
+    generation.client.observe(metrics)
+    service = GenerationService(generation.models, generation.client, bodies, Preparation(), life)
     _add_completions(routes, service)
     add_responses(routes, service)
     add_messages(routes, service)

@@ -209,25 +209,26 @@ _MOST_WINDOW_S = 30 * 86_400
 Made = TypeVar("Made")
 
 
-class Stored(Protocol):
+class UseStore(Protocol):
     """Runs work with the store, which refuses with ApiError."""
 
     async def __call__(self, work: Callable[[BatchStore], Made], /) -> Made: ...
 
 
-_REFUSALS = {
-    "missing": (404, "not_found"),
-    "in_use": (409, "file_in_use"),
-    "unfinished": (409, "batch_not_over"),
-    "full": (507, "insufficient_storage"),
-    "too_many": (429, "too_many_batches"),
-}
-"""Status and code of an answer, by the kind of a BatchStoreError."""
-
-
 def _refusal(error: BatchStoreError) -> ApiError:
-    status, code = _REFUSALS.get(error.kind, (503, "no_batches"))
-    return ApiError(status, str(error), code=code, retry_after_s=60 if status in (429, 503) else None)
+    match error.kind:
+        case "missing":
+            return ApiError(404, str(error), code="not_found")
+        case "in_use":
+            return ApiError(409, str(error), code="file_in_use")
+        case "unfinished":
+            return ApiError(409, str(error), code="batch_not_over")
+        case "full":
+            return ApiError(507, str(error), code="insufficient_storage")
+        case "too_many":
+            return ApiError(429, str(error), code="too_many_batches", retry_after_s=60)
+        case _:
+            return ApiError(503, str(error), code="no_batches", retry_after_s=60)
 
 
 class _KeptFile(FileResponse):
@@ -310,7 +311,7 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
         return _shown(batch)
 
 
-def _add_files(routes: Routes, runner: BatchRunner, stored: Stored) -> None:
+def _add_files(routes: Routes, runner: BatchRunner, stored: UseStore) -> None:
     @routes.add("/v1/files", "POST", _FORM)
     async def create_file(request: Request) -> Json:
         """Keep a file of requests, for a batch."""

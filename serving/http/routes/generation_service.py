@@ -20,7 +20,7 @@ from phasewise.serving.http.answers.openai_objects import AnswerReading, AnswerW
 from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.models.served_models import ServedModels
-from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
+from phasewise.serving.http.monitoring.access_log import note_lives, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
@@ -37,13 +37,16 @@ async def respond(client: EngineClient, reply: Reply, writer: AnswerWriter, requ
     """Send a reply's requests and return the response. If the client leaves, the requests are aborted."""
     if reply.streamed:
         return await _streamed(client, reply, writer, request)
-    return Response(await while_there(request, _body(client, reply, writer)), media_type="application/json")
+    return Response(
+        await while_there(request, _body(client, reply, writer, request.scope)), media_type="application/json"
+    )
 
 
 async def _streamed(client: EngineClient, reply: Reply, writer: AnswerWriter, request: Request) -> Response:
     connection = connection_of(request.scope)
     assert connection is not None, "lines of batches are answered whole"
     stream = client.open(reply.requests, connection, tells_progress=reply.tells_progress)
+    note_lives(request.scope, stream.lives)
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
         # than clients wait for a sign of life.
@@ -59,12 +62,12 @@ async def _streamed(client: EngineClient, reply: Reply, writer: AnswerWriter, re
     return _EventStream(writer, stream, request, connection, client.sign_of_life_s)
 
 
-async def _body(client: EngineClient, reply: Reply, writer: AnswerWriter) -> bytes:
+async def _body(client: EngineClient, reply: Reply, writer: AnswerWriter, scope: Scope) -> bytes:
     try:
-        choices = await _choices(client, reply.requests)
+        choices = await _choices(client, reply.requests, scope)
     except RankLost:  # nothing of it was sent, so it may run again; late pieces of the first run are dropped
         again = [replace(asked, request_id=f"{asked.request_id}-again") for asked in reply.requests]
-        choices = await _choices(client, again)
+        choices = await _choices(client, again, scope)
     for index, choice in enumerate(choices):  # the first of a prompt has its numbers
         choice.prompt = choices[index - index % reply.n_choices_per_prompt].prompt
     n_scored = sum(len(choice.tokens) for choice in choices if choice.tokens and choice.tokens[0].top)
@@ -74,7 +77,7 @@ async def _body(client: EngineClient, reply: Reply, writer: AnswerWriter) -> byt
     return writer.whole(choices)
 
 
-async def _choices(client: EngineClient, requests: Sequence[Submit]) -> list[Choice]:
+async def _choices(client: EngineClient, requests: Sequence[Submit], scope: Scope) -> list[Choice]:
     choices = [Choice() for _ in requests]
 
     def take(pieces: Pieces) -> bool:
@@ -84,6 +87,7 @@ async def _choices(client: EngineClient, requests: Sequence[Submit]) -> list[Cho
         return True
 
     stream = client.open(requests)
+    note_lives(scope, stream.lives)
     stream.take = take
     try:
         await stream.ended()
@@ -167,7 +171,6 @@ class GenerationService:
     bodies: BodyReader
     preparation: Preparation
     life: Lifecycle
-    log: AccessLog | None
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         self.life.refuse_unless_open()
@@ -187,8 +190,8 @@ class GenerationService:
         reply = reply_of(body, requests, model)
         self.life.refuse_unless_open()
         record = record_of(request.scope)
-        if record is not None and self.log is not None:
-            self.log.expects(record, requests, reply.usage([])["prompt_tokens"])
+        if record is not None:
+            record.n_prompt = reply.n_prompt
         try:
             response = await respond(self.client, reply, write(reply, reading), request)
         except ServingError as error:

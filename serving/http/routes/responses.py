@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -294,38 +294,33 @@ class ResponseStore:
     """The newest responses and their conversations, by client and response id."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[str, tuple[float, int, StoredResponse]]] = {}
-        """By client, its responses in order of age: time of storing, size in characters, and the response."""
+        self._kept: OrderedDict[tuple[str, str], tuple[float, int, StoredResponse]] = OrderedDict()
+        """By client and id, in order of age: time of storing, size in characters, and the response."""
 
     def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
         """Store a response. If there is no room, drop the oldest of the client that holds most."""
         self._forget_old()
-        kept = self._kept.setdefault(client, OrderedDict())
         n_characters = _ENTRY_CHARACTERS + len(written) + sum(map(_size, messages))
-        kept[response_id] = time.monotonic(), n_characters, StoredResponse(messages, written)
-        while sum(map(len, self._kept.values())) > MOST_KEPT:
-            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
-        while sum(map(self._characters_of, self._kept)) > MOST_KEPT_CHARACTERS:
-            self._drop_oldest(max(self._kept, key=self._characters_of))
+        self._kept[client, response_id] = time.monotonic(), n_characters, StoredResponse(messages, written)
+        numbers, characters = Counter[str](), Counter[str]()
+        for (owner, _), (_, n_held, _) in self._kept.items():
+            numbers[owner] += 1
+            characters[owner] += n_held
+        for held, most in ((numbers, MOST_KEPT), (characters, MOST_KEPT_CHARACTERS)):
+            while held.total() > most:
+                largest = max(held, key=lambda owner: held[owner])
+                _, n_held, _ = self._kept.pop(next(key for key in self._kept if key[0] == largest))
+                numbers[largest] -= 1
+                characters[largest] -= n_held
 
     def drop(self, client: str, response_id: str) -> None:
         """Remove a stored response."""
-        kept = self._kept[client]
-        del kept[response_id]
-        if not kept:
-            del self._kept[client]
+        del self._kept[client, response_id]
 
     def _forget_old(self) -> None:
         too_old_s = time.monotonic() - STORED_S
-        for client in list(self._kept):
-            while client in self._kept and next(iter(self._kept[client].values()))[0] < too_old_s:
-                self._drop_oldest(client)
-
-    def _drop_oldest(self, client: str) -> None:
-        self.drop(client, next(iter(self._kept[client])))
-
-    def _characters_of(self, client: str) -> int:
-        return sum(n_characters for _, n_characters, _ in self._kept[client].values())
+        while self._kept and next(iter(self._kept.values()))[0] < too_old_s:
+            self._kept.popitem(last=False)
 
     def stored(self, client: str, response_id: str) -> StoredResponse:
         """The stored response; raises ApiError 404 if there is none."""
@@ -350,7 +345,7 @@ class ResponseStore:
 
     def _find(self, client: str, response_id: str) -> StoredResponse | None:
         self._forget_old()
-        kept = self._kept[client].get(response_id) if client in self._kept else None
+        kept = self._kept.get((client, response_id))
         return None if kept is None else kept[2]
 
 

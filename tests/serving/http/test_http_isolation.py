@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from phasewise.serving.http.answers.client import displaced
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.sandbox.confined import Bounds, CancelToken
-from phasewise.serving.text.chat import Conversation, Conversations
+from phasewise.serving.text.chat_template import Conversation, Conversations
 from tests.support.servers.fake_engine import encode
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, connect, request, until
