@@ -24,7 +24,6 @@ from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
 from phasewise.serving.http.monitoring.lengths import LengthLog, LengthObserver
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.requests.request_to_messages import facts_of
 from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
@@ -232,7 +231,7 @@ def _learning(predictor: Predictor) -> Iterator[Callable[[RequestLife], None]]:
     executor = ThreadPoolExecutor(1, thread_name_prefix="phasewise-predictor")
 
     def learn(life: RequestLife) -> None:
-        executor.submit(predictor.learn, facts_of(life.request), life.last.n_generated)
+        executor.submit(predictor.learn, life.request, life.last.n_generated)
 
     try:
         yield learn

@@ -269,7 +269,7 @@ class EngineClient:
 
     def __init__(self, send: Callable[[Message], None], limits: HttpLimits) -> None:
         self._send = send
-        self._limits = limits
+        self.limits = limits
         self._streams: dict[str, AnswerStream] = {}
         self._answers: dict[AnswerStream, None] = {}
         """The unfinished answers in order of arrival, as keys."""
@@ -284,11 +284,6 @@ class EngineClient:
         """True once every answer was told that the server is stopping; no request is taken from then on."""
         self.load: EngineLoad | None = None
         """The load that the engine reported last."""
-
-    @property
-    def sign_of_life_s(self) -> float:
-        """Seconds for which a stream may be silent."""
-        return self._limits.sign_of_life_s
 
     @property
     def n_live(self) -> int:
@@ -330,7 +325,7 @@ class EngineClient:
         in_shadow = requests[0].in_shadow
         if not in_shadow:
             self._find_places(len(requests), owner)
-        most_unread = self._limits.max_pieces_unread * len(requests)
+        most_unread = self.limits.max_pieces_unread * len(requests)
         stream = AnswerStream(self, requests, most_unread, reader, tells_progress=tells_progress)
         if in_shadow:
             self._n_in_shadow += len(requests)
@@ -351,15 +346,15 @@ class EngineClient:
         self._held_bytes += n_bytes
         if n_bytes <= 0:
             return
-        if stream.n_bytes > self._limits.max_response_bytes:
+        if stream.n_bytes > self.limits.max_response_bytes:
             largest = stream
-        elif self._held_bytes > _MOST_RESPONSES * self._limits.max_response_bytes:
+        elif self._held_bytes > _MOST_RESPONSES * self.limits.max_response_bytes:
             largest = max(self._answers, key=lambda answer: answer.n_bytes)
         else:
             return
         largest.refuse(
             RequestError(
-                f"the answer takes more than {self._limits.max_response_bytes} bytes of memory, or all "
+                f"the answer takes more than {self.limits.max_response_bytes} bytes of memory, or all "
                 "answers take too much; ask for fewer choices, tokens or log-probabilities, or stream it"
             )
         )
@@ -403,7 +398,7 @@ class EngineClient:
 
     def _find_places(self, n_new: int, owner: str) -> None:
         """Free `n_new` places, if need be by ending another client's waiting answers. Raises QueueFull."""
-        most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
+        most, share = self.limits.max_live_requests, self.limits.max_sequences_per_key
         if n_new > min(most, share):
             raise RequestError(
                 f"this server computes at most {min(most, share)} choices of one client at a time", "n"
@@ -419,7 +414,7 @@ class EngineClient:
         n_missing = self.n_live + n_new - most
         if self.load is not None and self.load.n_waiting:  # the engine has no room even for those that wait
             n_waiting = self.n_live - self.load.n_running + n_new
-            n_missing = max(n_missing, n_waiting - self._limits.max_waiting_requests)
+            n_missing = max(n_missing, n_waiting - self.limits.max_waiting_requests)
         if n_missing <= 0:
             return
         after_s = self.retry_after_s(n_missing)

@@ -375,7 +375,7 @@ class CompletionWriter(OpenAiWriter):
         """The echoed prompt, unless its log-probabilities are asked for: they must be computed first."""
         if not self._echoes or self._n_top_of_echo is not None:
             return None
-        return _text_choice(index, self._echoes[index], None, None)
+        return _choice_of(index, "text", self._echoes[index])
 
     def _delta(self, index: int, piece: Answer) -> Json:
         has_echo = self._n_top_of_echo is not None and piece.prompt is not None
@@ -384,7 +384,7 @@ class CompletionWriter(OpenAiWriter):
         )
 
     def _waiting(self, index: int) -> Json:
-        return _text_choice(index, "", None, None)
+        return _choice_of(index, "text", "")
 
     def _choice(self, index: int, choice: Choice) -> Json:
         reason, prompt = choice.last.finish_reason, choice.prompt
@@ -413,7 +413,7 @@ class CompletionWriter(OpenAiWriter):
         given = [part for part in said if part is not None]
         names = given[0] if given else ()
         joined = {name: [item for part in given for item in part[name]] for name in names}
-        return _text_choice(index, text, joined or None, reason)
+        return _choice_of(index, "text", text, joined or None, reason)
 
     def _generated(self, echo: str | None, tokens: Sequence[SampledToken], reason: str | None) -> Json | None:
         """Log-probabilities of the answer. With an echo the end token counts, as scoring clients expect."""
@@ -441,10 +441,6 @@ class CompletionWriter(OpenAiWriter):
         return {self._text(token_id): value for token_id, value in top}
 
 
-def _text_choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
 def _echoes_of(body: CompletionRequest, reply: Reply) -> list[str]:
     """The prompt of each choice, token ids spelled as text."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -465,7 +461,7 @@ class ChatWriter(OpenAiWriter):
         self._read = [_ReadChoice(reading) for _ in reply.requests] if reading is not None else None
 
     def _opened(self, index: int) -> Json | None:
-        return _chat_choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
+        return _choice_of(index, "delta", {"role": "assistant", "content": ""})
 
     def _delta(self, index: int, piece: Answer) -> Json | None:
         content: Json = {"content": piece.text} if piece.text else {}
@@ -476,10 +472,10 @@ class ChatWriter(OpenAiWriter):
             reason = self._read[index].reason(reason)
             if not content and not logprobs and reason is None:
                 return None
-        return _chat_choice(index, "delta", content, logprobs, reason)
+        return _choice_of(index, "delta", content, logprobs, reason)
 
     def _waiting(self, index: int) -> Json:
-        return _chat_choice(index, "delta", {"role": "assistant", "content": None}, None, None)
+        return _choice_of(index, "delta", {"role": "assistant", "content": None})
 
     def _choice(self, index: int, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -491,7 +487,7 @@ class ChatWriter(OpenAiWriter):
             message |= {"content": None if "tool_calls" in said else "", **said}
             for call in said.get("tool_calls", ()):
                 del call["index"]
-        return _chat_choice(index, "message", message, logprobs, reason)
+        return _choice_of(index, "message", message, logprobs, reason)
 
     def _beside(self, choices: Sequence[Choice]) -> Json:
         if choices[0].prompt is None:
@@ -514,7 +510,9 @@ class ChatWriter(OpenAiWriter):
         return {"token": self._text(token_id), "logprob": logprob, "bytes": list(self._model.piece(token_id))}
 
 
-def _chat_choice(index: int, key: str, content: Json, logprobs: Json | None, reason: str | None) -> Json:
+def _choice_of(
+    index: int, key: str, content: Json | str, logprobs: Json | None = None, reason: str | None = None
+) -> Json:
     return {"index": index, key: content, "logprobs": logprobs, "finish_reason": reason}
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from phasewise.serving.http.answers.client import Observer, RequestLife
-from phasewise.serving.http.requests.request_to_messages import facts_of
 from phasewise.serving.processes.line_log import LineLog
 
 
@@ -41,15 +40,15 @@ class LengthLog(LineLog):
 
 
 def _written(model_name: str, life: RequestLife) -> bytes:
-    facts, drafts = facts_of(life.request), life.last.drafts
+    request, drafts = life.request, life.last.drafts
     fields = {
         "schema_version": SCHEMA_VERSION,
-        "model": life.request.adapter or model_name,
-        "prompt_token_ids": facts.token_ids,
-        "temperature": facts.temperature,
-        "max_tokens": facts.max_tokens,
-        "n_messages": facts.n_messages,
-        "system_prompt_id": facts.system_prompt_id,
+        "model": request.adapter or model_name,
+        "prompt_token_ids": request.prompt_token_ids,
+        "temperature": request.sampling.temperature,
+        "max_tokens": request.max_tokens,
+        "n_messages": request.n_messages,
+        "system_prompt_id": request.system_prompt_id,
         "output_tokens": life.last.n_generated,
         "finish_reason": life.last.finish_reason,
         "arrived_at_s": round(life.sent_at_s, 3),

@@ -26,7 +26,7 @@ from phasewise.serving.grammar.guides import (
 )
 from phasewise.serving.grammar.late_guides import begun_guide
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
-from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.calls import (
     called_by,
     check_tools,
@@ -282,12 +282,6 @@ def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelTok
         raise ApiError(400, str(error), param="messages") from error
 
 
-def facts_of(request: Submit) -> RequestFacts:
-    """The facts that predict the answer's length."""
-    temperature, system = request.sampling.temperature, request.system_prompt_id
-    return RequestFacts(request.prompt_token_ids, temperature, request.max_tokens, request.n_messages, system)
-
-
 def estimated(requests: Sequence[Submit], model: ServedModel) -> Sequence[Submit]:
     """The requests with predicted answer lengths, one prediction for each prompt, if there is a predictor."""
     if model.estimate is None:
@@ -295,7 +289,7 @@ def estimated(requests: Sequence[Submit], model: ServedModel) -> Sequence[Submit
     estimates: dict[int, Estimate] = {}
     for request in requests:
         if id(request.prompt_token_ids) not in estimates:
-            estimates[id(request.prompt_token_ids)] = model.estimate(facts_of(request))
+            estimates[id(request.prompt_token_ids)] = model.estimate(request)
     return [replace(request, estimate=estimates[id(request.prompt_token_ids)]) for request in requests]
 
 

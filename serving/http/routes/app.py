@@ -92,7 +92,7 @@ def create_app(
     if generation is not None:
         _add_generation(routes, generation, bodies, life, metrics, surroundings)
     if embeddings is not None:
-        generates = _nothing if generation is None else generation.models.generates
+        generates = None if generation is None else generation.models.generates
         metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
         most_bytes, model = limits.max_response_bytes, embeddings.model
         own = EmbeddingRoutes(model, embeddings.client, bodies, life, most_bytes, generates)
@@ -103,10 +103,6 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.keys, app.state.bodies = keys, bodies
     return app
-
-
-async def _nothing(_name: str) -> bool:
-    return False
 
 
 def _add_generation(

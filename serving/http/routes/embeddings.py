@@ -153,14 +153,14 @@ class EmbeddingModel:
 @dataclass
 class EmbeddingRoutes:
     """The handlers of the embedding routes; used on one event loop. `generates`: True for the name of a
-    text-generating model of the same server."""
+    text-generating model of the same server; None: there is none."""
 
     model: EmbeddingModel
     _client: EmbeddingClient
     _bodies: BodyReader
     _life: Lifecycle
     _max_response_bytes: int
-    _generates: Callable[[str], Awaitable[bool]]
+    _generates: Callable[[str], Awaitable[bool]] | None
     _texts: FairLane = field(default_factory=lambda: FairLane("input", _N_ORDINARY, _MOST_ORDINARY))
     _long: FairLane = field(default_factory=lambda: FairLane("long input", 1, _MOST_LONG))
 
@@ -293,7 +293,7 @@ class EmbeddingRoutes:
 
     async def _check_model(self, request: Request, name: str) -> None:
         if name not in self.model.names:
-            if await self._generates(name):
+            if self._generates is not None and await self._generates(name):
                 raise other_purpose(name, "generates text and makes no vectors", "/v1/chat/completions")
             raise unknown_model(name, self.model.model_id)
         note_model(request.scope, self.model.model_id)

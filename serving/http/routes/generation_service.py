@@ -51,7 +51,7 @@ async def _streamed(client: EngineClient, reply: Reply, writer: AnswerWriter, re
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
         # than clients wait for a sign of life.
         with suppress(TimeoutError):
-            async with asyncio.timeout(client.sign_of_life_s):
+            async with asyncio.timeout(client.limits.sign_of_life_s):
                 await while_there(request, stream.begun())
         if stream.is_over:
             await stream.ended()
@@ -59,7 +59,7 @@ async def _streamed(client: EngineClient, reply: Reply, writer: AnswerWriter, re
     except BaseException:
         stream.close()
         raise
-    return _EventStream(writer, stream, request, connection, client.sign_of_life_s)
+    return _EventStream(writer, stream, request, connection, client.limits.sign_of_life_s)
 
 
 async def _body(client: EngineClient, reply: Reply, writer: AnswerWriter, scope: Scope) -> bytes:
@@ -144,6 +144,7 @@ class _EventStream(Response):
             if self._timer is not None:
                 self._timer.cancel()
             self._stream.close()
+            self._connection.resumed = None
 
     def _write(self, pieces: Pieces) -> bool:
         """Write pieces to the connection; False if it cannot take them now."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from starlette.requests import Request
@@ -54,7 +54,6 @@ from phasewise.serving.http.requests.schemas import (
     Strict,
     Temperature,
     TopP,
-    few_names,
 )
 from phasewise.serving.http.routes.generation_service import GenerationService
 from phasewise.serving.http.routes.openapi import Routes
@@ -147,10 +146,10 @@ class _Asked(AnswerRequest):
         """Seconds that the model stays unused; infinite if negative; None if the request leaves it out."""
         return None if self.keep_alive is None else _seconds(self.keep_alive)
 
-    def ignored(self) -> tuple[str, ...]:
-        """Names of ignored fields for the answer's header, those of options as `options.NAME`."""
-        options = self.options.ignored() if self.options else ()
-        return few_names((*super().ignored(), *(f"options.{name}" for name in options)))
+    @model_validator(mode="after")
+    def _without_options(self) -> Self:
+        self.leave_out(f"options.{name}" for name in (self.options.ignored() if self.options else ()))
+        return self
 
     def common(self) -> Json:
         """The fields that chat and completion requests share."""

@@ -93,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self.conn = h11.Connection(h11.SERVER, others.limits.max_header_bytes)
         self.writable = asyncio.Event()
         self.writable.set()
-        self.resumed: Callable[[], None] = lambda: None
+        self.resumed: Callable[[], None] | None = None
         """Called once the reader is no longer behind."""
         self._app = app
         self._others = others
@@ -249,7 +249,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self.transport.is_closing():
             self._clocks.forget_reader()
         self.writable.set()
-        self.resumed()
+        if self.resumed is not None:
+            self.resumed()
 
     # ---- what an exchange asks for -----------------------------------------------------------------------
 

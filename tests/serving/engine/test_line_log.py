@@ -22,10 +22,8 @@ from hypothesis import strategies as st
 from phasewise.serving.engine.messages import Answer, DraftCounts, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.answers.client import RequestLife
-from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.access_log import Logging, open_log
 from phasewise.serving.http.monitoring.lengths import LengthLog, LengthObserver
-from phasewise.serving.http.requests.request_to_messages import facts_of
 from phasewise.serving.processes.json_lines import as_json, copy_lines
 from phasewise.serving.processes.line_log import LineLog
 from phasewise.serving.sampling.sampling import SamplingParams
@@ -201,7 +199,8 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
         server.wait_until_idle()
 
     assert [(life.last.n_generated, life.reason) for life in lengths] == [(7, "length")]
-    assert facts_of(lengths[0].request) == RequestFacts((97,), 0.5, 7, 1, None)
+    request = lengths[0].request
+    assert (request.prompt_token_ids, request.sampling.temperature, request.max_tokens) == ((97,), 0.5, 7)
 
 
 def no_log(path: Path) -> str:
