@@ -18,9 +18,11 @@ from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.embedding.queues import UNLIMITED, DeviceQueue
 from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
+from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
+from phasewise.serving.http.models.model_shelf import ShelfCounts
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes import openapi
 from phasewise.serving.http.routes.app import ServerContext, create_app
 from phasewise.serving.pools.contract import BucketStats, PoolStats
@@ -40,7 +42,7 @@ Fields that the server does not know are ignored, and the header `X-Ignored-Fiel
 
 Streams are server-sent events. A stream of `/v1/completions` and `/v1/chat/completions` ends with `data: [DONE]`, or with an event that has `error`; one of
 `/v1/responses` ends with `response.completed`, `response.incomplete` or `response.failed`. A stream that has nothing to say for 5 s, as while a long prompt is computed, gives a sign of life, at least every 10 s: the comment
-`: keep-alive`, in `/v1/messages` the event `ping`, in `/api/` a space before the next line, where JSON may have one. What fails after the first of them is told in the stream. With the header `X-Stream-Comments: off` there are none, and the status waits for the first token.
+`: keep-alive`, in `/v1/messages` the event `ping`, in `/api/` a space before the next line, where JSON may have one. What fails after the first of them is told in the stream.
 An answer that is not streamed says nothing before its end, for its status is not known.
 
 With `return_progress`, events of a stream of completions and chats tell after each step how much of a prompt is computed, as llama-server does: `"prompt_progress": {"total", "cache", "processed", "time_ms"}` beside choices without text. `cache` are tokens
@@ -244,7 +246,7 @@ def registry() -> CollectorRegistry:
     products = {"one": {"tuned": 0}}
     gauges = Gauges(
         lambda: load,
-        models=lambda: ModelCounts(*(0,) * 6),
+        models=ShelfCounts,
         instances=lambda: (InstanceState("mixed-0", "mixed", "mixed", None, *(0,) * 12, INFO),),
         products=products,
         adapters=lambda: [("one:adapter",)],
@@ -254,8 +256,10 @@ def registry() -> CollectorRegistry:
     metrics.registry.register(
         EmbeddingMetrics(lambda: [SimpleNamespace(queue=queue, n_batches=0, n_inputs=0, n_restarts=0)])  # type: ignore[list-item]
     )
-    metrics.sent(Submit("a", (1,), model="one"))
-    metrics.delivered((Answer("a", "", (), 1, 0, "stop"),), None)
+    life = RequestLife(Submit("a", (1,), model="one"), reason="stop")
+    metrics.sent(life)
+    metrics.came(life, Answer("a", "", (), 1, 0, "stop"))
+    metrics.ended(life)
     metrics.refused(ApiError(400, ""))
     metrics.answered_by_connection(400)
     return metrics.registry

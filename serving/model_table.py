@@ -15,17 +15,18 @@ from phasewise.serving.embedding.open_embedding import OpenEmbedding
 from phasewise.serving.engine.engine_host import EngineHost, OpenHost
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, defaults_told
+from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import ModelText
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler
-from phasewise.serving.http.http_settings import ModelFacts, RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelFile
 from phasewise.serving.models.linears import Adapter
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import CancelToken
-from phasewise.serving.text.chat import Conversation
+from phasewise.serving.text.chat_template import Conversation
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 
@@ -33,8 +34,8 @@ from phasewise.serving.tools.dialect import Dialect, dialect_of
 class Predictor:
     """Predicts answer lengths, and learns from the lengths that answers reached. Both calls are quick."""
 
-    estimate: Callable[[RequestFacts], Estimate]
-    learn: Callable[[RequestFacts, int], None]
+    estimate: Callable[[Submit], Estimate]
+    learn: Callable[[Submit, int], None]
 
 
 class Served(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import sys
@@ -18,18 +17,18 @@ from phasewise.kerneldb.start_reads import n_without_database
 from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost
 from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import EngineLost
-from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.answers.client import EngineClient, RequestLife
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
-from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
-from phasewise.serving.http.requests.lengths import LengthLog, LengthObserver, RealisedLength
+from phasewise.serving.http.monitoring.lengths import LengthLog, LengthObserver
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import ReadKeys, on_hangup
-from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import Address, TlsContext
 from phasewise.serving.http.transport.server import Clients, HttpServer, Lifecycle, Service
 from phasewise.serving.model_table import (
@@ -70,29 +69,6 @@ class ServiceSettings:
     """For each model id, the numbers of matrix products that are tuned, imported, verified and set aside."""
 
 
-class _AllClients:
-    """The clients of all a server's workers (generation, embeddings) as one."""
-
-    def __init__(self, clients: Sequence[Clients]) -> None:
-        self._clients = clients
-
-    @property
-    def n_live(self) -> int:
-        return sum(client.n_live for client in self._clients)
-
-    @property
-    def n_answers(self) -> int:
-        return sum(client.n_answers for client in self._clients)
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        for client in self._clients:
-            client.attach(loop)
-
-    def end_everything(self) -> None:
-        for client in self._clients:
-            client.end_everything()
-
-
 def run_service(
     table: ModelTable, settings: ServiceSettings, address: Address, report: Callable[[str], None]
 ) -> None:
@@ -112,7 +88,7 @@ def run_service(
         gauges = replace(
             gauges,
             adapters=lambda: [model.names for model in served if model.adapter],
-            models=lambda: None if shelf is None else _counts(shelf),
+            models=lambda: None if shelf is None else shelf.counted(),
         )
         metrics = Metrics(gauges, None if shelf else [row.names[0] for row in table.models])
         connections = Connections(limits, metrics)
@@ -134,7 +110,7 @@ def run_service(
             None if settings.tls is None else partial(settings.tls.read_again, report),
         )
         begin = partial(batches.begin, app) if batches else lambda: None
-        service = Service(app, _AllClients(clients), life, connections, report, hang_up, begin)
+        service = Service(app, clients, life, connections, report, hang_up, begin)
         server = HttpServer(service, address, settings.tls)
         stopped = _run_to_the_end(server, host, shelf, client)
     lost = host.lost if table.generates else _lost_embeddings(table)
@@ -250,12 +226,12 @@ def gc_frozen() -> Iterator[None]:
 
 
 @contextmanager
-def _learning(predictor: Predictor) -> Iterator[Callable[[RealisedLength], None]]:
+def _learning(predictor: Predictor) -> Iterator[Callable[[RequestLife], None]]:
     """Yield a function that trains the predictor on a thread, since the event loop must not wait."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="phasewise-predictor")
 
-    def learn(length: RealisedLength) -> None:
-        executor.submit(predictor.learn, length.facts, length.output_tokens)
+    def learn(life: RequestLife) -> None:
+        executor.submit(predictor.learn, life.request, life.last.n_generated)
 
     try:
         yield learn
@@ -356,10 +332,3 @@ def _shelf(
 
     source = ModelsOnDisk(files, measure, folder.facts)
     return ModelShelf(source, folder.budget_bytes, folder.keep_s, report, client.end_shadows)
-
-
-def _counts(shelf: ModelShelf) -> ModelCounts:
-    counts, room = shelf.counts, shelf.room
-    return ModelCounts(
-        len(room.residents), room.n_bytes, counts.loads, counts.failures, counts.unloads, counts.load_seconds
-    )

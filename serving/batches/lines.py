@@ -78,27 +78,15 @@ def _fault_of(given: Json, urls: Collection[str]) -> str | None:
     return "stream must be false: answers go to a file" if given["body"].get("stream") else None
 
 
-def answered(line: BatchLine, status: int, request_id: str, body: Any) -> Json:
-    """Output line of a request that the server answered or refused."""
-    return _line_of(line, {"status_code": status, "request_id": request_id, "body": body}, None)
-
-
-def faulty(line: BatchLine) -> Json:
-    """Output line of a request that cannot be sent."""
-    return _line_of(line, None, {"code": "invalid_line", "message": f"line {line.number}: {line.fault}"})
-
-
-def given_up(line: BatchLine, code: str, message: str) -> Json:
-    """Output line of a request that was not sent because its batch ended first."""
-    return _line_of(line, None, {"code": code, "message": message})
-
-
-def _line_of(line: BatchLine, response: Json | None, error: Json | None) -> Json:
+def answer_line(line: BatchLine, response: Json | None, why: tuple[str, str] | None = None) -> Json:
+    """The output line of a request, with the server's response or without one. `why`: code and message of
+    the reason why the request was not sent; None: the line's fault."""
+    code, message = why or ("invalid_line", f"line {line.number}: {line.fault}")
     return {
         "id": f"batch_req_{line.number}",
         "custom_id": line.custom_id,
         "response": response,
-        "error": error,
+        "error": {"code": code, "message": message} if response is None else None,
     }
 
 

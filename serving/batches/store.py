@@ -53,6 +53,7 @@ _ROW_BYTES = 512
 """Bytes that a row counts beside its texts."""
 _BATCH_BYTES = f"length(fields) + {_ROW_BYTES}"
 _DROPPED_AT_ONCE = 500
+_FILE_COLUMNS = "id, created_s, filename, purpose, n_bytes"
 
 
 class BatchStoreError(ServingError):
@@ -153,19 +154,18 @@ class BatchStore:
 
     def file(self, owner: str, file_id: str) -> StoredFile:
         """A file by id. BatchStoreError: the owner has none of this id."""
-        files = self._files("id = ? AND owner = ?", (file_id, owner))
-        if not files:
+        query = f"SELECT {_FILE_COLUMNS} FROM files WHERE id = ? AND owner = ?"
+        with self._transaction() as db:
+            row = db.execute(query, (file_id, owner)).fetchone()
+        if row is None:
             raise BatchStoreError("missing", f"there is no file {file_id[:80]!r} of yours here")
-        return files[0]
+        return StoredFile(*row)
 
     def files(self, owner: str, page: Page, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
         """A page of the owner's files, and if more follow. BatchStoreError: `after` is not among them."""
-        columns, further = "id, created_s, filename, purpose, n_bytes", ""
-        values: tuple[str, ...] = (owner,)
-        if purpose is not None:
-            further, values = " AND purpose = ?", (owner, purpose)
+        further, values = ("", (owner,)) if purpose is None else (" AND purpose = ?", (owner, purpose))
         with self._transaction():
-            rows, has_more = self._page("files", columns, further, values, page)
+            rows, has_more = self._page("files", _FILE_COLUMNS, further, values, page)
         return [StoredFile(*row) for row in rows], has_more
 
     def path_of(self, file_id: str) -> Path:
@@ -416,13 +416,6 @@ class BatchStore:
                 if isinstance(error, sqlite3.OperationalError | OSError):
                     raise disk_refuses(self._folder, error) from None
                 raise
-
-    def _files(self, where: str, values: tuple[str, ...]) -> list[StoredFile]:
-        query = (
-            f"SELECT id, created_s, filename, purpose, n_bytes FROM files WHERE {where} ORDER BY rowid DESC"
-        )
-        with self._transaction() as db:
-            return [StoredFile(*row) for row in db.execute(query, values)]
 
     def _batches(self, where: str, values: tuple[str, ...]) -> list[StoredBatch]:
         query = f"SELECT id, owner, input_id, fields FROM batches WHERE {where} ORDER BY rowid DESC"

@@ -35,7 +35,7 @@ from phasewise.tuner.plans import Phase, ServicePlan
 
 if TYPE_CHECKING:
     from phasewise.serving.grammar.guides import GuideCompiler
-    from phasewise.serving.text.chat import Conversations
+    from phasewise.serving.text.chat_template import Conversations
 
 
 Plans = Mapping[Phase, ServicePlan]
@@ -84,7 +84,8 @@ class ModelText:
         """Writer of OpenAI messages as prompts. RequestError: no template. ModelError: a bad template."""
         if self._model.chat_template is None:
             raise RequestError(f"{self._model.name} has no chat template", "messages")
-        from phasewise.serving.text.chat import Conversations, special_tokens_of
+        from phasewise.serving.text.chat_template import Conversations
+        from phasewise.serving.text.tokenizer import special_tokens_of
 
         config = self._model.config
         special = special_tokens_of(self.tokenizer, config.bos_token_id, config.eos_token_ids)
@@ -104,7 +105,7 @@ class ModelText:
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of OpenAI messages and the answer's opening. Raises ChatTemplateError, RequestError."""
-        from phasewise.serving.text.chat import Conversation
+        from phasewise.serving.text.chat_template import Conversation
 
         return self.tokenizer.encode_marked(*self.conversations.write(Conversation(messages)))
 

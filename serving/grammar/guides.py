@@ -31,7 +31,7 @@ from phasewise.serving.sandbox.confined import (
 )
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 _MOST_COMPILED = 32
 _MOST_COMPILED_BYTES = 24 << 20
@@ -400,10 +400,11 @@ def _allowed(matcher: LLMatcher, mask: npt.NDArray[np.uint32], vocab_size: int) 
 
 def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer, vocab_size: int) -> LLMatcher | str:
     """The grammar's matcher with its first mask computed, or the reason why there is none."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
+    limits = LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
     try:
-        matcher = LLMatcher(tokenizer, _for_llguidance(grammar), log_level=0, limits=_limits())
+        matcher = LLMatcher(tokenizer, _for_llguidance(grammar), log_level=0, limits=limits)
     except ValueError as error:  # JSON that Rust does not read, such as half a surrogate pair
         return f"the grammar cannot be used: {_in_one_line(str(error))}"
     if not matcher.is_error():
@@ -421,12 +422,6 @@ def _for_llguidance(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
 
 
 def _in_one_line(message: str) -> str:

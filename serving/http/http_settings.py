@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,21 +12,10 @@ from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
+    from phasewise.serving.engine.messages import Submit
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
-    from phasewise.serving.text.chat import Conversation
-
-
-class RequestFacts(NamedTuple):
-    """Facts about a request that are known before its answer, for predicting the length of the answer.
-    `n_messages`: messages in the conversation; 1 for a completion. `system_prompt_id`: a digest of the system
-    prompt; None without one."""
-
-    token_ids: Sequence[int]
-    temperature: float
-    max_tokens: int | None
-    n_messages: int
-    system_prompt_id: str | None
+    from phasewise.serving.text.chat_template import Conversation
 
 
 class ModelFacts(NamedTuple):
@@ -57,7 +46,7 @@ class ServedModel:
     encode_chat: Callable[[Conversation, CancelToken], list[int]] | None
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: limited only by `context_length`."""
-    estimate: Callable[[RequestFacts], Estimate] | None = None
+    estimate: Callable[[Submit], Estimate] | None = None
     """Predicts the length of an answer, on the thread that prepares the request; None without a predictor."""
     guides: GuideCompiler | None = None
     """Compiles grammars of answers; None where answers cannot be guided."""
@@ -81,18 +70,6 @@ class ServedModel:
         """Short form of the fingerprint."""
         fingerprint = self.fingerprint()
         return None if fingerprint is None else fingerprint.short
-
-    @property
-    def arithmetic(self) -> str | None:
-        """Name of the arithmetic, and the CPUs on which that arithmetic is the same."""
-        fingerprint = self.fingerprint()
-        return None if fingerprint is None else fingerprint.arithmetic
-
-    @property
-    def arithmetic_paths(self) -> str | None:
-        """The compute paths of the model's products, the most frequent first: `int8_block, fma`."""
-        fingerprint = self.fingerprint()
-        return None if fingerprint is None else fingerprint.paths
 
     @property
     def model_id(self) -> str:

@@ -258,7 +258,7 @@ def inspect_source(source: ModelSource, head: ModelSource | None = None) -> Insp
 
 def _turns(chat_template: str) -> dict[str, str]:
     """Name the forms in which a template writes thoughts and calls."""
-    from phasewise.serving.text.chat import Conversations
+    from phasewise.serving.text.chat_template import Conversations
 
     conversations = Conversations(chat_template, {}, [])
     try:

@@ -196,7 +196,7 @@ class ConfinedProcess:
         limit.daemon = True
         limit.start()
         try:
-            settings = {"job": self._job, **asdict(self._bounds), "wall_s": self._bounds.wall_s}
+            settings = {"job": self._job, **asdict(self._bounds)}
             write_frame(process.stdin.fileno(), json.dumps(settings).encode())
             write_frame(process.stdin.fileno(), self._told)
             verdict = read_frame(process.stdout)

@@ -20,7 +20,7 @@ from importlib import import_module
 from phasewise._words import number
 from phasewise.serving.errors import shortage_of
 from phasewise.serving.processes.behind_others import end_with_parent
-from phasewise.serving.sandbox.confined import JobRefused, read_frame, write_frame
+from phasewise.serving.sandbox.confined import Bounds, JobRefused, read_frame, write_frame
 
 Job = Callable[[bytes], bytes]
 
@@ -52,10 +52,10 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     try:
         settings = json.loads(read_frame(commands))
-        told = read_frame(commands)
-        _confine(_PREPARING_BYTES, settings["start_s"])
+        name, bounds, told = settings.pop("job"), Bounds(**settings), read_frame(commands)
+        _confine(_PREPARING_BYTES, bounds.start_s)
         try:
-            job = import_module(_JOBS[settings["job"]]).prepare(told)
+            job = import_module(_JOBS[name]).prepare(told)
         except JobRefused as error:
             write_frame(answers, _REFUSED + str(error).encode())
             return 1
@@ -64,9 +64,7 @@ def main() -> int:
             return 1
         _release()
         write_frame(answers, _ANSWERED)
-        _Keeper(
-            job, settings["seconds"], settings["wall_s"], settings["memory_bytes"], commands, answers
-        ).serve()
+        _Keeper(job, bounds, commands, answers).serve()
     except (EOFError, BrokenPipeError):
         pass  # the server has ended
     except Exception as error:
@@ -79,13 +77,9 @@ def main() -> int:
 class _Keeper:
     """Passes jobs to a child process, and kills a child whose answer is no longer awaited."""
 
-    def __init__(
-        self, job: Job, seconds: float, wall_s: float, memory_bytes: int, commands: int, answers: int
-    ) -> None:
+    def __init__(self, job: Job, bounds: Bounds, commands: int, answers: int) -> None:
         self._job = job
-        self._seconds = seconds
-        self._wall_s = wall_s
-        self._memory_bytes = memory_bytes
+        self._bounds = bounds
         self._commands = commands
         self._answers = answers
         self._child = self._forked()
@@ -102,14 +96,14 @@ class _Keeper:
 
     def _done(self, request: bytes) -> bytes:
         try:
-            return self._child.do(request, self._seconds, self._wall_s, self._commands)
+            return self._child.do(request, self._bounds, self._commands)
         except EOFError:
             self._child.kill()
             raise
         except BrokenPipeError:  # it died while it waited, as of a machine without memory
             self._child.kill()
             self._child = self._forked()
-            return self._child.do(request, self._seconds, self._wall_s, self._commands)
+            return self._child.do(request, self._bounds, self._commands)
 
     def _forked(self) -> _Child:
         requests, for_child = os.pipe()
@@ -122,7 +116,7 @@ class _Keeper:
         try:
             for descriptor in (for_child, from_child, self._commands, self._answers):
                 os.close(descriptor)
-            _work(self._job, self._seconds, self._memory_bytes, requests, answers)
+            _work(self._job, self._bounds, requests, answers)
         except BaseException:
             os._exit(70)
         os._exit(0)
@@ -137,26 +131,26 @@ class _Child:
         self._answers = answers
         self.has_ended = False
 
-    def do(self, request: bytes, seconds: float, wall_s: float, commands: int) -> bytes:
+    def do(self, request: bytes, bounds: Bounds, commands: int) -> bytes:
         """The child's verdict on one job; a child that gives none within its limits is killed. EOFError: the
-        server ended. `seconds`: processor time, which the kernel limits."""
+        server ended."""
         write_frame(self._requests, request)
         waiting = select.poll()
         for descriptor in (self._answers, commands):
             waiting.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in waiting.poll(1000 * wall_s)]
+        ready = [descriptor for descriptor, _ in waiting.poll(1000 * bounds.wall_s)]
         if commands in ready:
             read_frame(commands)  # that the caller has left; EOFError where the server has ended
             self.kill()
             return _OVERRUN + b"the caller has left"
         if self._answers not in ready:
             self.kill()
-            return _UNSERVED + f"the machine did not get to it within {number(wall_s)} s".encode()
+            return _UNSERVED + f"the machine did not get to it within {number(bounds.wall_s)} s".encode()
         try:
             answer = read_frame(self._answers)
         except EOFError:
             if self.kill() == signal.SIGPROF:
-                return _OVERRUN + f"it takes more than {number(seconds)} s of processor time".encode()
+                return _OVERRUN + f"it takes more than {number(bounds.seconds)} s of processor time".encode()
             return _OVERRUN + b"it needs too much memory"
         if answer[:1] == _HAS_GROWN:
             self.kill()
@@ -174,7 +168,7 @@ class _Child:
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: int) -> None:
+def _work(job: Job, bounds: Bounds, requests: int, answers: int) -> None:
     """Serve jobs in the child until the parent closes the pipe or a limit ends the child."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # last words of libraries are about input, not about us
     end_with_parent()
@@ -188,7 +182,7 @@ def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: i
             request = read_frame(requests)
         except EOFError:
             return
-        _confine(memory_bytes, seconds)
+        _confine(bounds.memory_bytes, bounds.seconds)
         try:
             verdict = _ANSWERED + job(request)
         except JobRefused as error:

@@ -1,5 +1,5 @@
-"""A conversation written out as one prompt by the model's template, and the job of the confined process that
-does so.
+"""Conversations written out as prompts by a model's own template, in a confined process: its job, and the
+server's side.
 
 Templates are not trusted: jinja2's immutable sandbox keeps a template away from Python, and the bounds of the
 process (`confined`) stop endless loops and excessive memory. Otherwise behaves like transformers'
@@ -8,10 +8,12 @@ process (`confined`) stop endless loops and excessive memory. Otherwise behaves 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -22,12 +24,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, 
 
 from phasewise._json import read_json
 from phasewise._words import counted
-from phasewise.serving.errors import ModelError, RequestError
-from phasewise.serving.sandbox.confined import JobRefused
-from phasewise.serving.text.control_texts import ControlTexts
+from phasewise.serving.errors import ModelError, QueueFull, RequestError
+from phasewise.serving.sandbox.confined import (
+    Bounds,
+    CancelToken,
+    ConfinedError,
+    ConfinedProcess,
+    JobRefused,
+    Overrun,
+    Unserved,
+)
 from phasewise.serving.text.conversation_shapes import LAST_RESORT, plain_tools, shaped
 from phasewise.serving.text.turn_analysis import form_of
-from phasewise.serving.text.turn_form import TurnForm
+from phasewise.serving.text.turn_form import TurnForm, texts_in
 
 Message = Mapping[str, Any]
 _MOST_FORM_BYTES = 16 * 1024
@@ -254,3 +263,136 @@ def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
             first = first or error
     assert first is not None
     raise first
+
+
+# ---- control texts in contents ---------------------------------------------------------------------------
+
+_MOST_LOOKED_AT = 64
+_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+
+
+class ControlTexts:
+    """The texts of a vocabulary's control tokens that have at least two characters.
+
+    A template writes its own control tokens among its users' contents, and the tokenizer finds both in the
+    prompt. So a control text within a content gets a mark behind its first character before rendering, and
+    the mark's tokens are removed from the prompt (`Tokenizer.encode_marked`). A mark is one of Unicode's
+    noncharacters, which no text uses and no template strips or looks for."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        beginnings = sorted({text[:_MOST_LOOKED_AT] for text in texts if len(text) > 1})
+        self._beginning = re.compile(f"(?={_any_of(beginnings)})(.)", re.DOTALL) if beginnings else None
+
+    def broken(self, messages: Any) -> tuple[Any, str]:
+        """`messages` with a mark in each control text, and that mark; "" where there is no control text."""
+        if self._beginning is None or not any(map(self._beginning.search, texts_in(messages))):
+            return messages, ""
+        used = set().union(*map(set, texts_in(messages)))
+        mark = next((character for character in _MARKS if character not in used), None)
+        if mark is None:
+            raise ValueError("a conversation with every noncharacter of Unicode cannot be written out")
+        return self._marked(messages, mark), mark
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            assert self._beginning is not None
+            return self._beginning.sub(rf"\1{mark}", value)
+        if isinstance(value, list):
+            return [self._marked(item, mark) for item in value]
+        if isinstance(value, dict):
+            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
+        return value
+
+
+def _any_of(texts: list[str]) -> str:
+    """A pattern that matches any of the texts and reads each character of a match once at most."""
+    if len(texts) == 1:
+        return re.escape(texts[0])
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        by_first.setdefault(text[:1], []).append(text[1:])
+    # Where one of them ends it is found, whatever the longer ones with the same beginning want.
+    branches = [re.escape(first) + (_any_of(rest) if all(rest) else "") for first, rest in by_first.items()]
+    return f"(?:{'|'.join(branches)})"
+
+
+# ---- the server's side -----------------------------------------------------------------------------------
+
+BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20, start_s=30.0)
+"""Bounds of rendering one conversation. An ordinary one takes less than a millisecond."""
+MOST_CHARACTERS = 1 << 24
+_LONG_BYTES = 256 * 1024
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation written out. `mark`: the character that breaks control texts in contents; "": none."""
+
+    text: str
+    mark: str
+
+
+class Conversation(NamedTuple):
+    """The input of a chat template. `variables`: further names for the template, such as enable_thinking."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+
+
+class Conversations:
+    """Writes conversations out by one template, in confined processes. Any thread may call; short
+    conversations do not wait for long ones."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        control_texts: Sequence[str],
+        bounds: Bounds = BOUNDS,
+    ) -> None:
+        """`special_tokens`: texts by templates' names of them. `control_texts`: texts that are plain text in
+        contents."""
+        told = json.dumps(
+            {
+                "source": source,
+                "special_tokens": dict(special_tokens),
+                "control_texts": list(control_texts),
+                "most_characters": MOST_CHARACTERS,
+            }
+        ).encode()
+        self.turn = TurnForm()
+        """The form in which the template writes turns, known after `start`."""
+        self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
+
+    def start(self, *, with_form: bool = True) -> None:
+        """Read the template and the form of its turns. ModelError where the template cannot be used."""
+        try:
+            self._short.start()
+        except JobRefused as error:
+            raise ModelError(str(error)) from error
+        except ConfinedError as error:
+            raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
+        if with_form:
+            with suppress(ConfinedError):  # a template that takes too long has no known form
+                self.turn = TurnForm.from_json(self._short.ask(b"null"))
+
+    def write(self, conversation: Conversation, cancel: CancelToken | None = None) -> ChatPrompt:
+        """The prompt of a conversation, with the opening of the answer. ChatTemplateError where the template
+        fails, QueueFull where the machine is too busy. When `cancel` ends, the template is stopped."""
+        request = json.dumps({**conversation._asdict(), "lacks": self.turn.lacks}).encode()
+        process = self._short if len(request) <= _LONG_BYTES else self._long
+        try:
+            answer = process.ask(request, cancel)
+        except JobRefused as error:
+            raise ChatTemplateError(str(error)) from error
+        except Unserved as error:
+            raise QueueFull(f"the conversation was not written out: {error}; try again later", 1) from error
+        except Overrun as error:
+            raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
+        n_mark = answer[0]
+        mark, text = answer[1 : 1 + n_mark], answer[1 + n_mark :]
+        return ChatPrompt(text.decode("utf-8", "surrogatepass"), mark.decode())
+
+    def close(self) -> None:
+        for process in (self._short, self._long):
+            process.close()

@@ -24,9 +24,7 @@ from phasewise.serving.text.confined_tokenizer import (
     risk_of,
     without_programs,
 )
-from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, tokenizer_from_gguf, visible_byte
-
-__all__ = ["DetokenizeStream", "TextCutter", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
+from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, visible_byte
 
 _LONGEST_UNKNOWN = 100
 """The longest word, in characters, that WordPiece divides: a longer one is a single unknown token."""
@@ -222,6 +220,15 @@ class DetokenizeStream:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+
+def special_tokens_of(
+    tokenizer: Tokenizer, bos_token_id: int | None, eos_token_ids: Sequence[int]
+) -> dict[str, str]:
+    """The texts of a model's special tokens, under the names by which templates know them."""
+    ids = {"bos_token": bos_token_id, "eos_token": next(iter(eos_token_ids), None)}
+    texts = {name: tokenizer.token(token_id) for name, token_id in ids.items() if token_id is not None}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _whole(text: Text) -> Text:

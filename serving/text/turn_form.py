@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
-
-from phasewise.serving.text.control_texts import texts_in
 
 _TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
@@ -170,3 +168,14 @@ def type_of(value: object) -> str:
             return "array"
         case _:
             return "object"
+
+
+def texts_in(value: Any) -> Iterable[str]:
+    """All strings in a JSON value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value:
+            yield from texts_in(item)
+        if isinstance(value, dict):
+            yield from texts_in(list(value.values()))

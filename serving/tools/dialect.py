@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.text.control_texts import texts_in
-from phasewise.serving.text.turn_form import CHANNELS, KINDS, NAME, ArgumentForm, Around, CallForm, TurnForm
+from phasewise.serving.text.turn_form import (
+    CHANNELS,
+    KINDS,
+    NAME,
+    ArgumentForm,
+    Around,
+    CallForm,
+    TurnForm,
+    texts_in,
+)
 from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_calls, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
-from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
+from phasewise.serving.tools.parts import Reader
 
 _USES_TOOLS = re.compile(r"{[%{][^}]*\b(?:tools|functions)\b")
 _LOOKED_AT_TOKENS = 24
@@ -98,11 +106,11 @@ class Dialect:
         schemas of their arguments; None: calls are text. `calls_are_held`: a grammar holds every call, so
         that arguments are given out as they come."""
         if functions is None and self.is_plain:
-            return Trimmed(PlainReader())
+            return Reader()
         turn = (
             self.turn if functions is not None or self.turn.is_channelled else self.turn._replace(call=None)
         )
-        return Trimmed(TurnReader(turn, functions or (), in_thought=in_thought, is_held=calls_are_held))
+        return TurnReader(turn, functions or (), in_thought=in_thought, is_held=calls_are_held)
 
     @property
     def _opening(self) -> str:

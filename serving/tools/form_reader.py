@@ -25,6 +25,7 @@ from phasewise.serving.tools.parts import (
     Piece,
     Reasoning,
     Text,
+    TrimmingReader,
     ValueEnd,
     call,
     n_begun,
@@ -51,7 +52,7 @@ _MESSAGE, _MESSAGE_ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "
 _LONGEST_HEADER = 512
 
 
-class TurnReader:
+class TurnReader(TrimmingReader):
     """A reader of thoughts, text and calls. `functions`: names, with the schemas of their arguments.
     `in_thought`: the prompt has begun the thoughts. `is_held`: a grammar holds every call, so that arguments
     are given out as they come, and a call cut off within its head is dropped."""
@@ -59,6 +60,7 @@ class TurnReader:
     def __init__(
         self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
     ) -> None:
+        super().__init__()
         self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
         self._form = turn.call or CallForm(("", ""), "", "", "")
         self._opening, self._json_form = self._form.section[0] + self._form.opening, self._form.json
@@ -76,17 +78,11 @@ class TurnReader:
         self._schema: Mapping[str, Any] = {}
         self._steps = self._channels() if turn.is_channelled else self._answer()
 
-    def feed(self, text: str) -> list[Part]:
-        """The parts that are certain with this text."""
-        self._text += text
+    def _read(self, text: str, *, is_final: bool = False) -> list[Part]:
+        self._text, self._is_final = self._text + text, is_final
         next(self._steps, None)
         parts, self._parts = self._parts, []
         return parts
-
-    def finish(self) -> list[Part]:
-        """The remaining parts, at the end of the answer."""
-        self._is_final = True
-        return self.feed("")
 
     # Thoughts, text and calls within text
 

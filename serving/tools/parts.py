@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phasewise.serving.text.turn_form import KEY, ArgumentForm, type_of, types_of
 
@@ -53,46 +53,39 @@ class Piece(NamedTuple):
 Part = Text | Reasoning | Call | Begun | Piece
 
 
-class Reader(Protocol):
-    """A reader of one answer."""
+class Reader:
+    """A reader of one answer: of one that is text alone, unless a subclass finds more."""
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain with this text."""
-        ...
-
-    def finish(self) -> list[Part]:
-        """The remaining parts, when no more text comes."""
-        ...
-
-
-class PlainReader:
-    """A reader to which the whole answer is text."""
-
-    def feed(self, text: str) -> list[Part]:
         return [Text(text)] if text else []
 
     def finish(self) -> list[Part]:
+        """The remaining parts, when no more text comes."""
         return []
 
 
-class Trimmed:
-    """A reader of another reader's parts, without the white space where their kind changes: models put line
-    ends around calls and thoughts. An answer of text alone is left as it is."""
+class TrimmingReader(Reader):
+    """Leaves out the white space where the kind of parts changes: models put line ends around calls and
+    thoughts. An answer of text alone is left as it is."""
 
-    def __init__(self, inner: Reader) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
         self._kind: type[Part] | None = None
-        self._space = ""
+        self._held_space = ""
         self._has_changed = False
 
+    def _read(self, text: str, *, is_final: bool = False) -> list[Part]:
+        """The parts with their white space. `is_final`: no more text comes."""
+        raise NotImplementedError
+
     def feed(self, text: str) -> list[Part]:
-        return self._trimmed(self._inner.feed(text))
+        return self._trimmed(self._read(text))
 
     def finish(self) -> list[Part]:
-        parts = self._trimmed(self._inner.finish())
-        if self._space and self._kind is Text and not self._has_changed:
-            parts.append(Text(self._space))
-        self._space = ""
+        parts = self._trimmed(self._read("", is_final=True))
+        if self._held_space and self._kind is Text and not self._has_changed:
+            parts.append(Text(self._held_space))
+        self._held_space = ""
         return parts
 
     def _trimmed(self, parts: Iterable[Part]) -> list[Part]:
@@ -109,16 +102,16 @@ class Trimmed:
                     if not text:
                         continue
                 self._change(type(part))
-            held = self._space + text
+            held = self._held_space + text
             kept = held.rstrip()
-            self._space = held[len(kept) :]
+            self._held_space = held[len(kept) :]
             if kept:
                 out.append(type(part)(kept))
         return out
 
     def _change(self, kind: type[Part]) -> None:
         self._has_changed = self._has_changed or self._kind is not None or kind is not Text
-        self._kind, self._space = kind, ""
+        self._kind, self._held_space = kind, ""
 
 
 class ValueEnd:

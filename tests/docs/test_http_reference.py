@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
+from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServedEmbeddings
 from tests.serving.drafts.test_draft_laws import lookup_drafter
@@ -75,8 +76,16 @@ def test_with_several_models_what_each_does_has_its_label(generator: ModuleType)
     products = {name: {"tuned": index} for index, name in enumerate(MODELS, 3)}
     metrics = Metrics(Gauges(lambda: generator.LOAD._replace(by_model=loads), products=products), MODELS)
     for n_tokens, name in enumerate(MODELS, 1):
-        metrics.sent(Submit(name, (1,) * n_tokens, model=name))
-        metrics.delivered((Answer(name, "", (), n_tokens, 0, "stop"),), StepStats("decode", 1, 1, 1, name))
+        life, piece = (
+            RequestLife(Submit(name, (1,) * n_tokens, model=name)),
+            Answer(name, "", (), n_tokens, 0, "stop"),
+        )
+        metrics.sent(life)
+        metrics.came(life, piece)
+        life.add(piece)
+        life.reason = "stop"
+        metrics.ended(life)
+        metrics.stepped(StepStats("decode", 1, 1, 1, name))
     text = metrics.exposition().decode()
     page, sampled = rows(generator), exposed(text)
     assert {name for name, labels in sampled.items() if "model" in labels} == {

@@ -10,7 +10,7 @@ from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests import request_threads as preparation
 from phasewise.serving.http.requests import schemas
 from phasewise.serving.http.routes import embeddings, responses
-from phasewise.serving.text import chat
+from phasewise.serving.text import chat_template as chat
 from tests.soak.hostile import ROWS
 from tests.support import ROOT
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from phasewise._files import cut_broken_line, open_file, open_input, open_output
 from phasewise._json import read_json
 from phasewise._words import counted
-from phasewise.serving.batches.lines import BatchLine, Json, answered, faulty, read_lines, written
+from phasewise.serving.batches.lines import BatchLine, Json, answer_line, read_lines, written
 from phasewise.workflows.batch.server import Endpoint, OwnServer, Response, endpoint_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
@@ -121,11 +121,12 @@ class _Senders:
 
     def _answer(self, line: BatchLine) -> Json:
         if line.fault is not None:
-            return faulty(line)
+            return answer_line(line, None)
         said = self._send(line)
         if said.status == _UNAUTHORISED:
             raise WorkflowError("the server asks for another API key: set PHASEWISE_API_KEY")
-        return answered(line, said.status, said.request_id, _read(said.body))
+        response = {"status_code": said.status, "request_id": said.request_id, "body": _read(said.body)}
+        return answer_line(line, response)
 
     def _send(self, line: BatchLine) -> Response:
         """Send a request until a server that is not busy answers it."""

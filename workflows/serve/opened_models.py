@@ -17,6 +17,7 @@ from phasewise.workflows.serve.ways import InThisProcess, OnNodes, PlannedInstan
 if TYPE_CHECKING:
     from phasewise.serving.drafts.opening import DraftSource
     from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.engine.messages import Submit
     from phasewise.serving.model_table import AnswerPolicy, Predictor, TextRow
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
@@ -191,9 +192,14 @@ def open_predictor(text: str, model_name: str, report: Report = silent) -> Predi
     if trained.model_name != model_name:
         report(f"it was trained on answers of {trained.model_name}, not of {model_name}")
     estimator = LiveEstimator(trained)
+
+    def facts_of(asked: Submit) -> PromptFacts:
+        about = asked.sampling.temperature, asked.max_tokens, asked.n_messages, asked.system_prompt_id
+        return PromptFacts(asked.prompt_token_ids, *about)
+
     return Predictor(
-        estimate=lambda facts: Estimate(*estimator(PromptFacts(*facts))),
-        learn=lambda facts, output_tokens: estimator.observe(PromptFacts(*facts), output_tokens),
+        estimate=lambda asked: Estimate(*estimator(facts_of(asked))),
+        learn=lambda asked, output_tokens: estimator.observe(facts_of(asked), output_tokens),
     )
 
 

@@ -241,7 +241,7 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
 def _service_settings(
     settings: ServeSettings, limits: HttpLimits, tls: TlsContext | None, report: Report
 ) -> ServiceSettings:
-    from phasewise.serving.http.requests.lengths import LengthLog
+    from phasewise.serving.http.monitoring.lengths import LengthLog
     from phasewise.serving.service import ServiceSettings
 
     batches = settings.batches

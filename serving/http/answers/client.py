@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from phasewise._words import counted, plural
@@ -55,7 +56,7 @@ class LoopWakeup:
 
 
 Out = Answer | Failure | Progress
-Pieces = list[tuple[int, Answer | Progress]]
+Pieces = Sequence[tuple[int, Answer | Progress]]
 """Each piece of an answer with the index of its request among those sent."""
 
 _RATE_OF_LAST = 64
@@ -80,10 +81,40 @@ class AnswerReader(Protocol):
         ...
 
 
+NOTHING_YET = Answer("", "", (), 0, 0)
+"""Stands for the last piece of an answer of which no piece has come."""
+
+
+@dataclass(slots=True)
+class RequestLife:
+    """One request from its sending to its end, for metrics and logs. Times are those of
+    `time.perf_counter_ns`."""
+
+    request: Submit
+    index: int = 0
+    """The request's place among those of its HTTP answer."""
+    sent_ns: int = field(default_factory=time.perf_counter_ns)
+    sent_at_s: float = field(default_factory=time.time)
+    ended_at_s: float = 0.0
+    """Unix times of the sending and of the end."""
+    first_ns: int | None = None
+    """Time at which the first token was sampled; None: none was so far."""
+    n_generated: int = 0
+    """Tokens generated so far; after a loss they are not counted twice."""
+    last: Answer = NOTHING_YET
+    reason: str | None = None
+    """The reason of the end: a finish reason, `error` or `aborted`; None: it has not ended."""
+
+    def add(self, piece: Answer) -> None:
+        self.first_ns = piece.at_ns if self.first_ns is None else self.first_ns
+        self.n_generated = max(self.n_generated, piece.n_generated)
+        self.last = piece
+
+
 class AnswerStream:
-    """The pieces of one HTTP answer. `most_unread`: most pieces that may wait here for a reader that is
-    behind; one more closes the stream and cuts the reader. Pieces that wait while the reader is not behind do
-    not count. `reader`: None for an answer that is sent whole."""
+    """The pieces of one HTTP answer, on their way from the engine to `take`. `most_unread`: most pieces that
+    may wait here for a reader that is behind; one more closes the stream and cuts the reader. Pieces that
+    wait while the reader is not behind do not count. `reader`: None for an answer that is sent whole."""
 
     def __init__(
         self,
@@ -104,40 +135,51 @@ class AnswerStream:
         """True if a piece of the answer has come, or the answer has ended."""
         self.n_bytes = 0
         """Approximate memory of waiting pieces; for an answer that is sent whole, of all its pieces."""
+        self.take: Callable[[Pieces], bool] | None = None
+        """Takes all pieces that wait; False if it cannot now, and calls `pass_on` later. None: not yet."""
+        self.closed = False
         self._client = client
-        self._index = {request.request_id: index for index, request in enumerate(requests)}
-        self._open = set(self._index)
-        self._arrived: deque[Out] = deque()
-        self._something = asyncio.Event()
-        """Event that `take` awaits for pieces; cleared only meanwhile."""
+        self.lives = {
+            request.request_id: RequestLife(request, index) for index, request in enumerate(requests)
+        }
+        self._open = set(self.lives)
+        self._arrived: list[tuple[int, Answer | Progress]] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
         self._most_unread = most_unread
         self._reader = reader
-        self.at_once: Callable[[Pieces], bool] | None = None
-        """Called with new pieces, except the last, while `take` waits; True if it has written them."""
-        self.closed = self._is_refused = False
 
     @property
     def n_places(self) -> int:
         """Choices of the answer, each of which holds a place from its beginning to its end."""
-        return len(self._index)
+        return len(self.lives)
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more is to be taken."""
+        return self.closed or not (self._arrived or (self._open and self._error is None))
 
     def put(self, out: Out) -> None:
-        """Add a piece without waking the reader: call `wake` after the last piece of a delivery."""
-        if self.closed or self._is_refused:
+        """Add a piece without passing it on: call `pass_on` after the last piece of a delivery."""
+        if self.closed or self._error is not None:
             return
-        if isinstance(out, Progress):
-            last = self._arrived[-1] if self._arrived else None
-            if isinstance(last, Progress) and last.request_id == out.request_id:
-                self._arrived.pop()  # its reader is behind
-        else:
+        if isinstance(out, Failure):
+            self._open.discard(out.request_id)
+            self._error, self.has_begun = out.error, True
+            return
+        if isinstance(out, Answer):
             self.has_begun = True
+        elif self._arrived and self._arrived[-1][1].request_id == out.request_id:
+            self._arrived.pop()  # older progress of the same prompt: its reader is behind
         reader = self._reader
         if reader is not None and len(self._arrived) >= self._most_unread and reader.is_behind:
             self.close()
             reader.cut()
             return
-        self._arrived.append(out)
+        self._arrived.append((self.lives[out.request_id].index, out))
         if isinstance(out, Answer):
+            if out.finish_reason is not None:
+                self._open.discard(out.request_id)
             size = _bytes_of(out)
             self.n_bytes += size
             self._client.holds(self, size)
@@ -152,47 +194,33 @@ class AnswerStream:
 
     def give_way(self, error: ServingError) -> None:
         """End the answer with an error and free its places at once."""
-        self._is_refused = self.has_begun = True
-        request_id = next(iter(self._index))
-        self._client.release(self, self._open)
-        self._open = {request_id}
-        self._arrived.append(Failure(request_id, error))
-        self._something.set()
+        self._error, self.has_begun = error, True
+        self._client.forget(self, self._open, gives_way=True)
+        self._open = set()
+        self._news.set()
 
-    def wake(self) -> None:
-        """Pass new pieces on, by `at_once` if set (cheaper than a switch of tasks), else through `take`."""
-        if self.at_once is None or self._something.is_set() or any(map(_is_end, self._arrived)):
-            self._something.set()
-        elif self.at_once([(self._index[out.request_id], out) for out in self._arrived]):  # type: ignore[misc]
-            self._arrived.clear()
-            self._release()
-        else:
-            self._something.set()
+    def pass_on(self) -> None:
+        """Have the pieces that have come taken, if `take` can now."""
+        if self._arrived and self.take is not None and self.take(self._arrived):
+            self._arrived = []
+            if self._reader is not None:
+                self._release()
+        if self.take is None or self.is_over:
+            self._news.set()
 
-    async def take(self) -> Pieces:
-        """Wait for pieces and return all that have come; an empty list after the last piece and once the
-        stream is closed. Raises the engine's error where a request fails."""
-        while not self._arrived:
-            if not self._open or self.closed:
-                return []
-            self._something.clear()
-            await self._something.wait()
-        pieces: Pieces = []
-        while self._arrived:
-            out = self._arrived[0]
-            if isinstance(out, Failure):
-                if pieces:  # they came before it
-                    break
-                self._arrived.popleft()
-                self._open.discard(out.request_id)
-                raise out.error
-            self._arrived.popleft()
-            if _is_end(out):
-                self._open.discard(out.request_id)
-            pieces.append((self._index[out.request_id], out))
-        if self._reader is not None:
-            self._release()
-        return pieces
+    async def begun(self) -> None:
+        """Wait until there is something to take, or nothing will be."""
+        while not (self._arrived or self.is_over):
+            self._news.clear()
+            await self._news.wait()
+
+    async def ended(self) -> None:
+        """Wait until all is taken. Raises the engine's error where a request fails."""
+        while not self.is_over:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None and not self.closed:
+            raise self._error
 
     def _release(self) -> None:
         self._client.holds(self, -self.n_bytes)
@@ -203,16 +231,11 @@ class AnswerStream:
         if self.closed:
             return
         self.closed = True
-        ended = {out.request_id for out in self._arrived if _is_end(out)}
-        self._arrived.clear()
+        self._arrived = []
         self._release()
-        self._client.forget(self, self._index, self._open - ended)
+        self._client.forget(self, self._open)
         self._open = set()
-        self._something.set()
-
-
-def _is_end(out: Out) -> bool:
-    return isinstance(out, Failure) or (isinstance(out, Answer) and out.finish_reason is not None)
+        self._news.set()
 
 
 def _bytes_of(piece: Answer) -> int:
@@ -228,14 +251,17 @@ def _bytes_of(piece: Answer) -> int:
 class Observer:
     """Base of observers of the requests and answers: metrics and the length log."""
 
-    def sent(self, request: Submit) -> None:
+    def sent(self, life: RequestLife) -> None:
         """Note that a request goes to the engine."""
 
-    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        """Note the pieces and the statistics of one step of the engine."""
+    def came(self, life: RequestLife, piece: Answer) -> None:
+        """Note a piece, which is not in `life` yet."""
 
-    def forgotten(self, request_id: str) -> None:
-        """Note that a request was aborted because its client left."""
+    def ended(self, life: RequestLife) -> None:
+        """Note that a request has ended."""
+
+    def stepped(self, stats: StepStats) -> None:
+        """Note a step of an engine."""
 
 
 class EngineClient:
@@ -243,12 +269,11 @@ class EngineClient:
 
     def __init__(self, send: Callable[[Message], None], limits: HttpLimits) -> None:
         self._send = send
-        self._limits = limits
+        self.limits = limits
         self._streams: dict[str, AnswerStream] = {}
         self._answers: dict[AnswerStream, None] = {}
         """The unfinished answers in order of arrival, as keys."""
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
-        self._started_s: dict[str, float] = {}
         self._n_of_owner: Counter[str] = Counter()
         self._n_in_shadow = 0
         self._held_bytes = 0
@@ -259,11 +284,6 @@ class EngineClient:
         """True once every answer was told that the server is stopping; no request is taken from then on."""
         self.load: EngineLoad | None = None
         """The load that the engine reported last."""
-
-    @property
-    def sign_of_life_s(self) -> float:
-        """Seconds for which a stream may be silent."""
-        return self._limits.sign_of_life_s
 
     @property
     def n_live(self) -> int:
@@ -305,23 +325,20 @@ class EngineClient:
         in_shadow = requests[0].in_shadow
         if not in_shadow:
             self._find_places(len(requests), owner)
-        most_unread = self._limits.max_pieces_unread * len(requests)
+        most_unread = self.limits.max_pieces_unread * len(requests)
         stream = AnswerStream(self, requests, most_unread, reader, tells_progress=tells_progress)
         if in_shadow:
             self._n_in_shadow += len(requests)
         else:
             self._n_of_owner[owner] += len(requests)
         self._answers[stream] = None
-        now_s = time.monotonic()
         if not (self.n_live or in_shadow):  # how fast answers ended before a pause says nothing of now
             self._ends_s.clear()
-        for request in requests:
-            self._streams[request.request_id] = stream
-            if not in_shadow:
-                self._started_s[request.request_id] = now_s
+        for life in stream.lives.values():
+            self._streams[life.request.request_id] = stream
             for observer in self._observers:
-                observer.sent(request)
-            self._send(request)
+                observer.sent(life)
+            self._send(life.request)
         return stream
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:
@@ -329,38 +346,26 @@ class EngineClient:
         self._held_bytes += n_bytes
         if n_bytes <= 0:
             return
-        if stream.n_bytes > self._limits.max_response_bytes:
+        if stream.n_bytes > self.limits.max_response_bytes:
             largest = stream
-        elif self._held_bytes > _MOST_RESPONSES * self._limits.max_response_bytes:
+        elif self._held_bytes > _MOST_RESPONSES * self.limits.max_response_bytes:
             largest = max(self._answers, key=lambda answer: answer.n_bytes)
         else:
             return
         largest.refuse(
             RequestError(
-                f"the answer takes more than {self._limits.max_response_bytes} bytes of memory, or all "
+                f"the answer takes more than {self.limits.max_response_bytes} bytes of memory, or all "
                 "answers take too much; ask for fewer choices, tokens or log-probabilities, or stream it"
             )
         )
 
-    def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
-        """Forget `stream`, which is closed, and abort its unfinished requests."""
+    def forget(self, stream: AnswerStream, unfinished: Iterable[str], *, gives_way: bool = False) -> None:
+        """Forget `stream`, abort its unfinished requests and free their places. `gives_way`: True if that
+        says nothing of how fast answers end."""
         self._answers.pop(stream, None)
-        for request_id in request_ids:
-            self._end(request_id)
-        self._abort(unfinished)
-
-    def release(self, stream: AnswerStream, request_ids: set[str]) -> None:
-        """Abort the requests of `stream` and free their places at once."""
-        self._answers.pop(stream, None)
-        for request_id in request_ids:
-            self._free(request_id)
-        self._abort(request_ids)
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
+        for request_id in unfinished:
             self._send(Abort(request_id))
-            for observer in self._observers:
-                observer.forgotten(request_id)
+            self._end(stream, request_id, "aborted", is_counted=not gives_way)
 
     def deliver(self, delivery: Delivery) -> None:
         """Take a delivery from the engine's thread."""
@@ -381,17 +386,19 @@ class EngineClient:
     def retry_after_s(self, n_too_many: int) -> int:
         """Seconds until `n_too_many` places will be free, at the rate at which the last answers ended. Before
         any answer has ended: the age of the oldest."""
-        now_s = time.monotonic()
         if len(self._ends_s) > 1:
             # To now, not to the last end: an engine that has stopped ending answers is slow.
-            wait_s = n_too_many * (now_s - self._ends_s[0]) / len(self._ends_s)
+            wait_s = n_too_many * (time.monotonic() - self._ends_s[0]) / len(self._ends_s)
         else:
-            wait_s = now_s - min(self._started_s.values(), default=now_s)
+            streams = ((name, stream) for name, stream in self._streams.items() if not stream.in_shadow)
+            now_ns = time.perf_counter_ns()
+            first_ns = min((stream.lives[name].sent_ns for name, stream in streams), default=now_ns)
+            wait_s = (now_ns - first_ns) / 1e9
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _find_places(self, n_new: int, owner: str) -> None:
         """Free `n_new` places, if need be by ending another client's waiting answers. Raises QueueFull."""
-        most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
+        most, share = self.limits.max_live_requests, self.limits.max_sequences_per_key
         if n_new > min(most, share):
             raise RequestError(
                 f"this server computes at most {min(most, share)} choices of one client at a time", "n"
@@ -407,7 +414,7 @@ class EngineClient:
         n_missing = self.n_live + n_new - most
         if self.load is not None and self.load.n_waiting:  # the engine has no room even for those that wait
             n_waiting = self.n_live - self.load.n_running + n_new
-            n_missing = max(n_missing, n_waiting - self._limits.max_waiting_requests)
+            n_missing = max(n_missing, n_waiting - self.limits.max_waiting_requests)
         if n_missing <= 0:
             return
         after_s = self.retry_after_s(n_missing)
@@ -437,39 +444,47 @@ class EngineClient:
                 stream = self._streams.get(prompt.request_id)
                 if stream is not None and stream.tells_progress and not stream.has_begun:
                     stream.put(prompt)
-                    stream.wake()
+                    stream.pass_on()
             self._route(delivery.outs, delivery.stats)
 
     def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        for observer in self._observers:
-            observer.delivered(outs, stats)
         told: dict[AnswerStream, None] = {}
         for out in outs:
             stream = self._streams.get(out.request_id)
-            if _is_end(out):
-                self._end(out.request_id)
-            if stream is not None:
-                stream.put(out)
-                told[stream] = None
+            if stream is None:
+                continue
+            reason: str | None = "error" if isinstance(out, Failure) else out.finish_reason
+            if isinstance(out, Answer):
+                life = stream.lives[out.request_id]
+                for observer in self._observers:
+                    observer.came(life, out)
+                life.add(out)
+            if reason is not None:
+                self._end(stream, out.request_id, reason)
+            stream.put(out)
+            told[stream] = None
+        if stats is not None:
+            for observer in self._observers:
+                observer.stepped(stats)
         for stream in told:
-            stream.wake()
+            stream.pass_on()
 
-    def _end(self, request_id: str) -> None:
-        if self._free(request_id):
-            self._ends_s.append(time.monotonic())
-
-    def _free(self, request_id: str) -> bool:
-        """Free the place of a request; False where the request holds no place."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None and stream.in_shadow:
+    def _end(self, stream: AnswerStream, request_id: str, reason: str, *, is_counted: bool = True) -> None:
+        """End a request of `stream`, and free its place, unless it has ended."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        life = stream.lives[request_id]
+        life.reason, life.ended_at_s = reason, time.time()
+        for observer in self._observers:
+            observer.ended(life)
+        if stream.in_shadow:
             self._n_in_shadow -= 1
-        if stream is None or stream.in_shadow:
-            return False
+            return
+        if is_counted:
+            self._ends_s.append(time.monotonic())
         self._n_of_owner[stream.owner] -= 1
         if not self._n_of_owner[stream.owner]:
             del self._n_of_owner[stream.owner]
-        del self._started_s[request_id]
-        return True
 
 
 def displaced(

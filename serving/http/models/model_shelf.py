@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from phasewise.serving.errors import ServingError
@@ -151,8 +151,10 @@ class ModelsOnDisk:
 
 @dataclass(slots=True)
 class ShelfCounts:
-    """Counters since the start."""
+    """Models of a folder: how many are in memory now, with their bytes, and counters since the start."""
 
+    loaded: int = 0
+    n_bytes: int = 0
     loads: int = 0
     failures: int = 0
     unloads: int = 0
@@ -194,6 +196,9 @@ class ModelShelf:
         self._ending: set[asyncio.Task[None]] = set()
 
     # ---- what is there -----------------------------------------------------------------------------------
+
+    def counted(self) -> ShelfCounts:
+        return replace(self.counts, loaded=len(self.room.residents), n_bytes=self.room.n_bytes)
 
     async def files(self) -> Mapping[str, ModelFile]:
         return await asyncio.to_thread(self._source.files)

@@ -4,57 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phasewise.serving.http.errors import ApiError, bad_request, other_purpose, unknown_model
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelShelf, ModelState
-from phasewise.serving.http.monitoring.access_log import note_model
+from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.request_threads import while_there
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import client_of
-
-_HELD = "phasewise.held_models"
-"""Key of the request's `HeldModels` in an ASGI scope."""
-
-
-@dataclass(slots=True)
-class HeldModels:
-    releases: list[Callable[[float | None], None]] = field(default_factory=list)
-    """Functions that release the models at the end of the request, called with `keep_s`."""
-    keep_s: float | None = None
-    """Seconds that the released models stay unused; None: the server's default."""
-
-
-def keep_for(request: Request, keep_s: float | None) -> None:
-    """Set how long the request's model stays loaded after use; None: the server's default."""
-    held: HeldModels | None = request.scope.get(_HELD)
-    if held is not None:
-        held.keep_s = keep_s
-
-
-class HoldModels:
-    """ASGI middleware that releases the models held by a request once its answer is sent."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        held = HeldModels()
-        try:
-            await self._app({**scope, _HELD: held}, receive, send)
-        finally:
-            for release in held.releases:
-                release(held.keep_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +47,10 @@ class ListedModel:
             card["max_model_len"] = self.served.context_length
             card["default_sampling"] = self.served.sampling.to_json()
             card["turns"] = self.served.dialect.describe()
-            card["system_fingerprint"] = self.served.system_fingerprint
-            card["arithmetic"] = self.served.arithmetic
-            card["arithmetic_paths"] = self.served.arithmetic_paths
+            fingerprint = self.served.fingerprint()
+            card["system_fingerprint"] = fingerprint and fingerprint.short
+            card["arithmetic"] = fingerprint and fingerprint.arithmetic
+            card["arithmetic_paths"] = fingerprint and fingerprint.paths
             if self.served.parent:
                 card["parent"] = self.served.parent
         return card
@@ -123,13 +87,14 @@ class ServedModels:
     async def _hold_loaded(self, shelf: ModelShelf, request: Request, name: str | None) -> ServedModel:
         if name is None:
             name = await _only_name(shelf)
-        held: HeldModels = request.scope[_HELD]
+        record = record_of(request.scope)
+        assert record is not None, "it is among the layers"
         base, adapter = name, ""
         if ":" in name and name not in await shelf.files():
             base, _, adapter = name.rpartition(":")
         loading = shelf.hold(base, in_shadow=client_of(request.scope).in_shadow)
         try:
-            model = await while_there(request, _held(loading, partial(shelf.release, base), held.releases))
+            model = await while_there(request, _held(loading, partial(shelf.release, base), record.releases))
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 note_model(request.scope, base)

@@ -7,17 +7,17 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from starlette.types import Scope
 
-from phasewise.serving.engine.messages import Answer, Failure, StepStats, Submit
-from phasewise.serving.http.answers.client import Observer
+from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.processes.line_log import LineLog
 
 Level = Literal["debug", "info", "warning", "error", "off"]
@@ -52,11 +52,8 @@ class Record:
     began: datetime
     status: int | None = None
     n_prompt: int | None = None
-    n_cached: int = 0
-    n_generated: dict[str, int] = field(default_factory=dict)
-    reasons: set[str] = field(default_factory=set)
-    first_ns: int | None = None
-    last_ns: int = 0
+    lives: Sequence[RequestLife] = ()
+    """Its requests to the engine; of a second run where there was one."""
     ended_ns: int = 0
     ignored: tuple[str, ...] = ()
     address: str = ""
@@ -66,6 +63,10 @@ class Record:
     model: str = ""
     """Id of the model that the request names, once known; empty: none."""
     adapter: str = ""
+    releases: list[Callable[[float | None], None]] = field(default_factory=list)
+    """Functions that release the request's models at its end, called with `keep_s`."""
+    keep_s: float | None = None
+    """Seconds that the released models stay unused; None: the server's default."""
 
     def fields(self) -> dict[str, Any]:
         """The fields of the log line; those without a value are left out."""
@@ -79,17 +80,20 @@ class Record:
         for name in ("address", "key", "model", "adapter"):
             if value := getattr(self, name):
                 out[name] = value
+        begun = [(life.first_ns, life.last) for life in self.lives if life.first_ns is not None]
         if self.n_prompt is not None:
-            out |= {"prompt_tokens": self.n_prompt, "cached_tokens": self.n_cached}
-            out["output_tokens"] = sum(self.n_generated.values())
-        if self.first_ns is not None:
-            out["ttft_ms"] = _ms(self.first_ns - self.began_ns)
-            longest = max(self.n_generated.values(), default=0)
+            n_cached = min(begun, key=itemgetter(0))[1].n_cached if begun else 0
+            out |= {"prompt_tokens": self.n_prompt, "cached_tokens": n_cached}
+            out["output_tokens"] = sum(last.n_generated for _, last in begun)
+        if begun:
+            first_ns, last_ns = min(first for first, _ in begun), max(last.at_ns for _, last in begun)
+            out["ttft_ms"] = _ms(first_ns - self.began_ns)
+            longest = max(last.n_generated for _, last in begun)
             if longest > 1:
-                out["tpot_ms"] = _ms((self.last_ns - self.first_ns) / (longest - 1))
+                out["tpot_ms"] = _ms((last_ns - first_ns) / (longest - 1))
         out["total_ms"] = _ms(self.ended_ns - self.began_ns)
-        if self.reasons:
-            out["finish"] = "+".join(sorted(self.reasons))
+        if reasons := {life.reason for life in self.lives if life.reason is not None}:
+            out["finish"] = "+".join(sorted(reasons))
         if self.ignored:
             out["ignored"] = ",".join(self.ignored)
         return out
@@ -108,6 +112,13 @@ def note_model(scope: Scope, model: str, adapter: str = "") -> None:
         record.model, record.adapter = model, adapter
 
 
+def note_lives(scope: Scope, lives: Mapping[str, RequestLife]) -> None:
+    """Write a request's requests to the engine into its record."""
+    record = record_of(scope)
+    if record is not None:
+        record.lives = tuple(lives.values())
+
+
 def note_ignored(scope: Scope, names: Iterable[str]) -> None:
     """Add names of ignored fields to the record, for the log and the answer's header."""
     record = record_of(scope)
@@ -115,27 +126,17 @@ def note_ignored(scope: Scope, names: Iterable[str]) -> None:
         record.ignored = tuple(sorted({*record.ignored, *names})[:_MOST_NAMED])
 
 
-class AccessLog(Observer):
-    """Collects the record of each request and writes its line. Used on the event loop. `write`: takes a line
-    without blocking."""
+class AccessLog:
+    """Writes the line of each request. `write`: takes a line without blocking."""
 
     def __init__(self, write: Callable[[str], None], level: Level = "info", *, as_json: bool = False) -> None:
         self._write = write
         self._level = level
         self._as_json = as_json
-        self._by_request: dict[str, Record] = {}
-
-    def expects(self, record: Record, requests: Sequence[Submit], n_prompt: int) -> None:
-        """Assign the answers to `requests` to a record."""
-        record.n_prompt = n_prompt
-        for request in requests:
-            self._by_request[request.request_id] = record
 
     def ended(self, record: Record) -> None:
         """Write the line of a record whose answer is sent."""
         record.ended_ns = time.perf_counter_ns()
-        for request_id in [request_id for request_id, own in self._by_request.items() if own is record]:
-            del self._by_request[request_id]
         if self._is_told(record):
             fields = record.fields()
             self._write(json.dumps(fields) if self._as_json else _as_text(fields))
@@ -153,30 +154,6 @@ class AccessLog(Observer):
                 return status >= 500
             case _:
                 return False
-
-    # As an observer of the engine's client.
-
-    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        for out in outs:
-            record = self._by_request.get(out.request_id)
-            if record is None:
-                continue
-            if isinstance(out, Failure):
-                record.reasons.add("error")
-                del self._by_request[out.request_id]
-                continue
-            if record.first_ns is None:
-                record.first_ns = out.at_ns
-                record.n_cached = out.n_cached
-            record.last_ns = out.at_ns
-            record.n_generated[out.request_id] = out.n_generated
-            if out.finish_reason is not None:
-                record.reasons.add(out.finish_reason)
-
-    def forgotten(self, request_id: str) -> None:
-        record = self._by_request.get(request_id)
-        if record is not None:
-            record.reasons.add("aborted")
 
 
 @contextmanager

@@ -23,9 +23,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from phasewise.serving.engine.engine_host import InstanceState, Recoveries
-from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, HandOverCounts, StepStats, Submit
-from phasewise.serving.http.answers.client import Observer
+from phasewise.serving.engine.messages import Answer, EngineLoad, HandOverCounts, StepStats
+from phasewise.serving.http.answers.client import Observer, RequestLife
 from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.models.model_shelf import ShelfCounts
 from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
@@ -50,7 +51,7 @@ class Gauges:
     """Reads the number of threads of each phase; empty where instances compute."""
     n_lengths_lost: Callable[[], int] = lambda: 0
     n_access_lines_lost: Callable[[], int] = lambda: 0
-    models: Callable[[], ModelCounts | None] = lambda: None
+    models: Callable[[], ShelfCounts | None] = lambda: None
     """Reads the counts of models loaded on demand; None where all models stay."""
     instances: Callable[[], Sequence[InstanceState]] = tuple
     """Reads the states of the instances of pools; empty where one engine computes everything."""
@@ -58,28 +59,6 @@ class Gauges:
     """Products in the tuning database at the start: model to state to count."""
     adapters: Callable[[], Sequence[Sequence[str]]] = tuple
     """Reads, for each adapter in memory, the names that requests may give it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCounts:
-    """Models of a folder: how many are in memory now, and counters since the start."""
-
-    loaded: int
-    n_bytes: int
-    loads: int
-    failures: int
-    unloads: int
-    load_seconds: float
-
-
-@dataclass(slots=True)
-class _Life:
-    labels: Labels
-    sent_ns: int
-    in_shadow: bool = False
-    first_ns: int | None = None
-    last_ns: int = 0
-    n_generated: int = 0
 
 
 class Metrics(Observer):
@@ -109,25 +88,34 @@ class Metrics(Observer):
         self._sequences = self._by_phase("batch_sequences", "sequences per step", _SIZES)
         self._tokens = self._by_phase("batch_tokens", "tokens per step", _SIZES)
         self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
-        self._lives: dict[str, _Life] = {}
 
-    def sent(self, request: Submit) -> None:
-        labels = self._labels(request.model)
-        self._lives[request.request_id] = _Life(labels, time.perf_counter_ns(), request.in_shadow)
-        _child(self._prompt, labels).inc(len(request.prompt_token_ids))
+    def sent(self, life: RequestLife) -> None:
+        _child(self._prompt, self._labels_of(life)).inc(len(life.request.prompt_token_ids))
 
-    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        for out in outs:
-            life = self._lives.get(out.request_id)
-            if life is not None and (n_tokens := self._piece(out, life)):
-                _child(self._generated, life.labels).inc(n_tokens)
-        if stats is not None:
-            self._step(stats)
+    def came(self, life: RequestLife, piece: Answer) -> None:
+        labels = self._labels_of(life)
+        if life.request.in_shadow:
+            pass  # nobody waits for its tokens
+        elif life.first_ns is None:
+            _child(self._ttft, labels).observe((piece.at_ns - life.sent_ns) / 1e9)
+        else:
+            _child(self._itl, labels).observe((piece.at_ns - life.last.at_ns) / 1e9)
+        if piece.n_generated > life.n_generated:  # tokens held back may be sampled again
+            _child(self._generated, labels).inc(piece.n_generated - life.n_generated)
 
-    def forgotten(self, request_id: str) -> None:
-        life = self._lives.pop(request_id, None)
-        if life is not None:
-            self._ended.labels(*life.labels, "aborted").inc()
+    def ended(self, life: RequestLife) -> None:
+        labels, last = self._labels_of(life), life.last
+        if last.finish_reason is not None and last.n_generated > 1 and not life.request.in_shadow:
+            answering_s = (last.at_ns - (life.first_ns or 0)) / 1e9
+            _child(self._tpot, labels).observe(answering_s / (last.n_generated - 1))
+        self._ended.labels(*labels, life.reason).inc()
+
+    def stepped(self, stats: StepStats) -> None:
+        """Record one engine step; values that can wait for a scrape are not computed here."""
+        labels = (*self._labels(stats.model), stats.phase)
+        self._sequences.labels(*labels).observe(stats.n_sequences)
+        self._tokens.labels(*labels).observe(stats.n_tokens)
+        self._seconds.labels(*labels).observe(stats.duration_ns / 1e9)
 
     def refused(self, error: ApiError) -> None:
         """Count an error answer by its code."""
@@ -147,6 +135,9 @@ class Metrics(Observer):
     def _labels(self, model: str) -> Labels:
         return (model,) if self._is_by_model else ()
 
+    def _labels_of(self, life: RequestLife) -> Labels:
+        return self._labels(life.request.model)
+
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
 
@@ -164,39 +155,6 @@ class Metrics(Observer):
             for phase in PHASES:
                 metric.labels(*labels, phase)
         return metric
-
-    def _piece(self, out: Answer | Failure, life: _Life) -> int:
-        """Record a piece of a request; return the number of new tokens, 0 for a failure."""
-        if isinstance(out, Failure):
-            self._end(out.request_id, "error")
-            return 0
-        if life.in_shadow:  # nobody waits for its tokens
-            life.first_ns = out.at_ns
-        elif life.first_ns is None:
-            life.first_ns = out.at_ns
-            ttft_s = (out.at_ns - life.sent_ns) / 1e9
-            _child(self._ttft, life.labels).observe(ttft_s)
-        else:
-            _child(self._itl, life.labels).observe((out.at_ns - life.last_ns) / 1e9)
-        life.last_ns = out.at_ns
-        if out.finish_reason is not None:
-            if out.n_generated > 1 and not life.in_shadow:
-                tpot_s = (out.at_ns - life.first_ns) / 1e9 / (out.n_generated - 1)
-                _child(self._tpot, life.labels).observe(tpot_s)
-            self._end(out.request_id, out.finish_reason)
-        n_new = max(0, out.n_generated - life.n_generated)  # tokens held back may be sampled again
-        life.n_generated += n_new
-        return n_new
-
-    def _end(self, request_id: str, reason: str) -> None:
-        self._ended.labels(*self._lives.pop(request_id).labels, reason).inc()
-
-    def _step(self, stats: StepStats) -> None:
-        """Record one engine step; values that can wait for a scrape are not computed here."""
-        labels = (*self._labels(stats.model), stats.phase)
-        self._sequences.labels(*labels).observe(stats.n_sequences)
-        self._tokens.labels(*labels).observe(stats.n_tokens)
-        self._seconds.labels(*labels).observe(stats.duration_ns / 1e9)
 
 
 def _child(metric: Metric, labels: Labels) -> Metric:

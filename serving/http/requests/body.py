@@ -97,10 +97,6 @@ class UnfinishedBodies:
             oldest.wake()
         return True
 
-    def _forget(self, body: UnfinishedBody) -> None:
-        self._bodies.pop(body, None)
-        self.n_bytes -= body.n_bytes
-
 
 class UnfinishedBody:
     """A body of `UnfinishedBodies` while it is received. `end` frees its memory and must be called."""
@@ -144,7 +140,8 @@ class UnfinishedBody:
         """Free the memory; a second call has no effect."""
         if self.ended:
             return
-        self._all._forget(self)
+        self._all._bodies.pop(self, None)
+        self._all.n_bytes -= self.n_bytes
         self.ended = True
         self.n_bytes = 0
         self._heap = bytearray()

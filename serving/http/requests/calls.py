@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.engine.messages import Submit
@@ -14,7 +12,7 @@ from phasewise.serving.http.answers.openai_objects import AnswerReading, AsAsked
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import ChatMessage, ChatRequest, FunctionTool, NamedChoice
-from phasewise.serving.text.chat import Conversation
+from phasewise.serving.text.chat_template import Conversation
 from phasewise.serving.text.conversation_shapes import written_out
 from phasewise.serving.tools.dialect import Dialect
 from phasewise.serving.tools.form_grammar import MOST_CALLS, Function, Wanted
@@ -43,39 +41,23 @@ def check_tools(body: ChatRequest) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Called:
-    """The functions that an answer may call. `is_auto`: it may also call none."""
-
-    functions: tuple[Function, ...]
-    most_calls: int
-    is_auto: bool
-
-    def lark(self, dialect: Dialect, document_rule: str) -> str:
-        """Lark grammar of answers with calls, or without if `document_rule` describes such answers."""
-        document = document_rule if self.is_auto else ""
-        return dialect.grammar(Wanted(self.functions, self.most_calls, document))
-
-    def triggers(self, dialect: Dialect) -> tuple[str, ...]:
-        """Texts that begin a call."""
-        return dialect.triggers(self.functions)
+def must_call(body: ChatRequest) -> bool:
+    """True if an answer without a call is none."""
+    return isinstance(body.tool_choice, NamedChoice) or body.tool_choice == "required"
 
 
-def called_by(body: ChatRequest) -> Called | None:
-    """The functions that an answer may call; None without tools."""
-    tools = _shown_tools(body)
-    if not tools:
-        return None
-    choice = body.tool_choice
+def called_by(body: ChatRequest, document: str) -> Wanted | None:
+    """The calls that an answer may have; None without tools. `document`: Lark rule of an answer without
+    calls, which there may be unless it must call."""
     functions = tuple(
         Function(tool.name, tool.parameters or {}, tool.description or "", bool(tool.strict))
-        for tool in tools
+        for tool in _shown_tools(body)
     )
+    choice = body.tool_choice
     if isinstance(choice, NamedChoice):
-        wanted = tuple(function for function in functions if function.name == choice.function.name)
-        return Called(wanted, 1, is_auto=False)
+        return Wanted([function for function in functions if function.name == choice.function.name], 1)
     most = 1 if body.parallel_tool_calls is False else MOST_CALLS
-    return Called(functions, most, is_auto=choice != "required")
+    return Wanted(functions, most, "" if must_call(body) else document) if functions else None
 
 
 def is_read(body: ChatRequest, model: ServedModel) -> bool:
@@ -107,11 +89,6 @@ def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
     if not dialect.knows_tools and (tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)):
         messages, tools = written_out(messages, tools), []
     return Conversation(messages, tools, _variables(body))
-
-
-def n_tool_characters(body: ChatRequest) -> int:
-    """Approximate number of characters that the tools add to a prompt."""
-    return sum(len(json.dumps(function.parameters)) for function in body.functions)
 
 
 def _shown_tools(body: ChatRequest) -> Sequence[FunctionTool]:

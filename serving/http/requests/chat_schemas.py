@@ -21,7 +21,6 @@ from phasewise.serving.http.requests.schemas import (
     Json,
     OpenRequest,
     Strict,
-    few_names,
     kind_of,
 )
 
@@ -310,7 +309,6 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
 
-    _left_out: set[str] = PrivateAttr(default_factory=set)
     _plain: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
@@ -334,14 +332,6 @@ class ChatRequest(GenerationRequest):
     def asked_names(self) -> dict[str, str]:
         """Renamed functions: plain name to the name in the request."""
         return {plain: name for name, plain in self._plain.items() if plain != name}
-
-    def leave_out(self, names: Iterable[str]) -> None:
-        """Add names of dropped parts of the request, for the answer's header."""
-        self._left_out.update(names)
-
-    def ignored(self) -> tuple[str, ...]:
-        """Unknown fields, and dropped tools and content parts as `tools.TYPE` and `content.TYPE`."""
-        return few_names((*super().ignored(), *self._left_out))
 
     @model_validator(mode="before")
     @classmethod
@@ -368,7 +358,8 @@ class ChatRequest(GenerationRequest):
     def settle(self) -> Self:
         """Drop tools that cannot be run and content that cannot be read, and give functions plain names.
         Raises ApiError for an image, audio or video in the user's newest messages."""
-        self._settle_tools()
+        if self.tools is not None or isinstance(self.tool_choice, NamedChoice):
+            self._settle_tools()
         newest = _newest_of_user(self.messages)
         for index, message in enumerate(self.messages):
             self._settle_content(message, is_newest=index in newest)

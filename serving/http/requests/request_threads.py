@@ -15,28 +15,28 @@ from starlette.requests import Request
 
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import QueueFull, ServingError
-from phasewise.serving.grammar.guides import GuideCompiler, MatcherGuide
+from phasewise.serving.grammar.guides import MatcherGuide
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.monitoring.access_log import note_ignored
 from phasewise.serving.http.requests.body import n_bytes_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
-from phasewise.serving.http.requests.lengths import estimated
 from phasewise.serving.http.requests.request_to_messages import (
-    RequestOrigin,
     RequiredGrammar,
+    chat_requests,
     compiled,
+    completion_requests,
     delay_guide,
+    estimated,
     held_to,
-    n_characters,
+    prompts_of,
     tell_unheld,
 )
-from phasewise.serving.http.requests.schemas import GenerationRequest
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.sandbox.confined import Abandoned, CancelToken
 from phasewise.serving.scheduling.waiting_line import ClientTurns
 
-Body = TypeVar("Body", bound=GenerationRequest)
 Made = TypeVar("Made")
 
 _LONG_CHARACTERS = 128 * 1024
@@ -132,23 +132,28 @@ class Preparation:
     async def prepare(
         self,
         request: Request,
-        body: Body,
-        make: Callable[[Body, ServedModel, RequestOrigin], Sequence[Submit]],
+        body: ChatRequest | CompletionRequest,
         model: ServedModel,
     ) -> Sequence[Submit]:
         """Make the requests for `model`, with the grammar of their answers. Raises ApiError or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()
-        sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, cancel)
 
-        def work() -> tuple[Sequence[Submit], RequiredGrammar | None]:
-            return estimated(make(body, model, sender), model), held_to(body, model)
+        def made() -> tuple[Sequence[Submit], RequiredGrammar | None]:
+            if isinstance(body, ChatRequest):
+                requests = chat_requests(body, model, client, cancel)
+            else:
+                requests = completion_requests(body, model, client)
+            return estimated(requests, model), held_to(body, model)
 
         lane = self._lane_of(request, body)
         try:
-            requests, wanted = await while_there(request, lane.run(client.name, work), cancel)
+            requests, wanted = await while_there(request, lane.run(client.name, made), cancel)
             guide: MatcherGuide | None = None
-            if wanted is not None:
-                wanted, guide = await self._guide(request, wanted, client.name, model.guides, cancel)
+            if wanted is not None and model.guides is not None:
+                guide, asked = model.guides.known(wanted.grammar), wanted
+                if guide is None:
+                    work = self._grammars.run(client.name, lambda: compiled(asked, model, cancel))
+                    wanted, guide = await while_there(request, work, cancel)
             tell_unheld(body, wanted, guide, model)
             note_ignored(request.scope, body.ignored())
             if wanted is not None and guide is not None:
@@ -176,28 +181,15 @@ class Preparation:
         except ServingError as error:
             raise from_engine(error) from error
 
-    def _lane_of(self, request: Request, body: GenerationRequest) -> FairLane:
-        """The lane by prompt length; a chat's is its body's length, for templates may take unknown fields."""
-        if isinstance(body, ChatRequest) and n_bytes_of(request) > _LONG_CHARACTERS:
-            return self._long
-        if n_characters(body) > _LONG_CHARACTERS:
+    def _lane_of(self, request: Request, body: ChatRequest | CompletionRequest) -> FairLane:
+        """The lane by prompt length: for a chat that of its body too, for templates may take any field."""
+        if isinstance(body, ChatRequest):
+            n_characters = max(n_bytes_of(request), sum(len(message.text) for message in body.messages))
+        else:
+            n_characters = sum(map(len, prompts_of(body.prompt)))  # a token id counts as one
+        if n_characters > _LONG_CHARACTERS:
             return self._long
         return self._conversations if isinstance(body, ChatRequest) else self._texts
-
-    async def _guide(
-        self,
-        request: Request,
-        wanted: RequiredGrammar,
-        client: str,
-        guides: GuideCompiler | None,
-        cancel: CancelToken,
-    ) -> tuple[RequiredGrammar, MatcherGuide | None]:
-        assert guides is not None, "held_to refuses"
-        guide = guides.known(wanted.grammar)
-        if guide is not None:
-            return wanted, guide
-        work = self._grammars.run(client, lambda: compiled(wanted, guides, cancel))
-        return await while_there(request, work, cancel)
 
 
 async def while_there(request: Request, work: Awaitable[Made], cancel: CancelToken | None = None) -> Made:

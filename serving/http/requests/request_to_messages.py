@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -27,50 +28,41 @@ from phasewise.serving.grammar.late_guides import begun_guide
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.calls import (
-    Called,
     called_by,
     check_tools,
     conversation_of,
     is_read,
-    n_tool_characters,
+    must_call,
 )
-from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
-from phasewise.serving.http.requests.lengths import system_prompt_id
+from phasewise.serving.http.requests.chat_schemas import (
+    SYSTEM_ROLES,
+    ChatMessage,
+    ChatRequest,
+    TokenizeRequest,
+)
 from phasewise.serving.http.requests.schemas import (
     CompletionRequest,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
-    StructuredOutputs,
 )
+from phasewise.serving.http.routes.middleware import ANYONE, ClientIdentity
+from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import Abandoned, CancelToken
-from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_rule
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOrigin:
-    """The sender of a request. `cache_space`: requests of one space share KV. `in_shadow`: True for a
-    batch."""
-
-    cache_space: str = ""
-    client: str = ""
-    in_shadow: bool = False
-    cancel: CancelToken = field(default_factory=CancelToken)
-    """Cancel token that is ended when the client leaves."""
-
+from phasewise.serving.tools.form_grammar import Function, Wanted, arguments_rule, json_rule
 
 _MOST_CHOICES = 1024
 
 
 def completion_requests(
-    body: CompletionRequest, model: ServedModel, sender: RequestOrigin | None = None
+    body: CompletionRequest, model: ServedModel, client: ClientIdentity = ANYONE
 ) -> list[Submit]:
     """One `Submit` for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
     _refuse_empty(body)
-    texts = _prompts(body.prompt)
+    texts = prompts_of(body.prompt)
     if len(texts) * (body.n or 1) > _MOST_CHOICES:
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
     prompts = [_token_ids(prompt, model) for prompt in texts]
@@ -85,21 +77,23 @@ def completion_requests(
             prompt,
             sampling,
             model,
-            sender or RequestOrigin(),
+            client,
             prompt_logprobs=_scored(body),
         )
     ]
 
 
 def chat_requests(
-    body: ChatRequest, model: ServedModel, sender: RequestOrigin | None = None
+    body: ChatRequest,
+    model: ServedModel,
+    client: ClientIdentity = ANYONE,
+    cancel: CancelToken | None = None,
 ) -> Sequence[Submit]:
-    """One `Submit` for each of the `n` choices."""
+    """One `Submit` for each of the `n` choices. `cancel`: ended when the client leaves."""
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    sender = sender or RequestOrigin()
-    prompt = conversation_tokens(body, model, sender.cancel)
+    prompt = conversation_tokens(body, model, cancel or CancelToken())
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     return _choices(
         body,
@@ -107,7 +101,7 @@ def chat_requests(
         prompt,
         sampling,
         model,
-        sender,
+        client,
         prompt_logprobs=body.prompt_logprobs,
         shown=model.dialect.shown if is_read(body, model) else frozenset(),
         turns=_turns(body, prompt, model),
@@ -133,7 +127,7 @@ def _choices(
     prompt: tuple[int, ...],
     sampling: SamplingParams,
     model: ServedModel,
-    sender: RequestOrigin,
+    client: ClientIdentity,
     **more: Any,
 ) -> Sequence[Submit]:
     """Make the `n` requests of one prompt. Only the first computes prompt log-probabilities, unless streamed.
@@ -150,12 +144,12 @@ def _choices(
         (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         body.ignore_eos,
         ends=model.dialect.ends,
-        cache_space=sender.cache_space if salt is None else f"{sender.cache_space}/{salt}",
-        client=sender.client,
+        cache_space=client.cache_space if salt is None else f"{client.cache_space}/{salt}",
+        client=client.name,
         model=model.engine_id,
         receipt=body.receipt,
         adapter=model.adapter,
-        in_shadow=sender.in_shadow,
+        in_shadow=client.in_shadow,
         **more,
     )
     other = first if body.stream or max_tokens == 0 else replace(first, prompt_logprobs=None)
@@ -216,7 +210,7 @@ def _refuse_too_long(prompt: tuple[int, ...], model: ServedModel) -> None:
         raise ContextLengthExceeded.beyond(context, asked, "prompt", (n_prompt, context - 1))
 
 
-def _prompts(prompt: str | Sequence[Any]) -> Sequence[str | list[int]]:
+def prompts_of(prompt: str | Sequence[Any]) -> Sequence[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
@@ -288,30 +282,46 @@ def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelTok
         raise ApiError(400, str(error), param="messages") from error
 
 
+def estimated(requests: Sequence[Submit], model: ServedModel) -> Sequence[Submit]:
+    """The requests with predicted answer lengths, one prediction for each prompt, if there is a predictor."""
+    if model.estimate is None:
+        return requests
+    estimates: dict[int, Estimate] = {}
+    for request in requests:
+        if id(request.prompt_token_ids) not in estimates:
+            estimates[id(request.prompt_token_ids)] = model.estimate(request)
+    return [replace(request, estimate=estimates[id(request.prompt_token_ids)]) for request in requests]
+
+
+def system_prompt_id(messages: Sequence[ChatMessage]) -> str | None:
+    """Digest of a conversation's system prompt; None without one."""
+    texts = [message.text for message in messages if message.role in SYSTEM_ROLES]
+    digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=8)
+    return digest.hexdigest() if texts else None
+
+
 class RequiredGrammar(NamedTuple):
     """The grammar of an answer. `field`: the field that asks for it. `triggers`: texts from which on the
     grammar applies; empty: from the start. `is_needed`: refuse the request if the grammar cannot be compiled.
-    `calls`: the functions in the grammar, and a function that makes a grammar of other functions."""
+    `calls`: the calls in the grammar; None: it has none."""
 
     grammar: Grammar
     field: str
     triggers: tuple[str, ...] = ()
     is_needed: bool = True
-    calls: tuple[Called, Callable[[Called], Grammar]] | None = None
+    calls: Wanted | None = None
 
 
 def held_to(body: GenerationRequest, model: ServedModel) -> RequiredGrammar | None:
     """The grammar that the request asks for; None if the answer is free. Raises ApiError."""
-    calls = called_by(body) if isinstance(body, ChatRequest) else None
     field = "response_format" if body.structured_outputs is None else "structured_outputs"
-    field = "tools" if calls is not None else field
-    is_needed = calls is None or not calls.is_auto or body.response_format is not None
-
-    def grammar_of(some: Called) -> Grammar:
-        return Grammar.of_lark(some.lark(model.dialect, _document_rule(body)))
-
+    is_needed, calls = True, None
     try:
-        grammar = _grammar(body) if calls is None else grammar_of(calls)
+        if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
+            field, is_needed = "tools", must_call(body) or body.response_format is not None
+            schema = _schema_of(body)
+            calls = called_by(body, "" if schema is None else json_rule(schema, lenient=False))
+        grammar = _grammar(body) if calls is None else Grammar.of_lark(model.dialect.grammar(calls))
     except RequestError as error:
         if is_needed:
             raise bad_request(f"{field}: {error}", field) from error
@@ -324,35 +334,34 @@ def held_to(body: GenerationRequest, model: ServedModel) -> RequiredGrammar | No
         raise bad_request(f"ignore_eos cannot be kept together with {field}", "ignore_eos")
     if model.guides is None:
         raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
-    triggers = calls.triggers(model.dialect) if calls is not None and not is_needed else ()
-    return RequiredGrammar(
-        grammar, field, triggers, is_needed, None if calls is None else (calls, grammar_of)
-    )
+    triggers = model.dialect.triggers(calls.functions) if calls is not None and not is_needed else ()
+    return RequiredGrammar(grammar, field, triggers, is_needed, calls)
 
 
-def _document_rule(body: GenerationRequest) -> str:
-    """Lark rule for answers without calls, as `response_format` describes them; empty if it does not."""
+def _schema_of(body: GenerationRequest) -> Mapping[str, Any] | None:
+    """The schema of answers that `response_format` describes; None if it does not."""
     match body.response_format:
         case JsonObjectFormat():
-            return json_rule({"type": "object"}, lenient=False)
+            return {"type": "object"}
         case JsonSchemaFormat(json_schema=named):
-            return json_rule(named.schema_, lenient=False)
+            return named.schema_
         case _:
-            return ""
+            return None
 
 
 def compiled(
-    wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken
+    wanted: RequiredGrammar, model: ServedModel, cancel: CancelToken
 ) -> tuple[RequiredGrammar, MatcherGuide | None]:
     """Compile a grammar, or a looser one if its schemas cannot be held. Blocks; raises Abandoned once
     `cancel` ends, or ApiError. The guide is None if the grammar cannot be compiled and is not needed."""
+    assert model.guides is not None, "held_to refuses"
     try:
-        return wanted, guides.compile(wanted.grammar, cancel)
+        return wanted, model.guides.compile(wanted.grammar, cancel)
     except RequestError as error:
         with suppress(RequestError):
-            loosened = _loosened(wanted, guides, cancel)
+            loosened = _loosened(wanted, model, model.guides, cancel)
             if loosened is not None:
-                return loosened, guides.compile(loosened.grammar, cancel)
+                return loosened, model.guides.compile(loosened.grammar, cancel)
         if not wanted.is_needed:
             return wanted, None
         raise bad_request(f"{wanted.field}: {error}", wanted.field) from error
@@ -364,7 +373,7 @@ def tell_unheld(
     """Add to the answer's header the schema keywords of the functions that the guide does not enforce."""
     if not isinstance(body, ChatRequest) or body.tool_choice == "none":
         return
-    held = {} if wanted is None or wanted.calls is None else {f.name: f for f in wanted.calls[0].functions}
+    held = {} if wanted is None or wanted.calls is None else {f.name: f for f in wanted.calls.functions}
     for tool in body.functions:
         schema, function = tool.parameters or {}, held.get(tool.name)
         if not schema or (held and function is None):
@@ -378,11 +387,12 @@ def tell_unheld(
         body.leave_out(f"tools.{tool.name}.{keyword}" for keyword in named)
 
 
-def _loosened(wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken) -> RequiredGrammar | None:
+def _loosened(
+    wanted: RequiredGrammar, model: ServedModel, guides: GuideCompiler, cancel: CancelToken
+) -> RequiredGrammar | None:
     """The grammar, but with any arguments where a function's schema cannot be compiled; None if unchanged."""
     if wanted.calls is None:
         return None
-    calls, grammar_of = wanted.calls
 
     def loosened(function: Function) -> Function:
         try:
@@ -393,8 +403,10 @@ def _loosened(wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToke
             return function if function.is_strict else replace(function, parameters={})
         return function
 
-    loose = replace(calls, functions=tuple(map(loosened, calls.functions)))
-    return None if loose == calls else wanted._replace(grammar=grammar_of(loose), calls=(loose, grammar_of))
+    loose = wanted.calls._replace(functions=[*map(loosened, wanted.calls.functions)])
+    if loose.functions == [*wanted.calls.functions]:
+        return None
+    return wanted._replace(grammar=Grammar.of_lark(model.dialect.grammar(loose)), calls=loose)
 
 
 def delay_guide(
@@ -424,29 +436,12 @@ def _is_without_thoughts(body: ChatRequest, prompt: Sequence[int], model: Served
     return is_off or model.dialect.closes_thought(prompt, model.piece)
 
 
-def n_characters(body: GenerationRequest) -> int:
-    """Approximate length of a prompt in characters; a token id counts as one."""
-    if isinstance(body, ChatRequest):
-        return sum(len(message.text) for message in body.messages) + n_tool_characters(body)
-    assert isinstance(body, CompletionRequest)
-    return sum(map(len, _prompts(body.prompt)))
-
-
 def _grammar(body: GenerationRequest) -> Grammar | None:
-    if body.structured_outputs is None:
-        match body.response_format:
-            case JsonObjectFormat():
-                return ANY_OBJECT
-            case JsonSchemaFormat(json_schema=named):
-                return Grammar.of_schema(named.schema_)
-            case _:
-                return None
+    wanted, schema = body.structured_outputs, _schema_of(body)
+    if wanted is None:
+        return None if schema is None else Grammar.of_schema(schema)
     if body.response_format is not None:
         raise RequestError("response_format says the same thing; give one of the two")
-    return _structured(body.structured_outputs)
-
-
-def _structured(wanted: StructuredOutputs) -> Grammar:
     if wanted.n_given != 1:
         raise RequestError("give exactly one of json, json_object, regex and choice")
     if wanted.regex is not None:

@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
     WithJsonSchema,
@@ -161,15 +162,17 @@ class OpenRequest(Strict):
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Unread fields of the API that change no answer here."""
 
+    _left_out: set[str] = PrivateAttr(default_factory=set)
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Add names of dropped parts of the request, for the answer's header."""
+        self._left_out.update(names)
+
     def ignored(self) -> tuple[str, ...]:
-        """Names of the unknown fields that a header can carry."""
+        """Names of unknown fields and dropped parts that a header can carry: plain ones, at most 16."""
         silent = self.without_effect.union(self.not_offered)
-        return few_names(name for name in self.model_extra or () if name not in silent)
-
-
-def few_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names that a header can carry: plain characters, unique, at most 16."""
-    return tuple(sorted({name for name in names if _PLAIN_NAME.fullmatch(name)})[:_MOST_NAMED])
+        names = self._left_out.union(self.model_extra or ()).difference(silent)
+        return tuple(sorted(filter(_PLAIN_NAME.fullmatch, names))[:_MOST_NAMED])
 
 
 class AnswerRequest(OpenRequest):

@@ -17,25 +17,17 @@ from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.http import errors
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.answers.openai_objects import (
-    ChatRendering,
-    CompletionRendering,
-    Scoring,
-    echoes_of,
-)
+from phasewise.serving.http.answers.openai_objects import ChatWriter, CompletionWriter
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.models.served_models import HoldModels, ListedModel, ServedModels
+from phasewise.serving.http.models.served_models import ListedModel, ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
 from phasewise.serving.http.requests.request_threads import Preparation
 from phasewise.serving.http.requests.request_to_messages import (
-    chat_requests,
     check_token_ids,
-    completion_requests,
     control_texts,
     tokenized,
 )
@@ -44,9 +36,9 @@ from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.batches import add_batches
 from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRoutes
 from phasewise.serving.http.routes.embeddings import add_routes as add_embedding_routes
-from phasewise.serving.http.routes.generation_service import GenerationService, reply_of, response_id_of
+from phasewise.serving.http.routes.generation_service import GenerationService
 from phasewise.serving.http.routes.messages import add_messages
-from phasewise.serving.http.routes.middleware import ApiKeys, CheckHost, RecordRequests, RequireKey
+from phasewise.serving.http.routes.middleware import ApiKeys, RecordRequests, RequireKey
 from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.openapi import OPEN_PATHS, Json, Routes, add_page, document
 from phasewise.serving.http.routes.responses import add_responses
@@ -54,8 +46,6 @@ from phasewise.serving.http.transport.server import Lifecycle
 
 Body = TypeVar("Body", bound=Strict)
 
-_IN_CHAT = {"prompt": "messages"}
-"""Field renames for error messages: name in the error, to name in the chat request."""
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After")
 
 
@@ -102,23 +92,17 @@ def create_app(
     if generation is not None:
         _add_generation(routes, generation, bodies, life, metrics, surroundings)
     if embeddings is not None:
-        generates = _nothing if generation is None else generation.models.generates
+        generates = None if generation is None else generation.models.generates
         metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
         most_bytes, model = limits.max_response_bytes, embeddings.model
         own = EmbeddingRoutes(model, embeddings.client, bodies, life, most_bytes, generates)
         add_embedding_routes(routes, own)
     _add_models(routes, generation, embeddings)
     layers = _layers(limits, metrics, surroundings, keys, routes)
-    if generation is not None and generation.models.shelf is not None:
-        layers.append(Middleware(HoldModels))
     app = Starlette(routes=routes, middleware=layers, exception_handlers=errors.handlers(metrics.refused))
     app.router.redirect_slashes = False
     app.state.keys, app.state.bodies = keys, bodies
     return app
-
-
-async def _nothing(_name: str) -> bool:
-    return False
 
 
 def _add_generation(
@@ -130,13 +114,9 @@ def _add_generation(
     surroundings: ServerContext,
 ) -> None:
     """Add every route that generates text."""
-    client, log = generation.client, surroundings.log
-    client.observe(metrics)
-    if log is not None:
-        client.observe(log)
-    service = GenerationService(generation.models, client, bodies, Preparation(), life, log)
+    generation.client.observe(metrics)
+    service = GenerationService(generation.models, generation.client, bodies, Preparation(), life)
     _add_completions(routes, service)
-    _add_chat(routes, service)
     add_responses(routes, service)
     add_messages(routes, service)
     add_ollama(routes, service)
@@ -152,9 +132,8 @@ def _layers(
 ) -> list[Middleware]:
     """The middleware of every request, outermost first."""
     name_of = partial(_name_of, routes.paths)
-    layers = [Middleware(RecordRequests, log=surroundings.log, metrics=metrics, name_of=name_of)]
-    if limits.allowed_hosts:
-        layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
+    hosts, log = limits.allowed_hosts, surroundings.log
+    layers = [Middleware(RecordRequests, log=log, metrics=metrics, name_of=name_of, hosts=hosts)]
     if surroundings.cors_origins:  # before keys: a browser asks without one whether it may ask
         layers.append(
             Middleware(
@@ -240,26 +219,15 @@ def _add_completions(routes: Routes, service: GenerationService) -> None:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
         model = await service.models.hold(request, body.model)
-        requests = await service.preparation.prepare(request, body, completion_requests, model)
-        scoring = Scoring(body.prompt_logprobs, echoes_of(body, requests, model))
-        rendering = CompletionRendering(response_id_of(requests), model, scoring)
-        reply = service.with_receipts(reply_of(body, requests, rendering, model), model)
-        return await service.answer(reply, request)
+        return await service.answer(request, body, model, lambda reply, _: CompletionWriter(reply, body))
 
-
-def _add_chat(routes: Routes, service: GenerationService) -> None:
     @routes.add("/v1/chat/completions", "POST", ChatRequest)
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
         model = await service.models.hold(request, body.model)
-        with naming(_IN_CHAT):
-            requests = await service.preparation.prepare(request, body, chat_requests, model)
-            reading = reading_of(body, model, requests[0])
-            scoring = Scoring(body.prompt_logprobs)
-            rendering = ChatRendering(response_id_of(requests), model, reading, scoring)
-            reply = service.with_receipts(reply_of(body, requests, rendering, model), model)
-            return await service.answer(reply, request)
+        with naming({"prompt": "messages"}):
+            return await service.answer(request, body, model, partial(ChatWriter, n_top=body.prompt_logprobs))
 
 
 def _add_tokens(routes: Routes, service: GenerationService) -> None:

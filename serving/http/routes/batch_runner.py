@@ -9,17 +9,17 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import ASGIApp, Message, Scope
 
 from phasewise._files import open_file
-from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_lines, written
+from phasewise.serving.batches.lines import BatchLine, answer_line, read_lines, written
 from phasewise.serving.batches.store import ENDS_AS, UNFINISHED, BatchStore, BatchStoreError, StoredBatch
 from phasewise.serving.http.requests.body import RestedThread
 from phasewise.serving.http.routes.middleware import shadow_scope
@@ -49,38 +49,24 @@ class _Unreadable(Exception):
     """The file of a batch is invalid; the message says why."""
 
 
-class _LinesOfFile:
-    """Reads a batch's file in pieces of at most 64 lines, or little more than `most_bytes`."""
-
-    def __init__(self, path: Path, most_bytes: int, url: str) -> None:
-        self._path = path
-        self._most_bytes = most_bytes
-        self._url = url
-        self._file: BinaryIO | None = None
-        self._lines: Iterator[BatchLine | None] = iter(())
-        self._n_lines = self._n_requests = 0
-
-    def some(self) -> list[BatchLine]:
-        """The next lines; empty at the end. Raises _Unreadable if the file has too many lines."""
-        if self._file is None:
-            self._file = open_file(self._path)
-            self._lines = read_lines(self._file, self._most_bytes, (self._url,))
-        read: list[BatchLine] = []
-        begins_at = self._file.tell()
-        for line in self._lines:
-            self._n_lines += 1
-            self._n_requests += line is not None
-            if self._n_requests > MOST_LINES or self._n_lines > _MOST_LINES_IN_FILE:
+def _read_pieces(path: Path, most_bytes: int, url: str) -> Generator[list[BatchLine], None, None]:
+    """A batch's file in pieces of at most 64 lines, or little more than `most_bytes`. Raises _Unreadable if
+    the file has too many lines."""
+    n_lines = n_requests = begins_at = 0
+    read: list[BatchLine] = []
+    with open_file(path) as file:
+        for line in read_lines(file, most_bytes, (url,)):
+            n_lines += 1
+            n_requests += line is not None
+            if n_requests > MOST_LINES or n_lines > _MOST_LINES_IN_FILE:
                 raise _Unreadable(f"the file has more than {MOST_LINES} lines")
             if line is not None:
                 read.append(line)
-                if len(read) == _READ_AT_ONCE or self._file.tell() - begins_at >= self._most_bytes:
-                    break
-        return read
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+                if len(read) == _READ_AT_ONCE or file.tell() - begins_at >= most_bytes:
+                    yield read
+                    read, begins_at = [], file.tell()
+    if read:
+        yield read
 
 
 class BatchRunner:
@@ -224,9 +210,10 @@ class BatchRunner:
 
     async def _pieces(self, store: BatchStore, batch: StoredBatch) -> AsyncGenerator[list[BatchLine], None]:
         """The non-empty lines of the batch in pieces. Raises _Unreadable if there are too many."""
-        lines = _LinesOfFile(store.path_of(batch.input_id), self._most_line_bytes, batch.fields["endpoint"])
+        path, url = store.path_of(batch.input_id), batch.fields["endpoint"]
+        lines = _read_pieces(path, self._most_line_bytes, url)
         try:
-            while some := await self._kept(lines.some, self._reading.run):
+            while some := await self._kept(lambda: next(lines, None), self._reading.run):
                 yield some
         finally:
             self._reader.submit(lines.close)  # behind what is being read
@@ -257,13 +244,12 @@ class BatchRunner:
         said = None if line.fault is not None else await self._send(batch.owner, line)
 
         def keep() -> None:
-            if said is None:
-                answer = faulty(line)
-            else:
+            response = None
+            if said is not None:
                 request_id = said.headers.get(b"x-request-id", b"").decode("latin-1")
-                answer = answered(line, said.status, request_id, _json(said.body))
+                response = {"status_code": said.status, "request_id": request_id, "body": _json(said.body)}
             is_good = said is not None and said.status == 200
-            store.answer(batch.id, line.number, written(answer), is_good=is_good)
+            store.answer(batch.id, line.number, written(answer_line(line, response)), is_good=is_good)
 
         await self._kept(keep)
 
@@ -308,10 +294,8 @@ class BatchRunner:
         def give_up(some: list[BatchLine]) -> None:
             for line in some:
                 if line.number not in done:
-                    why = given_up(
-                        line, f"batch_{how}", f"the batch has {_SAYS[how]} before this line was answered"
-                    )
-                    store.answer(batch.id, line.number, written(why), is_good=False)
+                    why = f"batch_{how}", f"the batch has {_SAYS[how]} before this line was answered"
+                    store.answer(batch.id, line.number, written(answer_line(line, None, why)), is_good=False)
 
         async with aclosing(self._pieces(store, batch)) as pieces:
             async for some in pieces:

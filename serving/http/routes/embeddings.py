@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -29,7 +31,7 @@ from phasewise.serving.http.requests.request_threads import FairLane, while_ther
 from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, kind_of
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
-from phasewise.serving.http.transport.connection import connection_of
+from phasewise.serving.http.transport.connection import Connection, connection_of
 from phasewise.serving.http.transport.server import Lifecycle
 
 Floats = npt.NDArray[np.float32]
@@ -42,6 +44,9 @@ _MOST_LONG = 16
 EncodingFormat = Literal["float", "base64", "int8", "binary", "ubinary"]
 _NUMBER_BYTES: dict[EncodingFormat, float] = {"float": 24, "base64": 6, "int8": 5, "binary": 1, "ubinary": 1}
 """Most bytes of one number of a vector in JSON, by encoding."""
+_TCP_INFO_BYTES = 64
+_LAST_DATA_RECEIVED = 52
+"""Offset of `tcpi_last_data_recv` in Linux's tcp_info: milliseconds, an integer of four bytes."""
 _CAME_S = "phasewise.came_s"
 """Key in an ASGI scope of the time at which the whole request had come."""
 
@@ -145,27 +150,19 @@ class EmbeddingModel:
         }
 
 
+@dataclass
 class EmbeddingRoutes:
-    """The handlers of the embedding routes; used on one event loop."""
+    """The handlers of the embedding routes; used on one event loop. `generates`: True for the name of a
+    text-generating model of the same server; None: there is none."""
 
-    def __init__(
-        self,
-        model: EmbeddingModel,
-        client: EmbeddingClient,
-        bodies: BodyReader,
-        life: Lifecycle,
-        max_response_bytes: int,
-        generates: Callable[[str], Awaitable[bool]],
-    ) -> None:
-        """`generates`: True for the name of a text-generating model of the same server."""
-        self.model = model
-        self._generates = generates
-        self._max_response_bytes = max_response_bytes
-        self._client = client
-        self._bodies = bodies
-        self._life = life
-        self._texts = FairLane("input", _N_ORDINARY, _MOST_ORDINARY)
-        self._long = FairLane("long input", 1, _MOST_LONG)
+    model: EmbeddingModel
+    _client: EmbeddingClient
+    _bodies: BodyReader
+    _life: Lifecycle
+    _max_response_bytes: int
+    _generates: Callable[[str], Awaitable[bool]] | None
+    _texts: FairLane = field(default_factory=lambda: FairLane("input", _N_ORDINARY, _MOST_ORDINARY))
+    _long: FairLane = field(default_factory=lambda: FairLane("long input", 1, _MOST_LONG))
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts or of token ids."""
@@ -206,20 +203,20 @@ class EmbeddingRoutes:
             raise bad_request(
                 f"dimensions is {body.dimensions}; this model's vectors have {self.model.width}", "dimensions"
             )
-        given: Any = body.input
-        self._refuse_too_large(body)
-        is_text = isinstance(given, str) or isinstance(given[0], str)
+        rows: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
+        if isinstance(rows[0], int):
+            rows = [rows]
+        self._refuse_too_large(body, len(rows))
+        is_text = isinstance(rows[0], str)
         task = self._checked_kind(body, is_text=is_text).task
+        how: dict[str, Any] = {"truncate": body.truncate}
 
         def cut() -> list[Tokens]:
-            how: dict[str, Any] = {"truncate": body.truncate}
             if is_text:
-                texts = [given] if isinstance(given, str) else given
-                return self.model.text.tokens(texts, **how, input_type=body.input_type, task=body.task)
-            ids: Any = [given] if isinstance(given[0], int) else given
-            return [self._token_ids(index, own, **how)._replace(task=task) for index, own in enumerate(ids)]
+                return self.model.text.tokens(rows, **how, input_type=body.input_type, task=body.task)
+            return [self._token_ids(index, own, **how)._replace(task=task) for index, own in enumerate(rows)]
 
-        inputs = await self._prepared(request, _characters(given), cut)
+        inputs = await self._prepared(request, sum(map(len, rows)), cut)  # a token id counts as a character
         vectors = await self._vectors(request, inputs)
         if body.dimensions is not None:
             vectors = [truncated(vector, body.dimensions) for vector in vectors]
@@ -228,13 +225,23 @@ class EmbeddingRoutes:
     async def rerank(self, request: Request) -> Response:
         """Scores of documents for a query, from 0 to 1, the best first."""
         body = await self._read(request, RerankRequest)
-        texts = body.given
-        await self._check_model(request, body.model or self.model.model_id)
-        if body.instruction is not None and self.model.scores and not self.model.text.takes_instruction:
-            raise bad_request(f"{self.model.model_id} takes no instruction", "instruction")
-        scores, n_tokens = await self._scores(
-            request, body.query, texts, truncate=body.truncate, instruction=body.instruction
-        )
+        texts, model = body.given, self.model
+        await self._check_model(request, body.model or model.model_id)
+        if not model.scores:
+            raise bad_request(
+                f"{model.model_id} makes vectors and scores no pairs: serve a cross-encoder", "model"
+            )
+        if body.instruction is not None and not model.text.takes_instruction:
+            raise bad_request(f"{model.model_id} takes no instruction", "instruction")
+        pairs: list[Text] = [(body.query, text) for text in texts]
+        n_repeated = (len(body.query) + len(body.instruction or "")) * len(texts)
+
+        def cut() -> list[Tokens]:
+            return model.text.tokens(pairs, truncate=body.truncate, instruction=body.instruction)
+
+        inputs = await self._prepared(request, sum(map(len, texts)) + n_repeated, cut)
+        n_tokens = sum(len(tokens.ids) for tokens in inputs)
+        scores = [float(vector[0]) for vector in await self._vectors(request, inputs)]
         ranked = sorted(enumerate(map(_logistic, scores)), key=lambda pair: -pair[1])[: body.top_n]
         results = [
             {
@@ -246,16 +253,16 @@ class EmbeddingRoutes:
         ]
         return _json(
             {
-                "model": self.model.model_id,
+                "model": model.model_id,
                 "results": results,
                 "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
             }
         )
 
-    def _refuse_too_large(self, body: EmbeddingRequest) -> None:
+    def _refuse_too_large(self, body: EmbeddingRequest, n_inputs: int) -> None:
         """Raise ApiError for a too large answer, which is sent whole, before any vector is computed."""
         per_number = _NUMBER_BYTES[body.encoding_format or "float"]
-        n_bytes = _n_inputs(body.input) * (body.dimensions or self.model.width) * per_number
+        n_bytes = n_inputs * (body.dimensions or self.model.width) * per_number
         if n_bytes > self._max_response_bytes:
             raise bad_request(
                 f"the answer takes more than {self._max_response_bytes} bytes; send fewer inputs, "
@@ -269,7 +276,7 @@ class EmbeddingRoutes:
         self._life.refuse_unless_open()
         connection = connection_of(request.scope)
         body = await self._bodies.read(request, kind)
-        request.scope[_CAME_S] = None if connection is None else connection.came_s()
+        request.scope[_CAME_S] = None if connection is None else _came_s(connection)
         return body
 
     def _checked_kind(self, body: EmbeddingRequest, *, is_text: bool) -> InputKind:
@@ -286,7 +293,7 @@ class EmbeddingRoutes:
 
     async def _check_model(self, request: Request, name: str) -> None:
         if name not in self.model.names:
-            if await self._generates(name):
+            if self._generates is not None and await self._generates(name):
                 raise other_purpose(name, "generates text and makes no vectors", "/v1/chat/completions")
             raise unknown_model(name, self.model.model_id)
         note_model(request.scope, self.model.model_id)
@@ -325,19 +332,6 @@ class EmbeddingRoutes:
         _vouch(request)
         return vectors
 
-    async def _scores(
-        self, request: Request, query: str, texts: Sequence[str], **how: Any
-    ) -> tuple[list[float], int]:
-        if not self.model.scores:
-            raise bad_request(
-                f"{self.model.model_id} makes vectors and scores no pairs: serve a cross-encoder", "model"
-            )
-        pairs: list[Text] = [(query, text) for text in texts]
-        n_characters = sum(map(len, texts)) + (len(query) + len(how.get("instruction") or "")) * len(texts)
-        inputs = await self._prepared(request, n_characters, lambda: self.model.text.tokens(pairs, **how))
-        vectors = await self._vectors(request, inputs)
-        return [float(vector[0]) for vector in vectors], sum(len(tokens.ids) for tokens in inputs)
-
 
 def add_routes(routes: Routes, own: EmbeddingRoutes) -> None:
     """Add the embedding and rerank routes."""
@@ -345,6 +339,18 @@ def add_routes(routes: Routes, own: EmbeddingRoutes) -> None:
     routes.add("/api/embed", "POST", OllamaEmbedRequest)(own.ollama_embed)
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         routes.add(path, "POST", RerankRequest)(own.rerank)
+
+
+def _came_s(connection: Connection) -> float:
+    """The time at which the client's last bytes reached the kernel, where they may have waited to be read, by
+    the loop's clock; now if the kernel does not tell."""
+    link = connection.transport.get_extra_info("socket")
+    try:
+        info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except (OSError, AttributeError):  # a Unix socket, or a system without it
+        return connection.loop.time()
+    age_ms = int.from_bytes(info[_LAST_DATA_RECEIVED : _LAST_DATA_RECEIVED + 4], sys.byteorder)
+    return connection.loop.time() - 1e-3 * age_ms
 
 
 def _asker(request: Request) -> Asker:
@@ -366,17 +372,6 @@ def _vouch_if_busy(request: Request, error: ServingError) -> None:
     came while the server was full would hardly be read."""
     if isinstance(error, QueueFull):
         _vouch(request)
-
-
-def _n_inputs(given: str | Sequence[Any]) -> int:
-    return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
-
-
-def _characters(given: str | Sequence[Any]) -> int:
-    """Approximate length of an input in characters; a token id counts as one."""
-    if isinstance(given, str):
-        return len(given)
-    return len(given) if isinstance(given[0], int) else sum(map(len, given))
 
 
 def _written(

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -14,18 +13,15 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phasewise.serving.engine.messages import Answer
 from phasewise.serving.http.answers.openai_objects import (
     PING,
-    Choice,
-    Form,
+    AnswerReading,
     Json,
-    KnownBefore,
-    PartEvents,
+    PartWriter,
+    Reply,
     encode,
 )
 from phasewise.serving.http.errors import ApiError, bad_request, naming
-from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import (
     MOST_TOOLS,
     ChatRequest,
@@ -37,7 +33,7 @@ from phasewise.serving.http.requests.chat_schemas import (
     joined,
     parts_kind,
 )
-from phasewise.serving.http.requests.request_to_messages import chat_requests, conversation_tokens
+from phasewise.serving.http.requests.request_to_messages import conversation_tokens
 from phasewise.serving.http.requests.schemas import (
     MOST_INT,
     MOST_MESSAGES,
@@ -48,7 +44,7 @@ from phasewise.serving.http.requests.schemas import (
     Strict,
     TopP,
 )
-from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+from phasewise.serving.http.routes.generation_service import GenerationService
 from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
 
@@ -287,164 +283,115 @@ def _choice(choice: ToolChoice | None) -> Json:
     return {"tool_choice": wanted, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Messaging(KnownBefore):
-    """The parts of a message that are known before it is generated. `is_capped`: True if `max_tokens` limits
-    the answer, False if the rest of the context does."""
+class MessageWriter(PartWriter):
+    """Writes one message. Its first event waits for a token, for it reports the cached tokens."""
 
-    message_id: str
-    is_capped: bool
+    sign_of_life = PING
 
-    def call_id(self) -> str:
-        return f"toolu_{uuid.uuid4().hex[:24]}"
+    def __init__(self, reply: Reply, reading: AnswerReading | None) -> None:
+        super().__init__(reply, reading)
+        self._has_begun = self._has_called = False
+        self._content: list[Json] = []
+        """The blocks of a whole message."""
+        self._index = -1
+        self._open: str | None = None
+        """Type of the open content block; None: no block is open."""
 
-    def message(self, content: list[Json], ending: Json, usage: Json) -> Json:
+    def failed(self, error: ApiError) -> str:
+        return f"event: error\ndata: {encode(error.anthropic_body())}\n\n"
+
+    def closing(self) -> str:
+        usage = self._usage(self._last.n_generated)
+        ending = self._event("message_delta", delta=self._ending(), usage=usage)
+        return f"{self._close()}{ending}{self._event('message_stop')}"
+
+    def _object(self) -> Json:
+        for block in self._content:
+            if block["type"] == "tool_use":
+                block["input"] = parsed(block["input"]) or {}
+        return self._message(self._content, self._ending(), self._usage(self._last.n_generated))
+
+    def _message(self, content: list[Json], ending: Json, usage: Json) -> Json:
         return {
-            "id": self.message_id,
+            "id": f"msg_{self._reply.serial}",
             "type": "message",
             "role": "assistant",
-            "model": self.model_id,
+            "model": self._reply.model.model_id,
             "content": content,
             **ending,
             "usage": usage,
         }
 
-    def usage(self, n_cached: int, n_generated: int) -> Json:
+    def _usage(self, n_generated: int) -> Json:
         """Anthropic's `usage`, whose `input_tokens` are the prompt's tokens that were not cached."""
         return {
-            "input_tokens": self.n_prompt - n_cached,
+            "input_tokens": self._reply.n_prompt - self._last.n_cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": n_cached,
+            "cache_read_input_tokens": self._last.n_cached,
             "output_tokens": n_generated,
         }
 
-    def ending(self, choice: Choice, *, has_called: bool) -> Json:
+    def _ending(self) -> Json:
         """The `stop_reason` and `stop_sequence` of an answer that has ended."""
-        if choice.last.finish_reason == "length":
-            reason = "max_tokens" if self.is_capped else "model_context_window_exceeded"
-        elif choice.last.stop_text is not None:
+        if self._last.finish_reason == "length":
+            is_capped = self._reply.requests[0].max_tokens is not None
+            reason = "max_tokens" if is_capped else "model_context_window_exceeded"
+        elif self._last.stop_text is not None:
             reason = "stop_sequence"
         else:
-            reason = "tool_use" if has_called else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": choice.last.stop_text}
+            reason = "tool_use" if self._has_called else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": self._last.stop_text}
+
+    def _said(self, parts: Sequence[Part]) -> Iterator[str]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._event("message_start", message=self._message([], _NOT_ENDED, self._usage(0)))
+        for part in parts:
+            match part:
+                case Call(name=name, arguments=arguments):
+                    yield self._begin("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
+                    yield self._add("input", "input_json", arguments, "partial_json")
+                case Begun(name=name):
+                    yield self._begin("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
+                case Piece(text=text):
+                    yield self._add("input", "input_json", text, "partial_json")
+                case Reasoning(text=text):
+                    if self._open != "thinking":
+                        yield self._begin("thinking", thinking="", signature="")
+                    yield self._add("thinking", "thinking", text)
+                case Text(text=text):
+                    if self._open != "text":
+                        yield self._begin("text", text="")
+                    yield self._add("text", "text", text)
+
+    def _begin(self, kind: str, **fields: Any) -> str:
+        """Begin a block with these fields; adjacent text goes into one block."""
+        closed, block = self._close(), {"type": kind, **fields}
+        self._index += 1
+        self._open, self._has_called = kind, self._has_called or kind == "tool_use"
+        self._content.append({**block, "input": ""} if kind == "tool_use" else block)
+        return closed + self._event("content_block_start", index=self._index, content_block=block)
+
+    def _add(self, field: str, kind: str, text: str, name: str = "") -> str:
+        """Add text to a field of the open block. `kind`, `name`: of the event's delta and its field."""
+        if not self._reply.streamed:
+            self._content[-1][field] += text
+        return self._event(
+            "content_block_delta", index=self._index, delta={"type": f"{kind}_delta", name or field: text}
+        )
+
+    def _close(self) -> str:
+        if self._open is None:
+            return ""
+        self._open = None
+        return self._event("content_block_stop", index=self._index)
+
+    def _event(self, name: str, /, **fields: object) -> str:
+        """An event; none of an answer that is sent whole."""
+        return f"event: {name}\ndata: {encode({'type': name, **fields})}\n\n" if self._reply.streamed else ""
 
 
 _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}
-
-
-def whole(messaging: Messaging, choices: Sequence[Choice]) -> bytes:
-    """The message as one JSON object."""
-    (choice,) = choices
-    content: list[Json] = []
-    for part in messaging.parts(choice):
-        _add(content, part, messaging.call_id)
-    has_called = False
-    for block in content:
-        if block["type"] == "tool_use":
-            has_called = True
-            block["input"] = parsed(block["input"]) or {}
-    ending = messaging.ending(choice, has_called=has_called)
-    usage = messaging.usage(choice.last.n_cached, choice.last.n_generated)
-    return encode(messaging.message(content, ending, usage)).encode()
-
-
-def _add(content: list[Json], part: Part, call_id: Callable[[], str]) -> None:
-    """Add a part to the content blocks; adjacent text goes into one block."""
-    match part:
-        case Call(name=name, arguments=arguments):
-            content.append({**_opened(part, name, call_id), "input": arguments})
-        case Begun(name=name):
-            content.append({**_opened(part, name, call_id), "input": ""})
-        case Piece(text=text):
-            content[-1]["input"] += text
-        case Reasoning() | Text():
-            key = _key_of(part)
-            if not content or content[-1]["type"] != key:
-                content.append(_opened(part, "", call_id))
-            content[-1][key] += part.text
-
-
-def _key_of(part: Reasoning | Text) -> str:
-    """The type of the block for a text part, which is also the name of the block's text field."""
-    return "thinking" if isinstance(part, Reasoning) else "text"
-
-
-def _opened(part: Part, name: str, call_id: Callable[[], str]) -> Json:
-    """An empty content block for a part."""
-    if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    if isinstance(part, Text):
-        return {"type": "text", "text": ""}
-    return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
-
-
-class MessageEvents(PartEvents):
-    """Writes the events of a message. The first waits for a token, for it reports the cached tokens."""
-
-    sign_of_life = PING
-
-    def __init__(self, messaging: Messaging) -> None:
-        super().__init__(messaging)
-        self._messaging = messaging
-        self._has_begun = self._has_called = False
-        self._index = -1
-        self._open: str | None = None
-        """Type of the open content block; None: no block is open."""
-
-    def failed(self, error: ApiError) -> bytes:
-        return f"event: error\ndata: {encode(error.anthropic_body())}\n\n".encode()
-
-    def closing(self) -> bytes:
-        out = self._close()
-        usage = self._messaging.usage(self._choice.last.n_cached, self._choice.last.n_generated)
-        ending = self._messaging.ending(self._choice, has_called=self._has_called)
-        out.append(_event("message_delta", delta=ending, usage=usage))
-        return "".join([*out, _event("message_stop")]).encode()
-
-    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
-        if not self._has_begun:
-            self._has_begun = True
-            usage = self._messaging.usage(piece.n_cached, 0)
-            yield _event("message_start", message=self._messaging.message([], _NOT_ENDED, usage))
-        for part in parts:
-            yield from self._of_part(part)
-
-    def _of_part(self, part: Part) -> list[str]:
-        match part:
-            case Call(name=name, arguments=arguments):
-                return [*self._begin(part, name), self._delta("input_json_delta", partial_json=arguments)]
-            case Begun(name=name):
-                return self._begin(part, name)
-            case Piece(text=text):
-                return [self._delta("input_json_delta", partial_json=text)]
-            case Reasoning() | Text():
-                key = _key_of(part)
-                begun = [] if self._open == key else self._begin(part, "")
-                return [*begun, self._delta(f"{key}_delta", **{key: part.text})]
-
-    def _begin(self, part: Part, name: str) -> list[str]:
-        out = self._close()
-        block = _opened(part, name, self._messaging.call_id)
-        self._index += 1
-        self._open = block["type"]
-        self._has_called = self._has_called or self._open == "tool_use"
-        out.append(_event("content_block_start", index=self._index, content_block=block))
-        return out
-
-    def _close(self) -> list[str]:
-        if self._open is None:
-            return []
-        self._open = None
-        return [_event("content_block_stop", index=self._index)]
-
-    def _delta(self, kind: str, **fields: str) -> str:
-        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
-
-
-def _event(name: str, /, **fields: object) -> str:
-    return f"event: {name}\ndata: {encode({'type': name, **fields})}\n\n"
-
-
 _NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config"}
 """Field renames for error messages: name in the chat request, to name in the Messages request."""
 
@@ -459,19 +406,7 @@ def add_messages(routes: Routes, service: GenerationService) -> None:
         model = await service.models.hold(request, body.model)
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            requests = await service.preparation.prepare(request, chat, chat_requests, model)
-        (asked,) = requests
-        messaging = Messaging(
-            model_id=model.model_id,
-            n_prompt=len(asked.prompt_token_ids),
-            reading=reading_of(chat, model, asked),
-            message_id=f"msg_{asked.request_id.split('-')[1]}",
-            is_capped=asked.max_tokens is not None,
-        )
-        form = Form(partial(whole, messaging), partial(MessageEvents, messaging))
-        reply = reply_of(chat, requests, form, model)
-        with naming(_NAMES):
-            return await service.answer(reply, request)
+            return await service.answer(request, chat, model, MessageWriter)
 
     @routes.add("/v1/messages/count_tokens", "POST", CountTokensRequest)
     async def count_tokens(request: Request) -> Json:

@@ -41,6 +41,9 @@ class ClientIdentity:
     """True for a line of a batch, which has turns and shares of its own."""
 
 
+ANYONE = ClientIdentity("", "")
+
+
 def shadow_scope(path: str, owner: str) -> Scope:
     """The ASGI scope of a line of a batch. `owner`: the `cache_space` of the batch's sender."""
     return {
@@ -107,34 +110,31 @@ class RequireKey:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reads = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
-        if scope["type"] != "http" or (reads and scope["path"] in self._open_paths):
-            await self._app(scope, receive, send)
-            return
-        if _SHADOW in scope:
-            self._note(scope, scope[_SHADOW])
-            await self._app(scope, receive, send)
-            return
-        key = self._key_of(Headers(scope=scope))
-        if key is not None:
-            self._note(scope, key)
-            await self._app({**scope, _CLIENT: key}, receive, send)
-            return
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is not None:
+            self._metrics.refused(refusal)
+        await (self._app if refusal is None else refusal.response(scope["path"]))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """The 401 of a request without a known key; None where the key, which is noted, lets it in."""
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in self._open_paths:
+            return None
         headers = Headers(scope=scope)
+        key: str | None = scope.get(_SHADOW)
+        if key is None:
+            key = scope[_CLIENT] = self._key_of(headers)
+        if key is not None:
+            record = record_of(scope)
+            if record is not None:
+                record.key = self._keys.label_of(key)
+            return None
         is_given = headers.get("authorization", "").lower().startswith("bearer ") or "x-api-key" in headers
         message = (
             "the API key is wrong: this server does not know it"
             if is_given
             else "an API key is needed: send the header Authorization: Bearer KEY"
         )
-        error = ApiError(401, message, code="invalid_api_key", closes=True)
-        self._metrics.refused(error)
-        await error.response(scope["path"])(scope, receive, send)
-
-    def _note(self, scope: Scope, digest: str) -> None:
-        record = record_of(scope)
-        if record is not None:
-            record.key = self._keys.label_of(digest)
+        return ApiError(401, message, code="invalid_api_key", closes=True)
 
     def _key_of(self, headers: Headers) -> str | None:
         """The digest of the request's API key; None if it has none or an unknown one."""
@@ -152,18 +152,28 @@ _BELOW_V1 = frozenset(
 
 class RecordRequests:
     """The outermost middleware: gives each request a record and an id (its X-Request-Id, if valid), counts
-    answers by path and status, and passes the record to `log` once the answer is sent. Paths of OpenAI's and
-    Anthropic's APIs also work without `/v1`, which some clients leave out. `name_of`: the path's name in
-    counters and log. An unhandled exception counts as 500, which the framework sends outside of this
-    layer."""
+    answers by path and status, and once the answer is sent releases the models that it held and passes the
+    record to `log`. Paths of OpenAI's and Anthropic's APIs also work without `/v1`, which some clients leave
+    out. `name_of`: the path's name in counters and log. An unhandled exception counts as 500, which the
+    framework sends outside of this layer.
+
+    Answers 421 unless the request's Host is one of `hosts`, names or addresses without a port; empty: any. A
+    web page may send requests to any address that its origin's name resolves to, so also to a server that
+    listens on loopback only (DNS rebinding). Such requests name the page's host."""
 
     def __init__(
-        self, app: ASGIApp, log: AccessLog | None, metrics: Metrics, name_of: Callable[[str], str]
+        self,
+        app: ASGIApp,
+        log: AccessLog | None,
+        metrics: Metrics,
+        name_of: Callable[[str], str],
+        hosts: frozenset[str],
     ) -> None:
         self._app = app
         self._log = log
         self._metrics = metrics
         self._name_of = name_of
+        self._hosts = frozenset(host.strip("[]").rstrip(".").lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -188,7 +198,7 @@ class RecordRequests:
             await send(message)
 
         try:
-            await self._app(scope, receive, recorded)
+            await self._answering(scope)(scope, receive, recorded)
         except ClientDisconnect:  # it has left without an answer, or has one from its connection
             record.status = record.status or refused_status(scope)
             raise
@@ -196,31 +206,22 @@ class RecordRequests:
             record.status = record.status or 500
             raise
         finally:
+            for release in record.releases:
+                release(record.keep_s)
             if record.status is not None:
                 self._metrics.http.labels(path, record.status).inc()
             if self._log is not None:
                 self._log.ended(record)
 
-
-class CheckHost:
-    """Answers 421 unless the request's Host is one of `hosts`, names or addresses without a port. A web page
-    may send requests to any address that its origin's name resolves to, so also to a server that listens on
-    loopback only (DNS rebinding). Such requests name the page's host."""
-
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], metrics: Metrics) -> None:
-        self._app = app
-        self._hosts = frozenset(host.strip("[]").rstrip(".").lower() for host in hosts)
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        named = _host_in(Headers(scope=scope).get("host", "")) if scope["type"] == "http" else ""
-        if scope["type"] != "http" or named in self._hosts or _SHADOW in scope:
-            await self._app(scope, receive, send)
-            return
+    def _answering(self, scope: Scope) -> ASGIApp:
+        """The application, or the refusal of a host."""
+        named = _host_in(Headers(scope=scope).get("host", ""))
+        if not self._hosts or named in self._hosts or _SHADOW in scope:
+            return self._app
         message = "this server does not answer for the host that the request names; see --allowed-host"
         error = ApiError(421, message, code="host_not_allowed", closes=True)
         self._metrics.refused(error)
-        await error.response(scope["path"])(scope, receive, send)
+        return error.response(scope["path"])
 
 
 def _digest(key: bytes) -> bytes:

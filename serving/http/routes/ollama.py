@@ -7,32 +7,29 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phasewise.serving.engine.messages import Answer
 from phasewise.serving.http.answers.openai_objects import (
     JSON_LINES,
     SPACE,
-    Choice,
-    Form,
+    AnswerReading,
     Json,
-    KnownBefore,
-    PartEvents,
+    PartWriter,
+    Reply,
     encode,
 )
 from phasewise.serving.http.errors import ApiError, naming
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
-from phasewise.serving.http.models.served_models import ListedModel, keep_for
-from phasewise.serving.http.requests.calls import reading_of
+from phasewise.serving.http.models.served_models import ListedModel
+from phasewise.serving.http.monitoring.access_log import record_of
 from phasewise.serving.http.requests.chat_schemas import (
     MOST_CALLS,
     MOST_TOOLS,
@@ -43,7 +40,6 @@ from phasewise.serving.http.requests.chat_schemas import (
     Tool,
     joined,
 )
-from phasewise.serving.http.requests.request_to_messages import chat_requests, completion_requests
 from phasewise.serving.http.requests.schemas import (
     MOST_INT,
     MOST_MESSAGES,
@@ -58,9 +54,8 @@ from phasewise.serving.http.requests.schemas import (
     Strict,
     Temperature,
     TopP,
-    few_names,
 )
-from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+from phasewise.serving.http.routes.generation_service import GenerationService
 from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
 
@@ -151,10 +146,10 @@ class _Asked(AnswerRequest):
         """Seconds that the model stays unused; infinite if negative; None if the request leaves it out."""
         return None if self.keep_alive is None else _seconds(self.keep_alive)
 
-    def ignored(self) -> tuple[str, ...]:
-        """Names of ignored fields for the answer's header, those of options as `options.NAME`."""
-        options = self.options.ignored() if self.options else ()
-        return few_names((*super().ignored(), *(f"options.{name}" for name in options)))
+    @model_validator(mode="after")
+    def _without_options(self) -> Self:
+        self.leave_out(f"options.{name}" for name in (self.options.ignored() if self.options else ()))
+        return self
 
     def common(self) -> Json:
         """The fields that chat and completion requests share."""
@@ -270,61 +265,56 @@ def closed(schema: Any) -> Any:
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class OllamaAnswering(KnownBefore):
-    """The parts of an answer that are known before it is generated. `is_chat`: True for `/api/chat`."""
+class OllamaWriter(PartWriter):
+    """Writes an answer in lines of JSON, or as the last of them. The keep-alive is a space: Ollama's client
+    fails on empty lines. `began_ns`: time at which the request came, by `time.perf_counter_ns`. `is_chat`:
+    True for `/api/chat`."""
 
-    began_ns: int
-    """Time at which the request came, by `time.perf_counter_ns`."""
-    is_chat: bool
+    media_type, sign_of_life = JSON_LINES, SPACE
 
-    def line(self, said: Json, *, done: bool = False) -> Json:
-        """A line of the answer with the fields `content`, `thinking` and `tool_calls` that are in `said`."""
-        head: Json = {"model": self.model_id, "created_at": _now()}
-        if self.is_chat:
-            return {**head, "message": {"role": "assistant", "content": "", **said}, "done": done}
-        text = said.pop("content", "")
-        return {**head, "response": text, **said, "done": done}
-
-    def last(self, said: Json, choice: Choice) -> Json:
-        """The last line of the answer, with token counts and times in nanoseconds."""
-        return {
-            **self.line(said, done=True),
-            "done_reason": choice.last.finish_reason,
-            "total_duration": choice.last.at_ns - self.began_ns,
-            "load_duration": 0,
-            "prompt_eval_count": self.n_prompt,
-            "prompt_eval_duration": choice.first_ns - self.began_ns,
-            "eval_count": choice.last.n_generated,
-            "eval_duration": choice.last.at_ns - choice.first_ns,
-        }
-
-
-class _Said:
-    """Converts parts of an answer to Ollama's fields; a call is emitted once it is complete."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, reply: Reply, reading: AnswerReading | None, began_ns: int = 0, *, is_chat: bool = True
+    ) -> None:
+        super().__init__(reply, reading)
+        self._began_ns, self._is_chat = began_ns, is_chat
         self._name: str | None = None
+        """Function of the call that has begun: a call is given out once it is whole."""
         self._arguments = ""
+        self._whole: Json = {}
+        """What a whole answer says."""
 
-    def of(self, parts: Iterable[Part], *, is_last: bool) -> Iterator[Json]:
+    def failed(self, error: ApiError) -> str:
+        return f"{encode(error.ollama_body())}\n"
+
+    def closing(self) -> str:
+        return f"{encode(self._object())}\n"
+
+    def _said(self, parts: Sequence[Part]) -> Iterator[str]:
+        for said in self._fields(parts):
+            if self._reply.streamed:
+                yield f"{encode(self._line(said))}\n"
+            else:
+                self._whole |= {
+                    name: self._whole.get(name, type(value)()) + value for name, value in said.items()
+                }
+
+    def _fields(self, parts: Sequence[Part]) -> Iterator[Json]:
+        """The parts in Ollama's fields."""
         for part in parts:
+            if isinstance(part, Piece):
+                self._arguments += part.text
+                continue
+            yield from self._ended()
             match part:
-                case Piece(text=text):
-                    self._arguments += text
                 case Call(name=name, arguments=arguments):
-                    yield from self._ended()
                     yield _call(name, arguments)
                 case Begun(name=name):
-                    yield from self._ended()
                     self._name = name
                 case Reasoning(text=text):
-                    yield from self._ended()
                     yield {"thinking": text}
                 case Text(text=text):
-                    yield from self._ended()
                     yield {"content": text}
-        if is_last:
+        if self._last.finish_reason is not None:
             yield from self._ended()
 
     def _ended(self) -> Iterator[Json]:
@@ -333,40 +323,31 @@ class _Said:
             yield _call(self._name, self._arguments)
         self._name, self._arguments = None, ""
 
+    def _line(self, said: Json, *, done: bool = False) -> Json:
+        """A line of the answer with the fields `content`, `thinking` and `tool_calls` that are in `said`."""
+        head: Json = {"model": self._reply.model.model_id, "created_at": _now()}
+        if self._is_chat:
+            return {**head, "message": {"role": "assistant", "content": "", **said}, "done": done}
+        text = said.pop("content", "")
+        return {**head, "response": text, **said, "done": done}
+
+    def _object(self) -> Json:
+        """The last line of the answer, with token counts and times in nanoseconds."""
+        last = self._last
+        return {
+            **self._line(self._whole, done=True),
+            "done_reason": last.finish_reason,
+            "total_duration": last.at_ns - self._began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": self._reply.n_prompt,
+            "prompt_eval_duration": self._first_ns - self._began_ns,
+            "eval_count": last.n_generated,
+            "eval_duration": last.at_ns - self._first_ns,
+        }
+
 
 def _call(name: str, arguments: str) -> Json:
     return {"tool_calls": [{"function": {"name": name, "arguments": parsed(arguments) or {}}}]}
-
-
-class OllamaLines(PartEvents):
-    """Writes the JSON lines of an answer. The keep-alive is a space: Ollama's client fails on empty lines."""
-
-    sign_of_life = SPACE
-
-    def __init__(self, answering: OllamaAnswering) -> None:
-        super().__init__(answering)
-        self._answering = answering
-        self._said = _Said()
-
-    def failed(self, error: ApiError) -> bytes:
-        return f"{encode(error.ollama_body())}\n".encode()
-
-    def closing(self) -> bytes:
-        return f"{encode(self._answering.last({}, self._choice))}\n".encode()
-
-    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
-        for said in self._said.of(parts, is_last=piece.finish_reason is not None):
-            yield f"{encode(self._answering.line(said))}\n"
-
-
-def whole(answering: OllamaAnswering, choices: Sequence[Choice]) -> bytes:
-    """The answer as one JSON object."""
-    (choice,) = choices
-    said: Json = {}
-    for fields in _Said().of(answering.parts(choice), is_last=True):
-        for name, value in fields.items():
-            said[name] = said[name] + value if name in said else value
-    return encode(answering.last(said, choice)).encode()
 
 
 def _now() -> str:
@@ -420,8 +401,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         """Answer a conversation."""
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaChatRequest)
-        keep_for(request, body.keep_alive_s)
-        model = await _hold(service, request, body.model)
+        model = await _hold(service, request, body.model, body.keep_alive_s)
         if not body.messages:
             return _loaded(model, body, {"message": {"role": "assistant", "content": ""}})
         with naming(_IN_CHAT):
@@ -433,8 +413,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         """Continue a text, or answer one."""
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaGenerateRequest)
-        keep_for(request, body.keep_alive_s)
-        model = await _hold(service, request, body.model)
+        model = await _hold(service, request, body.model, body.keep_alive_s)
         if not body.prompt:
             return _loaded(model, body, {"response": ""})
         has_template = model.encode_chat is not None
@@ -453,25 +432,19 @@ async def _answer(
 ) -> Response:
     """Answer a request of Ollama's API. `meant`: the request that `body` was converted to."""
     meant = meant.model_copy(update={"model": model.model_id})
-    if isinstance(meant, ChatRequest):
-        requests = await service.preparation.prepare(request, meant, chat_requests, model)
-    else:
-        requests = await service.preparation.prepare(request, meant, completion_requests, model)
-    (asked,) = requests
-    answering = OllamaAnswering(
-        model_id=model.model_id,
-        n_prompt=len(asked.prompt_token_ids),
-        reading=reading_of(meant, model, asked) if isinstance(meant, ChatRequest) else None,
-        began_ns=began_ns,
-        is_chat=isinstance(body, OllamaChatRequest),
+    is_chat = isinstance(body, OllamaChatRequest)
+    return await service.answer(
+        request, meant, model, partial(OllamaWriter, began_ns=began_ns, is_chat=is_chat)
     )
-    form = Form(partial(whole, answering), partial(OllamaLines, answering), JSON_LINES)
-    reply = reply_of(meant, requests, form, model)
-    return await service.answer(reply, request)
 
 
-async def _hold(service: GenerationService, request: Request, name: str) -> ServedModel:
-    """Hold a model by its name, which may have the tag `latest`."""
+async def _hold(
+    service: GenerationService, request: Request, name: str, keep_s: float | None = None
+) -> ServedModel:
+    """Hold a model by its name, which may have the tag `latest`. `keep_s`: how long it stays unused then."""
+    record = record_of(request.scope)
+    if record is not None:
+        record.keep_s = keep_s
     return await service.models.hold(request, name.removesuffix(":latest"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,20 +14,16 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phasewise.serving.engine.messages import Answer
 from phasewise.serving.http.answers.openai_objects import (
-    Choice,
+    AnswerReading,
     CustomCall,
-    Form,
     Json,
-    KnownBefore,
-    PartEvents,
+    PartWriter,
+    Reply,
     encode,
 )
 from phasewise.serving.http.errors import ApiError, naming
-from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import INPUT
-from phasewise.serving.http.requests.request_to_messages import chat_requests
 from phasewise.serving.http.requests.response_schemas import (
     ResponsesRequest,
     chat_of,
@@ -35,31 +31,19 @@ from phasewise.serving.http.requests.response_schemas import (
     messages_of,
     namespaces_of,
 )
-from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+from phasewise.serving.http.routes.generation_service import GenerationService
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text
 
-_ARGUMENTS = "response.function_call_arguments"
-_INPUT = "response.custom_tool_call_input"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Responding(KnownBefore):
-    """The parts of a response that are known before it is generated. `count`: counts the tokens of a text.
-    `keep`: stores the answer, given as a chat message and as the encoded response."""
-
-    response_id: str
-    body: ResponsesRequest
-    sampling: Json
-    system_fingerprint: str | None
-    count: Callable[[str], int]
-    keep: Callable[[Json, str], None]
-    namespaces: Mapping[str, tuple[str, str]]
-    """Namespace and own name of each function in a namespace, by its name in the chat."""
-
-    def call_id(self) -> str:
-        return self.reading.call_id() if self.reading else f"call_{uuid.uuid4().hex[:24]}"
+_EVENTS: Mapping[type[Part], str] = {
+    Text: "response.output_text",
+    Reasoning: "response.reasoning_text",
+    Call: "response.function_call_arguments",
+    CustomCall: "response.custom_tool_call_input",
+}
+_PREFIXES: Mapping[type[Part], str] = {Text: "msg", Reasoning: "rs", Call: "fc", CustomCall: "ctc"}
+"""Events of items and prefixes of their ids, by the kind of their parts."""
 
 
 @dataclass
@@ -70,23 +54,19 @@ class _Item:
     item_id: str
     call_id: str = ""
     name: str = ""
-    text: str = ""
     namespace: str | None = None
+    texts: list[str] = field(default_factory=list)
+    """The text so far, or the call's arguments, in pieces."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     @property
     def calls(self) -> bool:
         return issubclass(self.kind, Call)
 
     def to_json(self, status: str) -> Json:
-        if self.kind is Reasoning:
-            content = [{"type": "reasoning_text", "text": self.text}] if status != "in_progress" else []
-            return {
-                "id": self.item_id,
-                "type": "reasoning",
-                "summary": [],
-                "content": content,
-                "status": status,
-            }
         if self.calls:
             is_custom, text = self.kind is CustomCall, "" if status == "in_progress" else self.text
             return {
@@ -98,14 +78,23 @@ class _Item:
                 "input" if is_custom else "arguments": text,
                 "status": status,
             }
-        content = [_text_part(self.text)] if status != "in_progress" else []
+        is_thought = self.kind is Reasoning
         return {
             "id": self.item_id,
-            "type": "message",
-            "role": "assistant",
-            "content": content,
+            **(
+                {"type": "reasoning", "summary": []}
+                if is_thought
+                else {"type": "message", "role": "assistant"}
+            ),
+            "content": [self.part(self.text)] if status != "in_progress" else [],
             "status": status,
         }
+
+    def part(self, text: str) -> Json:
+        """The content part of a text or of thoughts."""
+        if self.kind is Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def as_called(self) -> Json:
         """The call as in a chat message."""
@@ -114,169 +103,115 @@ class _Item:
         return {"id": self.call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-@dataclass
-class _Output:
-    """The output items so far, in the order of their parts; adjacent text goes into one item."""
+class ResponseWriter(PartWriter):
+    """Writes one response. `keep`: stores the answer, given as a chat message and as the encoded response."""
 
-    facts: Responding
-    items: list[_Item] = field(default_factory=list)
-
-    def add(self, part: Part) -> tuple[_Item, bool]:
-        """Add a part; return its item, and whether that is new."""
-        if isinstance(part, Call):
-            item = self._begin(type(part), part.name)
-            item.text = part.arguments
-            return item, True
-        if isinstance(part, Begun):
-            return self._begin(Call, part.name), True
-        last = self.items[-1] if self.items else None
-        if last is not None and (isinstance(part, Piece) or last.kind is type(part)):
-            last.text += part.text
-            return last, False
-        prefix = "rs" if isinstance(part, Reasoning) else "msg"
-        item = _Item(type(part), f"{prefix}_{uuid.uuid4().hex}", text=part.text)
-        self.items.append(item)
-        return item, True
-
-    def _begin(self, kind: type[Call], name: str) -> _Item:
-        prefix = "ctc" if kind is CustomCall else "fc"
-        namespace, own = self.facts.namespaces.get(name, (None, name))
-        item_id = f"{prefix}_{uuid.uuid4().hex}"
-        item = _Item(kind, item_id, self.facts.call_id(), own, namespace=namespace)
-        self.items.append(item)
-        return item
-
-    def as_message(self) -> Json:
-        """The answer as a chat message, for the conversation that the next response continues."""
-        out: Json = {"role": "assistant", "content": self._joined(Text)}
-        if thought := self._joined(Reasoning):
-            out["reasoning_content"] = thought
-        calls = [item.as_called() for item in self.items if item.calls]
-        return {**out, "tool_calls": calls} if calls else out
-
-    def reasoning(self) -> str:
-        return self._joined(Reasoning)
-
-    def _joined(self, kind: type[Part]) -> str:
-        return "".join(item.text for item in self.items if item.kind is kind)
-
-
-def whole(responding: Responding, choices: Sequence[Choice]) -> bytes:
-    """The response as one JSON object, which is also stored."""
-    (choice,) = choices
-    output = _Output(responding)
-    for part in responding.parts(choice):
-        output.add(part)
-    written = encode(_Response(responding).ended(output, choice))
-    responding.keep(output.as_message(), written)
-    return written.encode()
-
-
-class ResponseEvents(PartEvents):
-    """Writes the events of one response."""
-
-    def __init__(self, responding: Responding) -> None:
-        super().__init__(responding)
-        self._responding = responding
-        self._response = _Response(responding)
-        self._output = _Output(responding)
-        self._n_events = 0
+    def __init__(
+        self,
+        reply: Reply,
+        reading: AnswerReading | None,
+        body: ResponsesRequest,
+        keep: Callable[[str, Json, str], None],
+    ) -> None:
+        super().__init__(reply, reading)
+        self._keep = keep
+        self._id = f"resp_{reply.serial}"
+        self._namespaces = namespaces_of(body)
+        """Namespace and own name of each function in a namespace, by its name in the chat."""
+        self._items: list[_Item] = []
+        """The output so far, in the order of its parts; adjacent text goes into one item."""
         self._open: _Item | None = None
+        self._n_events = 0
+        self._fixed = self._known_before(body)
 
-    def opening(self) -> bytes:
-        begun = self._response.begun()
+    def opening(self) -> str:
         names = ("response.created", "response.in_progress")
-        return "".join(self._event(name, response=begun) for name in names).encode()
+        return "".join(self._event(name, response=self._begun()) for name in names)
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError) -> str:
         said = {"code": "server_error", "message": error.message}
-        response = {**self._response.begun(), "status": "failed", "error": said}
-        return self._event("response.failed", response=response).encode()
+        return self._event("response.failed", response={**self._begun(), "status": "failed", "error": said})
 
-    def closing(self) -> bytes:
-        out = self._close()
-        response = self._response.ended(self._output, self._choice)
-        self._responding.keep(self._output.as_message(), encode(response))
-        return "".join([*out, self._event(f"response.{response['status']}", response=response)]).encode()
+    def closing(self) -> str:
+        end, response = self._close(), self._object()
+        return end + self._event(f"response.{response['status']}", response=response)
 
-    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
+    def _said(self, parts: Sequence[Part]) -> Iterator[str]:
         for part in parts:
-            yield from self._of_part(part)
+            is_continued = self._open is not None and (
+                isinstance(part, Piece) or (self._open.kind is type(part) and not self._open.calls)
+            )
+            if not is_continued:
+                yield self._close()
+                yield self._begin(part)
+            item = self._open
+            assert item is not None
+            said = part.arguments if isinstance(part, Call) else "" if isinstance(part, Begun) else part.text
+            item.texts.append(said)
+            if not isinstance(part, Begun):
+                more: Json = {"logprobs": []} if item.kind is Text else {}
+                yield self._event(f"{_EVENTS[item.kind]}.delta", **self._place(), delta=said, **more)
 
-    def _of_part(self, part: Part) -> list[str]:
-        item, is_new = self._output.add(part)
-        out: list[str] = []
-        if is_new:
-            out += self._close()
-            self._open = item
-            place = len(self._output.items) - 1
-            added = item.to_json("in_progress")
-            out.append(self._event("response.output_item.added", output_index=place, item=added))
-            if not item.calls:
-                out.append(self._event("response.content_part.added", **self._place(), part=_part(item, "")))
-        match part:
-            case CustomCall(arguments=given):
-                out.append(self._event(f"{_INPUT}.delta", **self._called_at(item), delta=given))
-            case Call(arguments=piece) | Piece(text=piece):
-                out.append(self._event(f"{_ARGUMENTS}.delta", **self._called_at(item), delta=piece))
-            case Reasoning():
-                out.append(self._event("response.reasoning_text.delta", **self._place(), delta=part.text))
-            case Text():
-                out.append(
-                    self._event("response.output_text.delta", **self._place(), delta=part.text, logprobs=[])
-                )
-        return out
+    def _begin(self, part: Part) -> str:
+        """Begin the item of a part."""
+        kind = Call if isinstance(part, Begun) else type(part)
+        self._open = item = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}")
+        if isinstance(part, Call | Begun):
+            item.call_id = self._reading.call_id() if self._reading else f"call_{uuid.uuid4().hex[:24]}"
+            item.namespace, item.name = self._namespaces.get(part.name, (None, part.name))
+        self._items.append(item)
+        place, added = len(self._items) - 1, item.to_json("in_progress")
+        begun = self._event("response.output_item.added", output_index=place, item=added)
+        if item.calls:
+            return begun
+        return begun + self._event("response.content_part.added", **self._place(), part=item.part(""))
 
-    def _close(self) -> list[str]:
+    def _close(self) -> str:
         """The events that end the open item."""
-        item, out = self._open, []
+        item = self._open
         if item is None:
-            return []
+            return ""
+        place, done = self._place(), f"{_EVENTS[item.kind]}.done"
         if item.kind is Text:
-            out.append(
-                self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=[])
-            )
-        if item.kind is CustomCall:
-            out.append(self._event(f"{_INPUT}.done", **self._called_at(item), input=item.text))
-        if item.kind is Call:
-            where = self._called_at(item)
-            out.append(self._event(f"{_ARGUMENTS}.done", **where, name=item.name, arguments=item.text))
-        if item.kind is Reasoning:
-            out.append(self._event("response.reasoning_text.done", **self._place(item), text=item.text))
+            end = self._event(done, **place, text=item.text, logprobs=[])
+        elif item.kind is CustomCall:
+            end = self._event(done, **place, input=item.text)
+        elif item.kind is Call:
+            end = self._event(done, **place, name=item.name, arguments=item.text)
+        else:
+            end = self._event(done, **place, text=item.text)
         if not item.calls:
-            out.append(
-                self._event("response.content_part.done", **self._place(item), part=_part(item, item.text))
-            )
-        place, done = self._output.items.index(item), item.to_json("completed")
-        out.append(self._event("response.output_item.done", output_index=place, item=done))
+            end += self._event("response.content_part.done", **place, part=item.part(item.text))
         self._open = None
-        return out
+        whole = item.to_json("completed")
+        return end + self._event("response.output_item.done", output_index=place["output_index"], item=whole)
 
-    def _called_at(self, item: _Item) -> dict[str, Any]:
-        return {"item_id": item.item_id, "output_index": self._output.items.index(item)}
-
-    def _place(self, item: _Item | None = None) -> dict[str, Any]:
-        return {**self._called_at(item or self._output.items[-1]), "content_index": 0}
+    def _place(self) -> Json:
+        """The fields of events that say which item, the newest, they belong to."""
+        item = self._items[-1]
+        place: Json = {"item_id": item.item_id, "output_index": len(self._items) - 1}
+        return place if item.calls else {**place, "content_index": 0}
 
     def _event(self, name: str, /, **fields: Any) -> str:
+        """An event; none of an answer that is sent whole."""
+        if not self._reply.streamed:
+            return ""
         said = encode({"type": name, "sequence_number": self._n_events, **fields})
         self._n_events += 1
         return f"event: {name}\ndata: {said}\n\n"
 
+    # ---- the response ------------------------------------------------------------------------------------
 
-class _Response:
-    """Builds the response object."""
-
-    def __init__(self, responding: Responding) -> None:
-        body = responding.body
-        self._responding = responding
+    def _known_before(self, body: ResponsesRequest) -> Json:
+        """The fields of the response that are known before it is generated."""
         given = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
-        self._fixed: Json = {
-            "id": responding.response_id,
+        model, sampling = self._reply.model, self._reply.requests[0].sampling
+        return {
+            "id": self._id,
             "object": "response",
             "created_at": int(time.time()),
-            "model": responding.model_id,
-            "system_fingerprint": responding.system_fingerprint,
+            "model": model.model_id,
+            "system_fingerprint": model.system_fingerprint,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -284,8 +219,8 @@ class _Response:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": body.store is not False,
-            "temperature": responding.sampling["temperature"],
-            "top_p": responding.sampling["top_p"],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "text": {"format": {"type": "text"}} | given.get("text", {}),
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": [
@@ -297,43 +232,46 @@ class _Response:
             "incomplete_details": None,
         }
 
-    def begun(self) -> Json:
+    def _begun(self) -> Json:
         """The response object before any output."""
         return {**self._fixed, "status": "in_progress", "output": [], "usage": None}
 
-    def ended(self, output: _Output, choice: Choice) -> Json:
-        """The response object after the last piece."""
-        cut = choice.last.finish_reason == "length"
-        items = [item.to_json("completed") for item in output.items]
+    def _object(self) -> Json:
+        """The response object after the last piece, which is also stored."""
+        last, n_prompt, cut = self._last, self._reply.n_prompt, self._last.finish_reason == "length"
+        items = [item.to_json("completed") for item in self._items]
         if cut and items:
             items[-1]["status"] = "incomplete"
-        n_prompt = self._responding.n_prompt
-        n_reasoning = self._responding.count(output.reasoning()) if output.reasoning() else 0
+        thoughts = "".join(item.text for item in self._items if item.kind is Reasoning)
+        n_reasoning = len(self._reply.model.encode(thoughts, False)) if thoughts else 0
         usage = {
             "input_tokens": n_prompt,
             "input_tokens_details": {
-                "cached_tokens": choice.last.n_cached,
-                "cache_write_tokens": n_prompt - choice.last.n_cached,
+                "cached_tokens": last.n_cached,
+                "cache_write_tokens": n_prompt - last.n_cached,
             },
-            "output_tokens": choice.last.n_generated,
-            "output_tokens_details": {"reasoning_tokens": min(n_reasoning, choice.last.n_generated)},
-            "total_tokens": n_prompt + choice.last.n_generated,
+            "output_tokens": last.n_generated,
+            "output_tokens_details": {"reasoning_tokens": min(n_reasoning, last.n_generated)},
+            "total_tokens": n_prompt + last.n_generated,
         }
-        return {
+        response = {
             **self._fixed,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": items,
             "usage": usage,
         }
+        self._keep(self._id, self._as_message(thoughts), encode(response))
+        return response
 
-
-def _part(item: _Item, text: str) -> Json:
-    return {"type": "reasoning_text", "text": text} if item.kind is Reasoning else _text_part(text)
-
-
-def _text_part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _as_message(self, thoughts: str) -> Json:
+        """The answer as a chat message, for the conversation that the next response continues."""
+        out: Json = {"role": "assistant"}
+        out["content"] = "".join(item.text for item in self._items if item.kind is Text)
+        if thoughts:
+            out["reasoning_content"] = thoughts
+        calls = [item.as_called() for item in self._items if item.calls]
+        return {**out, "tool_calls": calls} if calls else out
 
 
 MOST_KEPT = 1000
@@ -356,38 +294,33 @@ class ResponseStore:
     """The newest responses and their conversations, by client and response id."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[str, tuple[float, int, StoredResponse]]] = {}
-        """By client, its responses in order of age: time of storing, size in characters, and the response."""
+        self._kept: OrderedDict[tuple[str, str], tuple[float, int, StoredResponse]] = OrderedDict()
+        """By client and id, in order of age: time of storing, size in characters, and the response."""
 
     def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
         """Store a response. If there is no room, drop the oldest of the client that holds most."""
         self._forget_old()
-        kept = self._kept.setdefault(client, OrderedDict())
         n_characters = _ENTRY_CHARACTERS + len(written) + sum(map(_size, messages))
-        kept[response_id] = time.monotonic(), n_characters, StoredResponse(messages, written)
-        while sum(map(len, self._kept.values())) > MOST_KEPT:
-            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
-        while sum(map(self._characters_of, self._kept)) > MOST_KEPT_CHARACTERS:
-            self._drop_oldest(max(self._kept, key=self._characters_of))
+        self._kept[client, response_id] = time.monotonic(), n_characters, StoredResponse(messages, written)
+        numbers, characters = Counter[str](), Counter[str]()
+        for (owner, _), (_, n_held, _) in self._kept.items():
+            numbers[owner] += 1
+            characters[owner] += n_held
+        for held, most in ((numbers, MOST_KEPT), (characters, MOST_KEPT_CHARACTERS)):
+            while held.total() > most:
+                largest = max(held, key=lambda owner: held[owner])
+                _, n_held, _ = self._kept.pop(next(key for key in self._kept if key[0] == largest))
+                numbers[largest] -= 1
+                characters[largest] -= n_held
 
     def drop(self, client: str, response_id: str) -> None:
         """Remove a stored response."""
-        kept = self._kept[client]
-        del kept[response_id]
-        if not kept:
-            del self._kept[client]
+        del self._kept[client, response_id]
 
     def _forget_old(self) -> None:
         too_old_s = time.monotonic() - STORED_S
-        for client in list(self._kept):
-            while client in self._kept and next(iter(self._kept[client].values()))[0] < too_old_s:
-                self._drop_oldest(client)
-
-    def _drop_oldest(self, client: str) -> None:
-        self.drop(client, next(iter(self._kept[client])))
-
-    def _characters_of(self, client: str) -> int:
-        return sum(n_characters for _, n_characters, _ in self._kept[client].values())
+        while self._kept and next(iter(self._kept.values()))[0] < too_old_s:
+            self._kept.popitem(last=False)
 
     def stored(self, client: str, response_id: str) -> StoredResponse:
         """The stored response; raises ApiError 404 if there is none."""
@@ -412,7 +345,7 @@ class ResponseStore:
 
     def _find(self, client: str, response_id: str) -> StoredResponse | None:
         self._forget_old()
-        kept = self._kept[client].get(response_id) if client in self._kept else None
+        kept = self._kept.get((client, response_id))
         return None if kept is None else kept[2]
 
 
@@ -445,32 +378,15 @@ def add_responses(routes: Routes, service: GenerationService) -> None:
         previous = body.previous_response_id
         before = [] if previous is None else store.conversation(client, previous)
         model = await service.models.hold(request, body.model)
-        with naming(_NAMES):
-            chat = await service.bodies.convert(request, lambda: chat_of(body, before))
-            requests = await service.preparation.prepare(request, chat, chat_requests, model)
-        (asked,) = requests
-        response_id = f"resp_{asked.request_id.split('-')[1]}"
 
-        def keep(answer: dict[str, Any], written: str) -> None:
+        def keep(response_id: str, answer: Json, written: str) -> None:
             if body.store is not False:
                 store.put(client, response_id, [*before, *messages_of(body.input), answer], written)
 
-        responding = Responding(
-            model_id=model.model_id,
-            n_prompt=len(asked.prompt_token_ids),
-            reading=reading_of(chat, model, asked),
-            response_id=response_id,
-            body=body,
-            sampling={"temperature": asked.sampling.temperature, "top_p": asked.sampling.top_p},
-            system_fingerprint=model.system_fingerprint,
-            count=lambda text: len(model.encode(text, False)),
-            keep=keep,
-            namespaces=namespaces_of(body),
-        )
-        form = Form(partial(whole, responding), partial(ResponseEvents, responding))
-        reply = reply_of(chat, requests, form, model)
         with naming(_NAMES):
-            return await service.answer(reply, request)
+            chat = await service.bodies.convert(request, lambda: chat_of(body, before))
+            write = partial(ResponseWriter, body=body, keep=keep)
+            return await service.answer(request, chat, model, write)
 
     @routes.add("/v1/responses/{response_id}", "GET")
     async def show_response(request: Request, response_id: str) -> Response:

@@ -6,22 +6,29 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 import h11
 from starlette.types import ASGIApp, Scope
 
 from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.transport.connections import (
     BYTE_S,
+    MOST_TURNED_AWAY,
     REQUEST_S,
     Awaited,
     ConnectionClocks,
-    Connections,
+    LoopShare,
+    TurnQueue,
+    address_of,
 )
 from phasewise.serving.http.transport.exchange import Exchange, timed_steps
 from phasewise.serving.http.transport.framing import Framing
@@ -47,9 +54,6 @@ _DISCARD_BYTES = 64 * 1024
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 1024 * 1024
 """Most bytes dropped from a client that still sends, so that it can read a refusal before a reset."""
-_TCP_INFO_BYTES = 64
-_LAST_DATA_RECEIVED = 52
-"""Offset of `tcpi_last_data_recv` in Linux's tcp_info: milliseconds, an integer of four bytes."""
 _ASGI_SPEC_VERSION = "2.3"
 _HALF_CLOSED = ApiError(
     400,
@@ -59,6 +63,23 @@ _HALF_CLOSED = ApiError(
     closes=True,
 )
 _LATE = ApiError(408, "the head of the request took too long", code="request_timeout")
+
+
+_RECEIVE_BYTES = 64 * 1024
+"""Most bytes taken from a socket at once."""
+_RETRY_FULL_S = 5
+_FULL = ApiError(
+    503,
+    "this server has as many connections as it can hold; try again later",
+    code="too_many_connections",
+    retry_after_s=_RETRY_FULL_S,
+)
+_FULL_FOR_YOU = ApiError(
+    503,
+    "this server holds as many connections of one address as it allows; close some, or try again later",
+    code="too_many_connections",
+    retry_after_s=_RETRY_FULL_S,
+)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -72,6 +93,8 @@ class Connection(asyncio.BufferedProtocol):
         self.conn = h11.Connection(h11.SERVER, others.limits.max_header_bytes)
         self.writable = asyncio.Event()
         self.writable.set()
+        self.resumed: Callable[[], None] | None = None
+        """Called once the reader is no longer behind."""
         self._app = app
         self._others = others
         self._limits = others.limits
@@ -111,31 +134,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def cut(self) -> None:
         """Abort the connection of a slow reader; unsent bytes are dropped."""
-        self._others.observer.slow_reader_cut()
+        self._others.metrics.slow_reader_cut()
         self.transport.abort()
 
     @property
-    def takes_chunk(self) -> bool:
-        """True if the answer in progress is chunked (not HTTP/1.0), its head sent and its reader not
-        behind."""
-        is_chunked = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
-        return is_chunked and self.writable.is_set() and self._linger is None
+    def takes_body(self) -> bool:
+        """True if the head of the answer in progress is sent, and its reader not behind."""
+        return self.conn.our_state is h11.SEND_BODY and self.writable.is_set() and self._linger is None
 
-    def write_chunk(self, body: bytes) -> None:
-        """Write a chunk of the answer without h11, in a tenth of the time; h11's state is the same before and
-        after a chunk."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
-    def came_s(self) -> float:
-        """The time at which the client's last bytes reached the kernel, where they may have waited to be
-        read, by the loop's clock; now if the kernel does not tell."""
-        link = self.transport.get_extra_info("socket")
-        try:
-            info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except (OSError, AttributeError):  # a Unix socket, or a system without it
-            return self.loop.time()
-        age_ms = int.from_bytes(info[_LAST_DATA_RECEIVED : _LAST_DATA_RECEIVED + 4], sys.byteorder)
-        return self.loop.time() - 1e-3 * age_ms
+    def write_body(self, body: bytes) -> None:
+        """Write a part of the answer, not empty, without h11, in a tenth of the time: in a chunk, or to
+        HTTP/1.0 as it is. h11's state is the same before and after."""
+        is_chunked = self.conn.their_http_version == b"1.1"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Have `call` called once the newest request has been answered."""
@@ -188,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.remove(self, self._client)
         self._allowance.end()
-        self._others.turns.leave(self)
+        self._others.turns.leave(self.turn)
         self._clocks.stop()
         for clock in (self._paused, self._linger):
             if clock is not None:
@@ -238,6 +249,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self.transport.is_closing():
             self._clocks.forget_reader()
         self.writable.set()
+        if self.resumed is not None:
+            self.resumed()
 
     # ---- what an exchange asks for -----------------------------------------------------------------------
 
@@ -249,7 +262,7 @@ class Connection(asyncio.BufferedProtocol):
     def body_taken(self) -> None:
         """Read more of a body, after the application has taken what was there."""
         if self._framing.unread and self._takes_more and not self._waits_for_turn:
-            self._others.turns.join(self)
+            self._others.turns.join(self.turn)
         self._read_or_pause()
 
     def answered(self) -> None:
@@ -275,7 +288,7 @@ class Connection(asyncio.BufferedProtocol):
         if len(self._framing.unread) <= _SMALL_BYTES:
             self.turn()
         else:
-            self._others.turns.join(self)
+            self._others.turns.join(self.turn)
             self._read_or_pause()
 
     @property
@@ -296,7 +309,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _waits_for_turn(self) -> bool:
-        return self._paused is not None or self in self._others.turns
+        return self._paused is not None or self.turn in self._others.turns
 
     def turn(self) -> None:
         """Parse unread bytes until none are left or the time of one turn is over, and charge the cost."""
@@ -324,13 +337,13 @@ class Connection(asyncio.BufferedProtocol):
             if pause_s:
                 self._paused = self.loop.call_later(min(pause_s, _MAX_PAUSE_S), self._end_pause)
             elif goes_on:
-                self._others.turns.join(self)
+                self._others.turns.join(self.turn)
         self._read_or_pause()
         self._watch_the_clock()
 
     def _end_pause(self) -> None:
         self._paused = None
-        self._others.turns.join(self)
+        self._others.turns.join(self.turn)
 
     def _take_events(self) -> int:
         """Handle h11's events; return the number of requests that have begun."""
@@ -437,7 +450,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def _end_late_body(self) -> None:
-        self._others.observer.refused(_LATE)
+        self._others.metrics.refused(_LATE)
         self.transport.abort()
 
     # ---- ends --------------------------------------------------------------------------------------------
@@ -454,13 +467,13 @@ class Connection(asyncio.BufferedProtocol):
         self.finish()
 
     def _write_refusal(self, error: ApiError) -> None:
-        self._others.observer.refused(error)
+        self._others.metrics.refused(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.conn.our_state is h11.SEND_RESPONSE:  # the application has the request, and counts it
                 assert self._exchange is not None
                 self._exchange.scope[_REFUSED] = error.status
             else:
-                self._others.observer.answered_by_connection(error.status)
+                self._others.metrics.answered_by_connection(error.status)
             self.transport.write(error.raw_response())
 
     def finish(self) -> None:
@@ -478,7 +491,7 @@ class Connection(asyncio.BufferedProtocol):
         self._clocks.wait_for(None)
         if self._paused is not None:
             self._paused.cancel()
-        self._others.turns.leave(self)
+        self._others.turns.leave(self.turn)
         if self._exchange is not None:
             self._exchange.leave()
         try:
@@ -487,6 +500,72 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.resume_reading()
         except OSError:  # the client is quicker, and gone
             self.transport.abort()
+
+
+@dataclass
+class Connections:
+    """The open connections of one server, their limits and shared resources."""
+
+    limits: HttpLimits
+    metrics: Metrics
+    open: set[Connection] = field(default_factory=set)
+    turned_away: dict[Connection, None] = field(default_factory=dict)
+    """Connections beyond the limit that are being refused, oldest first; not among `open`."""
+    is_over: bool = False
+    """True once no more connections are taken; asyncio may still make one that was accepted before."""
+    n_by_address: Counter[str] = field(default_factory=Counter)
+    """Open connections by address; a Unix socket has none."""
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Tasks of the application, one for each request."""
+    loop_share: LoopShare = field(default_factory=LoopShare)
+    turns: TurnQueue = field(default_factory=TurnQueue)
+    received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
+    """The read buffer of all connections; its bytes are copied before the loop goes on. asyncio would
+    allocate 256 KiB for every read, for which the heap has no hole, so memory would grow with every
+    request."""
+
+    def all(self) -> Sequence[Connection]:
+        """Open connections, and those being refused."""
+        return [*self.open, *self.turned_away]
+
+    def add(self, connection: Connection, client: tuple[str, int | None] | None) -> ApiError | None:
+        """Add a new connection; return its refusal, or None. A refused connection is held until it has read
+        the refusal, unless many others follow. After the server's end it is aborted."""
+        if self.is_over:
+            connection.abort()
+            return None
+        refusal = self._refusal(connection, client)
+        if refusal is not None:
+            self.turned_away[connection] = None
+            if len(self.turned_away) > MOST_TURNED_AWAY:
+                oldest = next(iter(self.turned_away))
+                del self.turned_away[oldest]
+                oldest.turn_away()
+                oldest.close()
+        return refusal
+
+    def _refusal(self, connection: Connection, client: tuple[str, int | None] | None) -> ApiError | None:
+        if len(self.open) >= self.limits.max_connections:
+            return _FULL
+        address = address_of(client)
+        if address is not None:
+            if self.n_by_address[address] >= self.limits.max_connections_per_address:
+                return _FULL_FOR_YOU
+            self.n_by_address[address] += 1
+        self.open.add(connection)
+        return None
+
+    def remove(self, connection: Connection, client: tuple[str, int | None] | None) -> None:
+        """Remove a connection that has ended, whether it was refused or not."""
+        self.turned_away.pop(connection, None)
+        if connection not in self.open:
+            return
+        self.open.remove(connection)
+        address = address_of(client)
+        if address is not None:
+            self.n_by_address[address] -= 1
+            if not self.n_by_address[address]:
+                del self.n_by_address[address]
 
 
 def refused_status(scope: Scope) -> int | None:

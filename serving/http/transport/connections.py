@@ -1,16 +1,13 @@
-"""All open connections of one server, and their shared places, event loop time and read buffer."""
+"""What connections share of the event loop: turns and time; and their timers."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.http_settings import HttpLimits
+from typing import NamedTuple
 
 
 class TurnQueue:
@@ -18,21 +15,21 @@ class TurnQueue:
     connections wait, a short request that comes beside them waits for one turn only."""
 
     def __init__(self) -> None:
-        self._waiting: dict[HeldConnection, None] = {}
+        self._waiting: dict[Callable[[], None], None] = {}
         self._runs = False
 
-    def join(self, reader: HeldConnection) -> None:
-        """Join the end of the queue; a connection in the queue keeps its place."""
-        self._waiting.setdefault(reader)
+    def join(self, turn: Callable[[], None]) -> None:
+        """Join the end of the queue: `turn` reads of a connection, which keeps its place in the queue."""
+        self._waiting.setdefault(turn)
         if not self._runs:
             self._runs = True
-            reader.loop.call_soon(self._next)
+            asyncio.get_running_loop().call_soon(self._next)
 
-    def leave(self, reader: HeldConnection) -> None:
-        self._waiting.pop(reader, None)
+    def leave(self, turn: Callable[[], None]) -> None:
+        self._waiting.pop(turn, None)
 
-    def __contains__(self, reader: HeldConnection) -> bool:
-        return reader in self._waiting
+    def __contains__(self, turn: Callable[[], None]) -> bool:
+        return turn in self._waiting
 
     def _next(self) -> None:
         self._runs = False
@@ -41,11 +38,11 @@ class TurnQueue:
         first = next(iter(self._waiting))
         del self._waiting[first]
         try:
-            first.turn()
+            first()
         finally:
             if self._waiting and not self._runs:
                 self._runs = True
-                first.loop.call_soon(self._next)
+                asyncio.get_running_loop().call_soon(self._next)
 
 
 REQUEST_S = 0.0003
@@ -168,146 +165,8 @@ class Allowance:
         self._share.forget(self)
 
 
-_RECEIVE_BYTES = 64 * 1024
-"""Most bytes taken from a socket at once."""
 MOST_TURNED_AWAY = 64
 """Most refused connections that are held until they have read their 503."""
-_RETRY_FULL_S = 5
-_FULL = ApiError(
-    503,
-    "this server has as many connections as it can hold; try again later",
-    code="too_many_connections",
-    retry_after_s=_RETRY_FULL_S,
-)
-_FULL_FOR_YOU = ApiError(
-    503,
-    "this server holds as many connections of one address as it allows; close some, or try again later",
-    code="too_many_connections",
-    retry_after_s=_RETRY_FULL_S,
-)
-
-
-class HeldConnection(Protocol):
-    """A connection as the shared resources see it."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def turn(self) -> None: ...
-
-    @property
-    def is_answering(self) -> bool:
-        """True if part of an answer is still to be sent."""
-        ...
-
-    def turn_away(self) -> None:
-        """Answer 503 to a connection beyond the limit, and close."""
-        ...
-
-    def close(self) -> None:
-        """Close once all is written."""
-        ...
-
-    def abort(self) -> None:
-        """Close now; unsent bytes are dropped."""
-        ...
-
-    def end_after_answer(self) -> None:
-        """Close once the answer in progress is written; at once without one."""
-        ...
-
-
-class ConnectionObserver(Protocol):
-    """Counts events of connections, for metrics."""
-
-    def refused(self, error: ApiError) -> None: ...
-
-    def answered_by_connection(self, status: int) -> None:
-        """Count an answer that the connection sent without the application."""
-        ...
-
-    def slow_reader_cut(self) -> None: ...
-
-
-@dataclass
-class Connections:
-    """The open connections of one server, their limits and shared resources."""
-
-    limits: HttpLimits
-    observer: ConnectionObserver
-    open: set[HeldConnection] = field(default_factory=set)
-    turned_away: dict[HeldConnection, None] = field(default_factory=dict)
-    """Connections beyond the limit that are being refused, oldest first; not among `open`."""
-    is_over: bool = False
-    """True once no more connections are taken; asyncio may still make one that was accepted before."""
-    n_by_address: Counter[str] = field(default_factory=Counter)
-    """Open connections by address; a Unix socket has none."""
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Tasks of the application, one for each request."""
-    loop_share: LoopShare = field(default_factory=LoopShare)
-    turns: TurnQueue = field(default_factory=TurnQueue)
-    received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
-    """The read buffer of all connections; its bytes are copied before the loop goes on. asyncio would
-    allocate 256 KiB for every read, for which the heap has no hole, so memory would grow with every
-    request."""
-
-    def all(self) -> Sequence[HeldConnection]:
-        """Open connections, and those being refused."""
-        return [*self.open, *self.turned_away]
-
-    def add(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
-        """Add a new connection; return its refusal, or None. A refused connection is held until it has read
-        the refusal, unless many others follow. After the server's end it is aborted."""
-        if self.is_over:
-            connection.abort()
-            return None
-        refusal = self._refusal(connection, client)
-        if refusal is not None:
-            self.turned_away[connection] = None
-            if len(self.turned_away) > MOST_TURNED_AWAY:
-                oldest = next(iter(self.turned_away))
-                del self.turned_away[oldest]
-                oldest.turn_away()
-                oldest.close()
-        return refusal
-
-    def _refusal(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
-        if len(self.open) >= self.limits.max_connections:
-            return _FULL
-        address = _address_of(client)
-        if address is not None:
-            if self.n_by_address[address] >= self.limits.max_connections_per_address:
-                return _FULL_FOR_YOU
-            self.n_by_address[address] += 1
-        self.open.add(connection)
-        return None
-
-    def remove(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> None:
-        """Remove a connection that has ended, whether it was refused or not."""
-        self.turned_away.pop(connection, None)
-        if connection not in self.open:
-            return
-        self.open.remove(connection)
-        address = _address_of(client)
-        if address is not None:
-            self.n_by_address[address] -= 1
-            if not self.n_by_address[address]:
-                del self.n_by_address[address]
-
-
-def _address_of(client: tuple[str, int | None] | None) -> str | None:
-    """The address that counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
-    if client is None:
-        return None
-    try:
-        address = ipaddress.ip_address(client[0].partition("%")[0])
-    except ValueError:  # a Unix socket's
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-        return str(mapped) if mapped else str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
-    return str(address)
-
-
 Awaited = tuple[float, Callable[[], None]]
 """A deadline: seconds from now, and the function called then."""
 
@@ -355,3 +214,17 @@ class ConnectionClocks:
 def _stop(clock: asyncio.TimerHandle | None) -> None:
     if clock is not None:
         clock.cancel()
+
+
+def address_of(client: tuple[str, int | None] | None) -> str | None:
+    """The address that counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
+    if client is None:
+        return None
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:  # a Unix socket's
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped) if mapped else str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+    return str(address)

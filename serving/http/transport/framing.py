@@ -182,16 +182,10 @@ class Framing:
         if line is None and (
             len(self.unread) - offset >= _MAX_CHUNK_LINE_BYTES
             or b"\n" in self.unread[offset:]
-            or not self._may_be_size(offset)
+            or (offset < len(self.unread) and not re.match(rb"[0-9A-Fa-f]", self.unread[offset : offset + 1]))
         ):
             raise _not_http("a chunk does not begin with its size")
         return line
-
-    def _may_be_size(self, offset: int) -> bool:
-        return (
-            offset >= len(self.unread)
-            or re.match(rb"[0-9A-Fa-f]", self.unread[offset : offset + 1]) is not None
-        )
 
     @staticmethod
     def _without_end(part: bytearray, left: int) -> bytes:

@@ -9,7 +9,7 @@ import signal
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGHUP, SIGINT, SIGTERM
@@ -21,8 +21,7 @@ from phasewise._words import number
 from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.transport.connection import Connection
-from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.connection import Connection, Connections
 from phasewise.serving.http.transport.listening import BACKLOG, Address
 
 ServiceState = Literal["starting", "running", "replacing", "lost", "draining"]
@@ -113,7 +112,8 @@ class Service:
     """The parts of one server. `on_hangup`: handles SIGHUP; None: SIGHUP ends the server, unless ignored."""
 
     app: ASGIApp
-    client: Clients
+    clients: Sequence[Clients]
+    """The clients of all that computes: generation, embeddings."""
     life: Lifecycle
     connections: Connections
     report: Callable[[str], None]
@@ -159,7 +159,8 @@ class HttpServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         with self._answering_signals(self._loop):
-            self._service.client.attach(self._loop)
+            for client in self._service.clients:
+                client.attach(self._loop)
             listening = await self._listen(self._loop)
             self.started = True
             self._service.report(f"listening on {self._address.url}")
@@ -208,16 +209,16 @@ class HttpServer:
             self._end()
 
     def _end(self, at_once: bool = False) -> None:
-        client, limit_s = self._service.client, self._service.limits.drain_s
+        limit_s = self._service.limits.drain_s
         if at_once or self._stopping.is_set():
-            client.end_everything()
+            self._end_everything()
             self._until_s = time.monotonic() + _LAST_WORDS_S
         else:
             self._until_s = time.monotonic() + limit_s
         if self._stopping.is_set():
             return
         self._service.life.drain(limit_s)
-        n_live = client.n_live
+        n_live = sum(client.n_live for client in self._service.clients)
         waiting = (
             f": {n_live} in progress have {number(limit_s)} s; signal again to end them now" if n_live else ""
         )
@@ -226,10 +227,10 @@ class HttpServer:
 
     async def _end_in_peace(self, listening: asyncio.Server) -> None:
         """Wait for answers in progress, end those left when the time is over, and send what was written."""
-        client, connections = self._service.client, self._service.connections
-        await self._wait_while(lambda: client.n_answers > 0)
+        connections = self._service.connections
+        await self._wait_while(lambda: self._n_answers() > 0)
         await _stop_accepting(listening)
-        client.end_everything()
+        self._end_everything()
         connections.is_over = True
         for connection in connections.all():
             connection.end_after_answer()
@@ -247,7 +248,14 @@ class HttpServer:
 
     def _has_something_to_send(self) -> bool:
         answering = (connection.is_answering for connection in self._service.connections.all())
-        return self._service.client.n_answers > 0 or any(answering)
+        return self._n_answers() > 0 or any(answering)
+
+    def _n_answers(self) -> int:
+        return sum(client.n_answers for client in self._service.clients)
+
+    def _end_everything(self) -> None:
+        for client in self._service.clients:
+            client.end_everything()
 
 
 async def _stop_accepting(listening: asyncio.Server) -> None:

@@ -240,8 +240,7 @@ def _templated(
 def pair_template(chat_template: str) -> tuple[str, str] | None:
     """The text of a pair with PAIR_PLACES in it, and the chat template's own instruction. None where the
     template does not show both texts of a pair. Raises ModelError where it cannot be read."""
-    from phasewise.serving.text.chat import Conversation, Conversations
-    from phasewise.serving.text.chat_template import ChatTemplateError
+    from phasewise.serving.text.chat_template import ChatTemplateError, Conversation, Conversations
 
     instruction, query, document = PAIR_PLACES
     pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]

@@ -315,6 +315,6 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
 
 
 def _tokenizer_json(metadata: Mapping[str, Any]) -> str:
-    from phasewise.serving.text.tokenizer import tokenizer_from_gguf
+    from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
 
     return tokenizer_from_gguf(metadata)

@@ -204,7 +204,7 @@ def test_eval_goes_on_where_nothing_can_be_kept(log: Path, tmp_path: Path) -> No
 
 
 def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:
-    from phasewise.serving.http.http_settings import RequestFacts
+    from phasewise.serving.engine.messages import Submit
     from phasewise.workflows.serve.opened_models import open_predictor
 
     assert open_predictor("off", "tiny") is None
@@ -213,9 +213,9 @@ def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None
     opened = open_predictor(str(tmp_path / "p"), "tiny")
 
     assert opened is not None
-    facts = RequestFacts(tuple(made_up(1)[0].facts.token_ids), 0.0, 200, 1, None)
-    opened.learn(facts, 20)
-    estimate = opened.estimate(facts)
+    asked = Submit("r", tuple(made_up(1)[0].facts.token_ids), 200)
+    opened.learn(asked, 20)
+    estimate = opened.estimate(asked)
     assert 1 <= estimate.output_tokens <= 200
     assert 0 <= estimate.uncertainty <= 1
 

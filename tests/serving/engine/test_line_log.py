@@ -9,6 +9,7 @@ import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from signal import SIG_IGN, SIGXFSZ, signal
@@ -20,16 +21,20 @@ from hypothesis import strategies as st
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Submit
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.http.monitoring.access_log import Logging, open_log
-from phasewise.serving.http.requests.lengths import LengthLog, LengthObserver, RealisedLength
+from phasewise.serving.http.monitoring.lengths import LengthLog, LengthObserver
 from phasewise.serving.processes.json_lines import as_json, copy_lines
 from phasewise.serving.processes.line_log import LineLog
+from phasewise.serving.sampling.sampling import SamplingParams
 from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import completion, connect, until
 
-LENGTH = RealisedLength(
-    RequestFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_699_999_999.5, 1_700_000_000.25
+LENGTH = RequestLife(
+    Submit("r", (1, 2, 3), 64, SamplingParams(temperature=0.7), n_messages=2, system_prompt_id="abcd"),
+    sent_at_s=1_699_999_999.5,
+    ended_at_s=1_700_000_000.25,
+    last=Answer("r", "", (), 9, 5, "stop"),
 )
 Open = Callable[[Path, Callable[[str], None]], "contextmanager[tuple[LineLog, Callable[[], None]]]"]
 
@@ -142,18 +147,19 @@ def test_a_line_holds_what_predict_len_reads_and_only_the_owner_reads_it(
 def test_a_line_tells_the_drafts_of_the_answer(tmp_path: Path, said: list[str]) -> None:
     path = tmp_path / "lengths.jsonl"
     with LengthLog(path, said.append) as log:
-        log.put("fake", LENGTH._replace(drafts=DraftCounts(3, 2)))
+        log.put("fake", replace(LENGTH, last=LENGTH.last._replace(drafts=DraftCounts(3, 2))))
 
     (line,) = lines_of(path)
     assert (line["drafted_tokens"], line["accepted_tokens"]) == (5, 3)
 
 
 def test_an_adapter_answers_under_its_own_name(tmp_path: Path, said: list[str]) -> None:
-    lengths: list[RealisedLength] = []
+    lengths: list[RequestLife] = []
     observer = LengthObserver(lengths.append, "fake")
     for adapter in ("", "terse"):
-        observer.sent(Submit("r", (1,), model="fake", adapter=adapter))
-        observer.delivered([Answer("r", "", (), 1, 5, "stop")], None)
+        life = RequestLife(Submit("r", (1,), model="fake", adapter=adapter))
+        life.add(Answer("r", "", (), 1, 5, "stop"))
+        observer.ended(life)
     path = tmp_path / "lengths.jsonl"
     with LengthLog(path, said.append) as log:
         for length in lengths:
@@ -180,7 +186,7 @@ def test_after_a_hangup_it_goes_on_in_a_new_file(tmp_path: Path, said: list[str]
 
 
 def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
-    lengths: list[RealisedLength] = []
+    lengths: list[RequestLife] = []
     observer = LengthObserver(lengths.append, "fake")
     with fake_server() as server:
         server.client.observe(observer)
@@ -192,9 +198,9 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
             raw.recv(1)
         server.wait_until_idle()
 
-    assert [(length.output_tokens, length.finish_reason) for length in lengths] == [(7, "length")]
-    assert lengths[0].facts == RequestFacts((97,), 0.5, 7, 1, None)
-    assert observer._sent == {}
+    assert [(life.last.n_generated, life.reason) for life in lengths] == [(7, "length")]
+    request = lengths[0].request
+    assert (request.prompt_token_ids, request.sampling.temperature, request.max_tokens) == ((97,), 0.5, 7)
 
 
 def no_log(path: Path) -> str:

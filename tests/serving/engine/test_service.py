@@ -22,7 +22,8 @@ start = pytest.importorskip(
 )
 
 from phasewise.serving.engine.engine_thread import EngineThread  # noqa: E402
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts  # noqa: E402
+from phasewise.serving.engine.messages import Submit  # noqa: E402
+from phasewise.serving.http.http_settings import HttpLimits  # noqa: E402
 from phasewise.serving.http.transport.listening import TcpAddress  # noqa: E402
 from phasewise.serving.loaders import load_model  # noqa: E402
 from phasewise.serving.model_table import ModelTable, Predictor, TextRow  # noqa: E402
@@ -84,10 +85,10 @@ def test_what_the_start_made_is_not_collected_while_it_serves_and_its_threads_en
     learned: list[int] = []
     frozen: list[int] = []
 
-    def estimate(facts: RequestFacts) -> Estimate:
-        return Estimate(len(facts.token_ids), 0.0)
+    def estimate(asked: Submit) -> Estimate:
+        return Estimate(len(asked.prompt_token_ids), 0.0)
 
-    def learn(_facts: RequestFacts, output_tokens: int) -> None:
+    def learn(_asked: Submit, output_tokens: int) -> None:
         learned.append(output_tokens)
 
     def work(url: str) -> None:

@@ -20,7 +20,8 @@ from phasewise.serving.grammar.grammar_limits import pattern_weight
 from phasewise.serving.grammar.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler, TokenView
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, Sampler, SamplingParams, sample_rows
 from phasewise.serving.sandbox.confined import CancelToken, Unserved
-from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
+from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
+from phasewise.serving.text.tokenizer import Tokenizer
 from tests.support.models.tiny_vocabs import TINY_VOCABULARIES
 from tests.support.servers.api_bombs import PATTERNS, schema_bombs
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, make_engine, piece, run_all, text_of

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from phasewise.serving.batches import lines as lines_of_batches
 from phasewise.serving.batches.lines import read_line
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.routes.batch_runner import _LinesOfFile
+from phasewise.serving.http.routes.batch_runner import _read_pieces
 from phasewise.serving.http.routes.batches import read_form
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, until
@@ -254,10 +254,7 @@ def test_lines_are_read_few_bytes_at_a_time_whatever_they_are(tmp_path: Path, co
     """A batch ends, and the thread rests, between two pieces of a file: no piece may be long."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
-    lines = _LinesOfFile(path, 2000, ENDPOINT)
-
-    pieces = [len(some) for some in iter(lines.some, [])]
-    lines.close()
+    pieces = [len(some) for some in _read_pieces(path, 2000, ENDPOINT)]
 
     assert sum(pieces) == 40
     assert max(pieces) <= 2

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from phasewise.serving.engine.messages import Answer, EngineLoad, Submit
+from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServerContext
@@ -96,9 +97,11 @@ def test_what_a_connection_answers_before_any_request_has_no_path() -> None:
 def test_tokens_that_were_held_back_and_sampled_again_count_once() -> None:
     """After a loss an answer goes on from what was given out: fewer tokens are told than before."""
     metrics = Metrics(Gauges())
-    metrics.sent(Submit("r", (1,)))
+    life = RequestLife(Submit("r", (1,)))
     for n_generated, reason in ((1, None), (4, None), (3, None), (4, None), (5, "stop")):
-        metrics.delivered((Answer("r", "", (), n_generated, 0, reason),), None)  # type: ignore[arg-type]
+        piece = Answer("r", "", (), n_generated, 0, reason)  # type: ignore[arg-type]
+        metrics.came(life, piece)
+        life.add(piece)
 
     assert "phasewise_generated_tokens_total 5.0" in metrics.exposition().decode().splitlines()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from phasewise.serving.http.answers.client import displaced
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.sandbox.confined import Bounds, CancelToken
-from phasewise.serving.text.chat import Conversation, Conversations
+from phasewise.serving.text.chat_template import Conversation, Conversations
 from tests.support.servers.fake_engine import encode
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, connect, request, until
@@ -54,7 +54,7 @@ def test_a_failure_that_nobody_foresaw_is_counted(monkeypatch: pytest.MonkeyPatc
     def fails(*_: Any) -> None:
         raise OSError("surprise")
 
-    monkeypatch.setattr("phasewise.serving.http.routes.app.completion_requests", fails)
+    monkeypatch.setattr("phasewise.serving.http.requests.request_threads.completion_requests", fails)
     with fake_server() as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})
         metrics = httpx.get(f"{server.url}/metrics").text

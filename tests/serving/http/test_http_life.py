@@ -12,8 +12,9 @@ from typing import Literal
 import httpx
 import pytest
 
+from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import RanksError
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
+from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.pools.contract import Estimate
@@ -232,10 +233,10 @@ def test_the_estimate_of_when_to_come_again_follows_the_rate() -> None:
 
 
 def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation() -> None:
-    asked: list[RequestFacts] = []
+    asked: list[Submit] = []
 
-    def estimate(facts: RequestFacts) -> Estimate:
-        asked.append(facts)
+    def estimate(request: Submit) -> Estimate:
+        asked.append(request)
         return Estimate(5.0, 0.5)
 
     with fake_server(model=lambda model: replace(model, estimate=estimate)) as server:
@@ -246,9 +247,11 @@ def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation(
             body = {"model": "fake", "messages": messages, "max_tokens": 4}
             httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
-    assert [facts.token_ids for facts in asked[:2]] == [(97,), (98,)]
-    assert [facts[1:] for facts in asked[:2]] == [(0.5, 4, 1, None)] * 2
-    assert [facts.n_messages for facts in asked[2:]] == [2, 2]
+    assert [request.prompt_token_ids for request in asked[:2]] == [(97,), (98,)]
+    for request in asked[:2]:
+        assert (request.sampling.temperature, request.max_tokens) == (0.5, 4)
+        assert (request.n_messages, request.system_prompt_id) == (1, None)
+    assert [request.n_messages for request in asked[2:]] == [2, 2]
     assert asked[2].system_prompt_id == asked[3].system_prompt_id is not None
 
 

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message as AsgiMessage
 
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
 from phasewise.serving.errors import RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.answers.openai_objects import Choice, Form, Reply
-from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.answers.openai_objects import Choice, CompletionWriter, Reply
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.http.routes.generation_service import respond
 from tests.support.servers.rude_clients import until_on_loop
 
@@ -29,16 +31,19 @@ def request_of_one_that_stays() -> Request:
     return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, _stays)
 
 
-def reply_of(n_choices: int) -> Reply:
+class TextWriter(CompletionWriter):
     """Its body is the texts of its choices, with a `|` between two."""
 
-    def whole(choices: Sequence[Choice]) -> bytes:
+    def whole(self, choices: Sequence[Choice]) -> bytes:
         return "|".join(choice.text for choice in choices).encode()
 
+
+async def answered_by(client: EngineClient, n_choices: int) -> Response:
     requests = [Submit(f"c-0-{index}", (1,), 4) for index in range(n_choices)]
-    return Reply(
-        requests, n_choices, Form(whole, lambda: pytest.fail("no stream is asked for")), False, False
-    )
+    model = ServedModel(("m",), 0, 500, 500, frozenset(), lambda _text, _special: [], lambda _: b"", None)
+    reply = Reply(requests, model, n_choices)
+    writer = TextWriter(reply, CompletionRequest(model="m", prompt="a"))
+    return await respond(client, reply, writer, request_of_one_that_stays())
 
 
 def test_pieces_of_the_first_run_are_no_part_of_the_second() -> None:
@@ -55,7 +60,7 @@ def test_pieces_of_the_first_run_are_no_part_of_the_second() -> None:
         client = EngineClient(sent.append, HttpLimits())
         client.attach(asyncio.get_running_loop())
         try:
-            answering = asyncio.ensure_future(respond(client, reply_of(2), request_of_one_that_stays()))
+            answering = asyncio.ensure_future(answered_by(client, 2))
             await until_on_loop(lambda: len(submitted()) == 2)
             deliver(client, Answer("c-0-1", "old", (), 1, 0))
             deliver(client, Failure("c-0-0", RankLost("an instance was lost")))
@@ -79,7 +84,7 @@ def test_nothing_is_sent_once_all_were_told_that_the_server_stops() -> None:
         client = EngineClient(sent.append, HttpLimits())
         client.attach(asyncio.get_running_loop())
         try:
-            answering = asyncio.ensure_future(respond(client, reply_of(1), request_of_one_that_stays()))
+            answering = asyncio.ensure_future(answered_by(client, 1))
             client.end_everything()  # before its task has begun
             with pytest.raises(Stopping):
                 await answering

@@ -1,4 +1,4 @@
-"""Streams sent at once: the same events as the long way round, in order, while their reader keeps up."""
+"""Streams: events in order, the same text as a whole answer, and no more held than is unread."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from phasewise.serving.engine.messages import Answer, Progress, Submit
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, LoopWakeup
 from phasewise.serving.http.answers.openai_objects import (
     AnswerReading,
-    ChatRendering,
+    AnswerWriter,
+    ChatWriter,
     Choice,
-    CompletionRendering,
-    Rendering,
+    CompletionWriter,
     Reply,
 )
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.routes.generation_service import Events, _said
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.serving.text.turn_form import TurnForm
 from phasewise.serving.tools.dialect import dialect_of
@@ -43,33 +43,31 @@ def said(index: int, text: str, n_generated: int = 1, reason: str | None = None)
 
 
 @pytest.mark.parametrize("refusals", list(itertools.product([True, False], repeat=5)))
-def test_pieces_keep_their_order_whichever_way_they_go(refusals: tuple[bool, ...]) -> None:
-    """Some are refused, as while a reader is behind; after that the others wait for the task's turn."""
+def test_pieces_keep_their_order_whatever_is_refused(refusals: tuple[bool, ...]) -> None:
+    """Some are refused, as while a reader is behind; they go with the next ones, or once it has read on."""
     heard: list[str] = []
     answers = iter(refusals)
 
-    def at_once(pieces: Iterable[tuple[int, Answer | Progress]]) -> bool:
+    def take(pieces: Iterable[tuple[int, Answer | Progress]]) -> bool:
         if next(answers, True):
             return False
         heard.extend(piece.text for _, piece in pieces if isinstance(piece, Answer))
         return True
 
-    async def listen(stream: AnswerStream) -> None:
-        while pieces := await stream.take():
-            heard.extend(piece.text for _, piece in pieces if isinstance(piece, Answer))
-            await asyncio.sleep(0)  # as a send would: what comes now is not offered
-
     async def talk() -> None:
+        nonlocal answers
         stream = AnswerStream(EngineClient(lambda message: None, HttpLimits()), [Submit("one-0", (1,))])
-        stream.at_once = at_once
-        listening = asyncio.create_task(listen(stream))
+        stream.take = take
+        listening = asyncio.create_task(stream.ended())
         for index in range(9):
             if index % 4:
                 await asyncio.sleep(0)
             stream.put(said(0, str(index), index + 1))
-            stream.wake()
+            stream.pass_on()
         stream.put(said(0, "9", 10, "length"))
-        stream.wake()
+        stream.pass_on()
+        answers = iter([False])
+        stream.pass_on()
         await listening
 
     asyncio.run(talk())
@@ -155,38 +153,27 @@ def _scored(token_id: int) -> SampledToken:
     return SampledToken(token_id, -0.5, ((token_id, -0.5), (END, -1.5)))
 
 
-class Pieces:
-    """A stream whose pieces come one by one."""
-
-    closed = False
-
-    def __init__(self, n: int) -> None:
-        self._pieces = scored_pieces(n)
-        self.newest: SampledToken | None = None
-
-    async def take(self) -> list[tuple[int, Answer]]:
-        answer = next(self._pieces, None)
-        if answer is None:
-            return []
-        self.newest = answer.tokens[0]
-        return [(0, answer)]
-
-
-@pytest.mark.parametrize("kind", [CompletionRendering, ChatRendering])
-def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRendering]) -> None:
-    rendering: Rendering = kind("id", FAKE)
-    reply = Reply([REQUEST], 1, rendering, streamed=True, include_usage=True)
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_what_was_sent_is_not_held(kind: str) -> None:
+    writer = writer_of(kind, Reply([REQUEST], FAKE, streamed=True, include_usage=True))
 
     async def references() -> list[int]:
-        """To each token, while its event waits for the reader."""
-        stream = Pieces(30)
-        events = _said(Events(reply), stream.take(), stream, None)  # type: ignore[arg-type]
-        return [sys.getrefcount(stream.newest) async for _ in events]
+        """To each token, once its event is written."""
+        stream = AnswerStream(EngineClient(lambda message: None, HttpLimits()), [REQUEST])
+        stream.take = lambda pieces: bool(writer.of(pieces))
+        counts = []
+        for answer in scored_pieces(30):
+            token = answer.tokens[0]
+            stream.put(answer)
+            stream.pass_on()
+            del answer
+            counts.append(sys.getrefcount(token))
+        return counts
 
     counts = asyncio.run(references())
 
-    assert len(counts) == 31  # with the usage and the end, which are one
-    assert set(counts) == {2}  # the stream's own, and that of the call
+    assert len(counts) == 30
+    assert set(counts) == {2}  # this test's own, and that of the call
 
 
 @pytest.mark.parametrize("most", [1, 7, 50])
@@ -214,9 +201,12 @@ def test_a_reader_that_has_taken_all_is_not_cut_for_what_it_was_not_offered() ->
 
     async def offer() -> int:
         stream = AnswerStream(EngineClient(lambda message: None, HttpLimits()), [REQUEST], 7, reader)
+        taken: list[Any] = []
+        stream.take = lambda pieces: not taken.extend(pieces)  # type: ignore[func-returns-value]
         for scored_piece in scored_pieces(60):
             stream.put(scored_piece)
-        return len(await stream.take())
+        stream.pass_on()
+        return len(taken)
 
     assert asyncio.run(offer()) == 60
     assert reader.n_cut == 0
@@ -279,19 +269,21 @@ def streamed_and_whole(kind: str, tokens: Sequence[bytes], pieces: Sequence[Answ
     )
     reading = AnswerReading(lambda: DIALECT.reader(None, in_thought=False), lambda: "c")
 
-    def rendering() -> Rendering:
-        if kind == "completion":
-            return CompletionRendering("id", model)
-        return ChatRendering("id", model, reading if kind == "thoughts" else None)
-
     request = Submit("0", (1,), sampling=SamplingParams(top_logprobs=1))
-    events = Events(Reply([request], 1, rendering(), True, include_usage=False))
-    sent = b"".join(events.of([(0, piece)]) for piece in pieces).decode()
+    writer = writer_of(kind, Reply([request], model, streamed=True), reading)
+    sent = "".join(writer.of([(0, piece)]) for piece in pieces)
     choices = [json.loads(line[6:])["choices"][0] for line in sent.split("\n\n") if line]
     choice = Choice()
     for part in pieces:
         choice.add(part)
-    return [_facts(choices), _facts([rendering().whole(0, choice)])]
+    whole = json.loads(writer_of(kind, Reply([request], model), reading).whole([choice]))
+    return [_facts(choices), _facts(whole["choices"])]
+
+
+def writer_of(kind: str, reply: Reply, reading: AnswerReading | None = None) -> AnswerWriter:
+    if kind == "completion":
+        return CompletionWriter(reply, CompletionRequest(model="m", prompt="a"))
+    return ChatWriter(reply, reading if kind == "thoughts" else None)
 
 
 def _facts(choices: Sequence[dict[str, Any]]) -> tuple[Any, ...]:

@@ -17,7 +17,8 @@ from phasewise.serving.loaders import load_model, open_source
 from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.formats.gguf_file import open_gguf
 from phasewise.serving.loaders.source import ModelSource
-from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
+from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
+from phasewise.serving.text.tokenizer import Tokenizer
 from tests.support.models import family_models as families
 from tests.support.models.converted_models import (
     CONVERTED,

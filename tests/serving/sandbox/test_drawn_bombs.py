@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from phasewise.serving.errors import ModelError, RequestError
 from phasewise.serving.grammar.guides import Grammar, TokenView
 from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess
-from phasewise.serving.text.chat import Conversation, Conversations
-from phasewise.serving.text.chat_template import ChatTemplateError
+from phasewise.serving.text.chat_template import ChatTemplateError, Conversation, Conversations
 from tests.support.process_trees import tree_of
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.tiers import examples

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 
 from phasewise.serving.errors import ModelError, RequestError
 from phasewise.serving.sandbox.confined import Bounds
-from phasewise.serving.text.chat import Conversation, Conversations, special_tokens_of
-from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
+from phasewise.serving.text.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    Conversation,
+    Conversations,
+)
+from phasewise.serving.text.tokenizer import special_tokens_of
 from tests.serving.text.test_tokenizer import default_model
 from tests.support.models.chat_templates import (
     CONVERSATIONS,

@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.serving.text.chat import BOUNDS, Conversation, Conversations
-from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
-from phasewise.serving.text.control_texts import ControlTexts
-from phasewise.serving.text.gguf_vocab import ends_by_text
-from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
+from phasewise.serving.text.chat_template import (
+    BOUNDS,
+    ChatTemplate,
+    ChatTemplateError,
+    ControlTexts,
+    Conversation,
+    Conversations,
+)
+from phasewise.serving.text.gguf_vocab import ends_by_text, tokenizer_from_gguf
+from phasewise.serving.text.tokenizer import Tokenizer
 from tests.support.models.chat_templates import CONVERSATIONS, SPECIAL, TEMPLATES
 from tests.support.models.tiny_vocabs import TINY_VOCABULARIES
 from tests.support.tiers import examples

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.text.tokenizer import DetokenizeStream, Tokenizer, tokenizer_from_gguf
+from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
+from phasewise.serving.text.tokenizer import DetokenizeStream, Tokenizer
 from tests.support.models.mixed_text import mixed_lines
 from tests.support.models.tiny_vocabs import (
     TINY_VOCABULARIES,

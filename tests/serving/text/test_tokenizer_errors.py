@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
-from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, tokenizer_from_gguf
+from phasewise.serving.text.tokenizer import Tokenizer
 from tests.support.models.tiny_vocabs import (
     byte_level_metadata,
     merged_pieces_metadata,

@@ -22,7 +22,8 @@ from phasewise.serving.text.confined_tokenizer import (
     risk_of,
     without_programs,
 )
-from phasewise.serving.text.tokenizer import TextCutter, Tokenizer, tokenizer_from_gguf
+from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
+from phasewise.serving.text.tokenizer import TextCutter, Tokenizer
 from tests.serving.sandbox.test_confined import descendants, peak_bytes
 from tests.support.models.encoder_models import CASES, tokenizer_of
 from tests.support.models.tiny_models import tokenizer_json

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from phasewise.serving.loaders.formats.gguf_file import open_gguf
-from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
-from phasewise.serving.text.tokenizer import TextCutter, Tokenizer, tokenizer_from_gguf
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, tokenizer_from_gguf
+from phasewise.serving.text.tokenizer import TextCutter, Tokenizer
 from tests.support.models.mixed_text import mixed_lines
 from tests.support.models.tiny_vocabs import byte_level_metadata, merged_pieces_metadata, write_vocabulary
 from tests.support.peers import ask, llama_cpp_source

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Service
 from tests.support.servers.rude_clients import ENOUGH_S
@@ -78,7 +78,7 @@ def bare_server(
     nothing: Any = Nothing()
     with TcpAddress("127.0.0.1", 0, secure=tls is not None) as place:
         running = BareServer(place.url, Connections(limits, nothing))
-        service = Service(app, client or nothing, nothing, running.connections, running.report)
+        service = Service(app, [client or nothing], nothing, running.connections, running.report)
         running.start(HttpServer(service, place, tls))
         try:
             yield running

@@ -20,7 +20,7 @@ from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServedEmbeddings, create_app
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
-from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
 from phasewise.serving.loaders import load_model
@@ -140,7 +140,7 @@ def embedding_server(
     served = EmbeddingModel(("tiny", "alias"), 1_700_000_000, text, own[0].width, model.config.scores)
     app = create_app(limits, life, metrics, embeddings=ServedEmbeddings(served, client))
     with TcpAddress("127.0.0.1", 0) as place:
-        server = HttpServer(Service(app, client, life, connections, lambda _line: None), place)
+        server = HttpServer(Service(app, [client], life, connections, lambda _line: None), place)
         web = threading.Thread(target=server.run)
         web.start()
         until(lambda: server.started, "it does not start")

@@ -23,7 +23,7 @@ from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
-from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
 from phasewise.serving.processes.restarts import Restarts
@@ -165,7 +165,7 @@ def fake_folder(
     app = create_app(limits, life, metrics, generation=TextGeneration(models, client, runner))
     with TcpAddress("127.0.0.1", 0) as place:
         begin = partial(runner.begin, app)
-        server = HttpServer(Service(app, client, life, connections, lines.append, on_start=begin), place)
+        server = HttpServer(Service(app, [client], life, connections, lines.append, on_start=begin), place)
         web = threading.Thread(target=server.run)
         folder.host.start()
         web.start()

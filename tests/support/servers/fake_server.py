@@ -24,7 +24,7 @@ from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
-from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
@@ -173,7 +173,7 @@ def fake_server(
     generation = TextGeneration(models, client, runner)
     app = create_app(limits, life, metrics, surroundings, generation, embeddings)
     with address or TcpAddress("127.0.0.1", 0) as place:
-        service = Service(app, client, life, connections, said.append, on_start=lambda: runner.begin(app))
+        service = Service(app, [client], life, connections, said.append, on_start=lambda: runner.begin(app))
         server = HttpServer(service, place, tls)
         web = threading.Thread(target=server.run)
         thread.start()

@@ -12,8 +12,7 @@ from phasewise.serving.grammar.guides import GuideCompiler, TokenView
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.sandbox.confined import CancelToken
-from phasewise.serving.text.chat import Conversation
-from phasewise.serving.text.chat_template import ChatTemplate
+from phasewise.serving.text.chat_template import ChatTemplate, Conversation
 from phasewise.serving.tools.dialect import dialect_of
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, FakeRanks, encode, piece
 from tests.support.servers.fake_server import FakeServer, fake_server
