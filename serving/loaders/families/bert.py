@@ -17,7 +17,6 @@ from phasewise.serving.loaders.cuts import Names, TensorCut
 from phasewise.serving.loaders.families.family import Adapt, Get, unchanged
 from phasewise.serving.models.encoding import Encoder
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
-from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec
 
 HF_ACTIVATIONS = {
@@ -203,7 +202,8 @@ def encoder_config(
         rope=rope,
         tied_embeddings=True,
         layer_kinds=kinds,
-        ffn_form=FeedForwardForm(activation, family.has_gate),
+        activation=activation,
+        gated=family.has_gate,
         encoder=Encoder(
             positions=family.positions,
             segments=bool(get("type_vocab_size", int, 2)),

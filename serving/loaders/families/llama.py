@@ -191,7 +191,7 @@ def _starcoder2(get: Get, config: ModelConfig) -> ModelConfig:
         layer_norms=True,
         norm_biases=True,
         out_bias=biases,
-        ffn_form=replace(config.ffn_form, ffn_biases=biases),
+        ffn_biases=biases,
         norm_eps=positive(get, "norm_epsilon", STARCODER_EPS),
         sliding_window=get("sliding_window", int),
     )

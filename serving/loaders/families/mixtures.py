@@ -24,7 +24,6 @@ from phasewise.serving.loaders.families.family import (
 )
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
-from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 EOS = [151329, 151336, 151338]
@@ -135,8 +134,7 @@ LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
 
 def _common(get: Get, config: ModelConfig) -> ModelConfig:
     experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
-    form = FeedForwardForm("clamped_silu")
-    return replace(config, ffn_form=form, sinks=True, out_bias=True, experts=experts)
+    return replace(config, activation="clamped_silu", sinks=True, out_bias=True, experts=experts)
 
 
 def _gpt_oss(get: Get, config: ModelConfig) -> ModelConfig:

@@ -203,7 +203,7 @@ def _config(
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
         add_bos=adds_bos(metadata),
-        ffn_form=family.ffn_form,
+        **vars(family.ffn_form),
         out_bias="blk.0.attn_output.bias" in infos,
     )
     config = (family.from_gguf or family.from_hf)(get, plain)

@@ -87,7 +87,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
             dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))
         ),
         add_bos=add_bos,
-        ffn_form=family.ffn_form,
+        **vars(family.ffn_form),
         out_bias=get("attention_bias", bool, False),
     )
     return family.from_hf(get, plain)
