@@ -305,11 +305,9 @@ class Attention(Attending):
 
     def _growth(self) -> dict[str, Any]:
         growth = self.form.query_growth
-        return (
-            {}
-            if growth is None
-            else {"growth": growth.factors(self.context_length), "growth_span": growth.span}
-        )
+        if growth is None:
+            return {}
+        return {"growth": growth.factors(self.context_length), "growth_span": growth.span}
 
 
 def slopes_of(n_heads: int) -> np.ndarray:
