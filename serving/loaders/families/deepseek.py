@@ -221,20 +221,14 @@ DEEPSEEK3 = Family(
     hf_head=LAYER_HEAD,
     latent=True,
 )  # fmt: skip
-GLM4_MOE_LITE = Family(
-    "glm4moelite",
+GLM4_MOE_LITE = replace(
+    DEEPSEEK3,
+    name="glm4moelite",
     hf=("glm4_moe_lite",),
-    gguf=(),
-    from_hf=_v3,
-    hf_only=_ONLY_V3,
-    hf_names=HF_LATENT,
     hf_defaults={
         "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "q_lora_rank": 768, "qk_nope_head_dim": 192,
         "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1,
         "routed_scaling_factor": 1.8, "moe_intermediate_size": 1536, "qk_rope_head_dim": 64,
         "first_k_dense_replace": 1,
     },
-    more_layers=True,
-    hf_head=LAYER_HEAD,
-    latent=True,
 )  # fmt: skip

@@ -145,6 +145,10 @@ class Family:
     gguf_interleaved_heads: bool = False
     """True if RoPE rotates neighbours of a head of GGUF files: llama.cpp's converter may reorder rows."""
 
+    def names(self, stated: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The names `hf` or `gguf` of the family."""
+        return (self.name,) if stated is None else stated
+
 
 FED = ("gate", "up", "down")
 """The weights of a feed-forward layer."""

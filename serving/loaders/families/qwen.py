@@ -257,21 +257,14 @@ QWEN3_5 = Family(
     partial_rope=True,
     hf_unit_norms=True,
 )
-QWEN3_5_MOE = Family(
-    "qwen35moe",
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen35moe",
     hf=("qwen3_5_moe", "qwen3_5_moe_text"),
     from_hf=_next_mixture,
     from_gguf=_mixture_gguf,
     gguf_defaults=NORMALISED,
     hf_only=_UNBIASED | EXPERTS_IN_ALL_LAYERS,
-    gguf_names={**_GGUF, **_GGUF_APART},
-    more_layers=True,
     hf_names={**_STATE, **_APART, **_EXPERTS},
     hf_defaults={**_MIXTURE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
-    hf_text_prefixes=_VL_TEXT,
-    hf_ignored=("mtp.", *_VL_OTHERS),
-    hf_head=MTP_HEAD,
-    gguf_head=True,
-    partial_rope=True,
-    hf_unit_norms=True,
 )
