@@ -240,7 +240,6 @@ class ModelConfig(AttentionForm, FeedForwardForm):
 
     def _check_layers(self) -> None:
         self.halves.check(self.n_layers)
-        self.factors.check()
         if not self.attention_layers or any(map(self.keeps_state, self.halves.feed_forward)):
             raise ModelError("a model whose layers keep no keys and values cannot run")
 
