@@ -11,9 +11,6 @@ from phasewise.serving.models.later import LATER
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import SCALINGS
 
-FLAT = {"ffn_form"}
-"""Fields of ModelConfig whose own fields are written beside the config's other fields."""
-
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Write the config as plain JSON values; `config_from_json` is the inverse."""
@@ -48,8 +45,6 @@ def _plain(value: Any) -> Any:
         for field, of_field in own
         if not (LATER.items() <= field.metadata.items() and of_field == field.default)
     }
-    for name in FLAT & kept.keys():
-        kept |= kept.pop(name)
     return {**named, **kept}
 
 
@@ -69,6 +64,4 @@ def _value(hint: Any, plain: Any) -> Any:
         return plain
     own = dict(plain)
     kind = classes[0] if len(classes) == 1 else SCALINGS[own.pop("kind")]
-    for name in FLAT & _hints(kind).keys():
-        own[name] = {part: own.pop(part) for part in own.keys() & _hints(_hints(kind)[name]).keys()}
     return kind(**{name: _value(_hints(kind)[name], entry) for name, entry in own.items()})

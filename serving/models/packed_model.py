@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 from phasewise._words import counted
 from phasewise.cython_kernels.packing import PackedWeight
@@ -20,14 +21,13 @@ from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
 from phasewise.serving.models.parts.attention import (
     Attending,
     Attention,
+    AttentionForm,
     HeadShape,
-    LatentAttention,
     LatentMixer,
-    QueryGrowth,
     first_head,
 )
 from phasewise.serving.models.parts.experts import Experts
-from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
+from phasewise.serving.models.parts.feed_forward import FeedForward, FeedForwardForm
 from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
 from phasewise.serving.models.parts.site import (
     NO_FACTORS,
@@ -68,6 +68,8 @@ LARGEST = {
     "context_length": MOST_POSITIONS,
 }
 MOST_KINDS = 4
+
+Form = TypeVar("Form", AttentionForm, FeedForwardForm)
 
 LAYER_TABLE = "layer_table"
 """The name of the table of layer inputs, whose rows are looked up and never multiplied."""
@@ -153,9 +155,10 @@ class LayerKind:
     """The KV heads of the layer; None: the model's."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a model. Construction refuses shapes that no model can have. Without `encoder` a decoder:
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(AttentionForm, FeedForwardForm):
+    """The shape of a model: what its attention and feed-forward layers have in all layers, and what is the
+    model's alone. Construction refuses shapes that no model can have. Without `encoder` a decoder:
     A layer is h += r A(norm(h)), h += r F(norm(h)): attention A, feed-forward F, r the residual scale.
     Without `pre_norms` A and F read h itself; with `post_norms` their outputs are normalised."""
 
@@ -163,45 +166,25 @@ class ModelConfig:
     n_layers: int
     hidden: int
     ffn: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
     vocab_size: int
     context_length: int
     norm_eps: float
     rope: RopeSpec
     tied_embeddings: bool
-    qk_norm: bool = False
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     add_bos: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer; (): all layers have `rope` and `sliding_window`."""
-    ffn_form: FeedForwardForm = SILU_GATE
     pre_norms: bool = True
     post_norms: bool = False
-    whole_qk_norm: bool = False
-    """True if `qk_norm` is over the whole of a row's queries, and of its keys, rather than over each head."""
-    out_bias: bool = False
-    """True if the projection after attention has a bias."""
-    sinks: bool = False
-    """True if each head has a score of its own beside those of positions, which takes weight and gives no
-    value."""
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    attention_scale: float | None = None
-    """The factor of scores; None: 1 / sqrt(head_dim)."""
-    attention_cap: float | None = None
-    """The bound c of scores, which become c tanh(score / c)."""
     logit_cap: float | None = None
     experts: Experts | None = None
     encoder: Encoder | None = None
-    norm_last: bool = field(default=False, metadata=LATER)
-    """True if `qk_norm` is behind the rotation of queries and keys."""
-    gated_attention: bool = field(default=False, metadata=LATER)
-    """True if attention's output is multiplied by the logistic of one more product of the stream."""
     state: StateLayers | None = field(default=None, metadata=LATER)
     """Layers that keep a state in place of keys and values."""
     last_row_scores: bool = field(default=False, metadata=LATER)
@@ -212,14 +195,8 @@ class ModelConfig:
     """True if norms of the stream have biases."""
     parallel: bool = field(default=False, metadata=LATER)
     """True if a layer is h += A(n) + F(n), n = norm(h): both halves read one norm of the same stream."""
-    query_growth: QueryGrowth | None = field(default=None, metadata=LATER)
-    """The growth of queries with their positions."""
-    latent: LatentAttention | None = field(default=None, metadata=LATER)
-    """Attention over one vector of each token; `head_dim` are then the vector's numbers, in one KV head."""
     halves: SingleHalves = field(default=BOTH_HALVES, metadata=LATER)
     factors: ProductFactors = field(default=NO_FACTORS, metadata=LATER)
-    value_norms: bool = field(default=False, metadata=LATER)
-    """True if values are normalised by heads, without weights."""
     layer_scales: bool = field(default=False, metadata=LATER)
     """True if each layer has a number by which the stream is multiplied behind the layer."""
     ffn_widths: tuple[int, ...] = field(default=(), metadata=LATER)
@@ -263,7 +240,6 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         self.halves.check(self.n_layers)
-        self.factors.check()
         if not self.attention_layers or any(map(self.keeps_state, self.halves.feed_forward)):
             raise ModelError("a model whose layers keep no keys and values cannot run")
 
@@ -407,7 +383,7 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
         if config.streams is not None:
             streams = StreamsOfLayer(config.streams, config.hidden, config.norm_eps)
         if config.layer_inputs is not None:
-            inputs = InputsOfLayer(config.hidden, config.layer_inputs.size, config.ffn_form.activation)
+            inputs = InputsOfLayer(config.hidden, config.layer_inputs.size, config.activation)
         parts = (mixers, feed_forward, mixture, streams, inputs, _norms(config, number))
         if parts not in alike:
             alike[parts] = Layer(config.hidden, *parts, config.layer_scales)
@@ -424,33 +400,31 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
     if not config.attends(number):
         return tuple(mixers)
     own, encoder = config.kind_of(number), config.encoder
-    heads = own.heads or HeadShape(config.n_kv_heads, config.head_dim)
-    scores, kind = (config.attention_scale, config.attention_cap), config.kinds.index(own)
-    kept = config.hidden, config.n_heads, heads, kind, own.window, *scores
+    heads, form = own.heads or HeadShape(config.n_kv_heads, config.head_dim), form_in(config, AttentionForm)
+    if encoder is not None:
+        form = replace(form, out_bias=form.out_bias or encoder.out_bias)
+    kept = config.hidden, form, heads, config.kinds.index(own), own.window
     if config.latent is not None:
-        return (*mixers, LatentMixer(*kept, config.latent))
+        return (*mixers, LatentMixer(*kept))
     attention = Attention(
         *kept,
         config.kept_by(number) != number,
-        config.qk_norm,
-        config.whole_qk_norm,
-        config.value_norms,
-        config.out_bias or (encoder is not None and encoder.out_bias),
-        config.sinks,
-        config.gated_attention,
         config.factors.qkv,
-        config.query_growth,
         config.context_length if config.query_growth else 0,
         encoder is not None and encoder.distances,
-        config.norm_last,
     )
     return (*mixers, attention)
+
+
+def form_in(config: ModelConfig, kind: type[Form]) -> Form:
+    """The part of a config that is the form of its attention, or of its feed-forward layers."""
+    return kind(**{own.name: getattr(config, own.name) for own in fields(kind)})
 
 
 def _feed_forward(
     config: ModelConfig, width: int, sparsity: float = 0.0, weighed: bool = False
 ) -> FeedForward:
-    form, factors = config.ffn_form, (config.factors.gate, config.factors.up)
+    form, factors = form_in(config, FeedForwardForm), (config.factors.gate, config.factors.up)
     if config.encoder is not None:
         form = replace(form, ffn_biases=config.encoder.ffn_biases)
     return FeedForward(config.hidden, width, form, factors, sparsity, weighed)

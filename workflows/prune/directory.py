@@ -103,7 +103,7 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
         "tie_word_embeddings": config.tied_embeddings,
-        "hidden_act": ACTIVATION_NAMES[config.ffn_form.activation][0],
+        "hidden_act": ACTIVATION_NAMES[config.activation][0],
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
     }

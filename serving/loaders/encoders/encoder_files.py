@@ -26,6 +26,7 @@ from phasewise.serving.loaders.families.bert import (
     encoder_config,
 )
 from phasewise.serving.loaders.families.encoders import instructions_of
+from phasewise.serving.loaders.families.family import check_only, unchanged
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, Shards, tensor_of
@@ -52,9 +53,10 @@ def gguf_config(
     family: EncoderFamily, read: ReadField, infos: Mapping[str, TensorInfo], what: str
 ) -> ModelConfig:
     """Make the config from GGUF metadata; the size of the vocabulary is that of the embeddings' tensor."""
+    (architecture,) = family.names(family.gguf)
     if "token_embd.weight" not in infos:
         raise ModelError(f"{what} lacks the tensor token_embd.weight")
-    if read(f"{family.gguf}.attention.causal", bool, False):
+    if read(f"{architecture}.attention.causal", bool, False):
         raise ModelError(f"{what} holds a decoder of this family; encoders can run")
 
     def get(key: str, kind: Any, default: Any = None) -> Any:
@@ -62,27 +64,26 @@ def gguf_config(
             return infos["token_embd.weight"].shape[0]
         if key == "type_vocab_size":
             return 2 if "token_types.weight" in infos else 0
-        return read(f"{family.gguf}.{_KEYS[key]}", kind, default)
+        return read(f"{architecture}.{_KEYS[key]}", kind, default)
 
-    assert family.gguf is not None
-    scores = pooling_type(family.gguf, read) == RANK
+    scores = pooling_type(architecture, read) == RANK
     if scores and not family.gguf_scores:
         raise ModelError(f"{what} holds a {family.name} classifier, whose head cannot run")
-    named = read(f"{family.gguf}.hidden_activation", str, None)
+    named = read(f"{architecture}.hidden_activation", str, None)
     if named is not None and HF_ACTIVATIONS.get(named) not in family.activations:
         raise ModelError(f"{what} asks for the activation {named!r:.60}, which cannot run")
     plain = encoder_config(
         family,
         get,
-        context_length=read(f"{family.gguf}.context_length", int, None),
+        context_length=read(f"{architecture}.context_length", int, None),
         activation=family.activations[0] if named is None else HF_ACTIVATIONS[named],
         scores=scores,
     )
 
     def get_more(key: str, kind: Any, default: Any = None) -> Any:
-        return read(f"{family.gguf}.{key}", kind, default)
+        return read(f"{architecture}.{key}", kind, default)
 
-    return family.from_gguf(get_more, plain)
+    return (family.from_gguf or unchanged)(get_more, plain)
 
 
 def pooling_type(architecture: str, read: ReadField) -> int | None:
@@ -113,7 +114,7 @@ def gguf_tensors(
     if "blk.0.ffn_gate.weight" in tensors:
         in_layers |= {"ffn_up.weight": GGUF_NAMES["ffn_up.weight"]}
     files = ((theirs, theirs, partial(tensors.__getitem__, theirs)) for theirs in tensors)
-    outside = {**GGUF_GLOBAL_NAMES, **family.gguf_global_names}
+    outside = {**GGUF_GLOBAL_NAMES, **family.global_names}
     return _tensors(files, r"blk\.(0|[1-9]\d{0,3})\.(.+)", (in_layers, outside), 0, config, what)
 
 
@@ -178,10 +179,8 @@ SCORE_POOLINGS = {"cls": "first", "mean": "mean"}
 
 def hf_encoder_config(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
     renamed = {ours: given[theirs] for ours, theirs in family.hf_fields.items() if theirs in given}
-    fields: dict[str, Any] = {**family.defaults, **given, **renamed}
-    for key in family.hf_must_be_off:
-        if given.get(key):
-            raise ModelError(f"config.json has {key} = {given[key]!r:.60}, which cannot run")
+    fields: dict[str, Any] = {**family.hf_defaults, **given, **renamed}
+    check_only(given.get, family.hf_only)
 
     def get(key: str, kind: Any, default: Any = None) -> Any:
         return field(fields, key, kind, default)
@@ -212,7 +211,7 @@ def hf_tensors(
 ) -> dict[str, SourceTensor]:
     """Views of every tensor of a directory, by our names."""
     scores = config.encoder is not None and config.encoder.scores
-    names = family.hf_names, family.hf_global_names
+    names = family.hf_names, family.global_names
 
     def files() -> Iterator[tuple[str, str, Callable[[], SourceTensor]]]:
         for file, entries in opened:

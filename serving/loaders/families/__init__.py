@@ -57,10 +57,6 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
-def _names(stated: tuple[str, ...] | None, family: Family) -> tuple[str, ...]:
-    return (family.name,) if stated is None else stated
-
-
 REFUSED = {
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks and experts whose inputs have weights"),
     "phimoe": "a router (SparseMixer) that llama.cpp and transformers compute differently",
@@ -73,8 +69,8 @@ REFUSED = {
 }
 """Architectures that users ask for, in names of either format, and what in them has no arithmetic here."""
 
-BY_HF = {name: family for family in FAMILIES for name in _names(family.hf, family)}
-BY_GGUF = {name: family for family in FAMILIES for name in _names(family.gguf, family)}
+BY_HF = {name: family for family in FAMILIES for name in family.names(family.hf)}
+BY_GGUF = {name: family for family in FAMILIES for name in family.names(family.gguf)}
 
 
 def family_of_hf(model_type: str) -> Family:

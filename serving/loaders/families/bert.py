@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
-from phasewise.serving.loaders.families.family import Adapt, Get, unchanged
+from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.models.encoding import Encoder
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
-from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec
 
 HF_ACTIVATIONS = {
@@ -28,19 +27,15 @@ FIRST_POSITION_OF_ROBERTA = 2
 _NOMIC_THETA = 1000.0
 
 
-@dataclass(frozen=True)
-class EncoderFamily:
-    """A family of encoders: its names and settings in files. `name`: the `architecture` of its configs."""
+_LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
 
-    name: str
-    hf: tuple[str, ...]
-    """`model_type` in config.json."""
-    gguf: str | None
-    """`general.architecture` in GGUF metadata; None: llama.cpp does not have the family."""
-    hf_layer: str
+
+@dataclass(frozen=True)
+class EncoderFamily(Family):
+    """A family of encoders: what it has beside a family of decoders. `hf_fields`: from BERT's names."""
+
+    hf_layer: str = _LAYER
     """The pattern of a layer's tensor names; the first group is the layer's number, the second the rest."""
-    hf_names: Names
-    hf_global_names: Names
     first_position: int = 0
     """Rows of the position embeddings in safetensors before that of a text's first token."""
     has_gate: bool = False
@@ -51,20 +46,6 @@ class EncoderFamily:
     position_kinds: tuple[str, ...] = ("absolute",)
     """Values of `position_embedding_type` in config.json that can run."""
     activations: tuple[str, ...] = ("gelu", "gelu_tanh", "silu", "relu")
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    """Fields that config.json may leave out."""
-    hf_fields: Mapping[str, str] = field(default_factory=dict)
-    """BERT's names of fields to this family's."""
-    hf_must_be_off: tuple[str, ...] = ()
-    """Fields of config.json that ask for arithmetic which is missing here."""
-    from_hf: Adapt = unchanged
-    from_gguf: Adapt = unchanged
-    gguf_names: Names = field(default_factory=dict)
-    """Names of a layer's tensors in GGUF files, beside or in place of the common ones."""
-    gguf_global_names: Mapping[str, str] = field(default_factory=dict)
-
-
-_LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
 
 
 def biased(names: Mapping[str, str]) -> dict[str, str]:
@@ -118,9 +99,6 @@ def stated_theta(fields: Mapping[str, Any], default: float) -> float:
 
 
 def _nomic_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
-    share = get("rotary_emb_fraction", float, 1.0)
-    if share != 1.0:
-        raise ModelError(f"config.json rotates {share!r:.80} of each head: all of it can run")
     rope = get("rope_parameters", dict) or {}
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"config.json asks for RoPE scaling {rope.get('rope_type')!r:.60}, which cannot run")
@@ -133,29 +111,26 @@ def _nomic_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(config, rope=RopeSpec(theta, config.head_dim))
 
 
-BERT = EncoderFamily("bert", ("bert",), "bert", _LAYER, _BERT_LAYER_NAMES, {**EMBEDDING_NAMES, **BERT_HEAD})
+BERT = EncoderFamily("bert", hf_names=_BERT_LAYER_NAMES, global_names={**EMBEDDING_NAMES, **BERT_HEAD})
 ROBERTA = EncoderFamily(
     "roberta",
-    ("roberta", "xlm-roberta", "camembert"),
-    "bert",
-    _LAYER,
-    _BERT_LAYER_NAMES,
-    {**EMBEDDING_NAMES, **_ROBERTA_HEAD},
+    hf=("roberta", "xlm-roberta", "camembert"),
+    gguf=(),
+    hf_names=_BERT_LAYER_NAMES,
+    global_names={**EMBEDDING_NAMES, **_ROBERTA_HEAD},
     first_position=FIRST_POSITION_OF_ROBERTA,
-    defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    hf_defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
 )
 NOMIC_BERT = EncoderFamily(
     "nomic-bert",
-    ("nomic_bert",),
-    "nomic-bert",
-    _LAYER,
-    _NOMIC_NAMES,
-    {**EMBEDDING_NAMES, **biased({"emb_ln": "embed_norm"})},
+    hf=("nomic_bert",),
+    hf_names=_NOMIC_NAMES,
+    global_names={**EMBEDDING_NAMES, **biased({"emb_ln": "embed_norm"})},
     has_gate=True,
     positions=False,
     biases=False,
     activations=("silu",),
-    defaults={"hidden_act": "silu"},
+    hf_defaults={"hidden_act": "silu"},
     hf_fields={  # as its authors wrote them, before transformers had the family
         "hidden_size": "n_embd",
         "num_attention_heads": "n_head",
@@ -165,14 +140,15 @@ NOMIC_BERT = EncoderFamily(
         "layer_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation_function",
     },
-    hf_must_be_off=(
-        "use_rms_norm",
-        "prenorm",
-        "qkv_proj_bias",
-        "mlp_fc1_bias",
-        "mlp_fc2_bias",
-        "rotary_emb_interleaved",
-    ),
+    hf_only={
+        "use_rms_norm": False,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_fraction": 1.0,
+    },
     from_hf=_nomic_from_hf,
     from_gguf=_nomic_from_gguf,
 )
@@ -203,7 +179,8 @@ def encoder_config(
         rope=rope,
         tied_embeddings=True,
         layer_kinds=kinds,
-        ffn_form=FeedForwardForm(activation, family.has_gate),
+        activation=activation,
+        gated=family.has_gate,
         encoder=Encoder(
             positions=family.positions,
             segments=bool(get("type_vocab_size", int, 2)),

@@ -13,7 +13,6 @@ from phasewise.serving.loaders.families.family import (
     Family,
     Get,
     experts_of,
-    must_be_off,
     positive,
     yarn_magnitude,
 )
@@ -25,10 +24,9 @@ from phasewise.serving.models.rope import YarnScaling
 
 GATING = {1: SOFTMAX, 2: LOGISTIC}
 """The function from logits to scores, by its number in GGUF files."""
-LOGISTIC_GATING = 2
 
 
-def routed_hf(
+def routed(
     get: Get,
     config: ModelConfig,
     scores: str = LOGISTIC,
@@ -36,54 +34,45 @@ def routed_hf(
     dense: tuple[int, ...] | None = None,
     shared: int | None = None,
 ) -> ModelConfig:
-    """Add the mixture of config.json to the config. `scores`: "logistic", with a bias for the choice and
-    groups ranked by their two best, or "softmax", with neither. `dense`, `shared`: layers without experts,
-    and the shared expert's width, in place of what the common keys say."""
-    normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
-    width, of_all = _widths(get("moe_intermediate_size", int), get("n_shared_experts", int, 0))
-    return routed(
-        get,
-        config,
-        keys=("n_routed_experts", "num_experts_per_tok"),
-        widths=(width, of_all if shared is None else shared),
-        scores=(scores, normalised, positive(get, "routed_scaling_factor", 1.0)),
-        groups=(get("n_group", int, 1), get("topk_group", int, 1)),
-        dense=hf_dense_layers(get, config) if dense is None else dense,
-    )
-
-
-def routed_gguf(
-    get: Get,
-    config: ModelConfig,
-    *,
-    gating: int = 1,
-    normalised: bool | None = None,
-    shared: int | None = None,
-) -> ModelConfig:
-    """Add the mixture of GGUF metadata to the config, if there is one. `gating`: the number of a file that
-    states none. `normalised`, `shared`: in place of what the file says."""
-    if not get("expert_count", int, 0):
+    """Add the mixture of either format to the config, if there is one. `scores`: of a file that states none:
+    "logistic", with a bias for the choice and groups ranked by their two best, or "softmax", with neither.
+    `dense`, `shared`: layers without experts, and the shared expert's width, in place of what the common keys
+    say."""
+    if get("n_routed_experts", int) == 0:
         return config
-    gating = get("expert_gating_func", int, 0) or gating
-    if gating not in GATING:
+    gating = get("expert_gating_func", int)  # of GGUF files
+    if gating is not None and gating not in GATING:
         raise ModelError(f"the GGUF metadata gives expert_gating_func = {gating!r:.60}: 1 or 2 can run")
-    scale = get("expert_weights_scale", float, 1.0) or 1.0  # 0 is that of files that have none
-    width, of_all = _widths(get("expert_feed_forward_length", int), get("expert_shared_count", int, 0))
-    norm = get("expert_weights_norm", bool, False) if normalised is None else normalised
-    return routed(
-        get,
-        config,
-        keys=("expert_count", "expert_used_count"),
-        widths=(width, of_all if shared is None else shared),
-        scores=(GATING[gating], norm, scale),
-        groups=(get("expert_group_count", int, 1) or 1, get("expert_group_used_count", int, 1) or 1),
-        dense=_first(get("leading_dense_block_count", int, 0), config.n_layers),
+    scores = GATING.get(gating, scores)
+    width, n_shared = get("moe_intermediate_size", int), get("n_shared_experts", int, 0)
+    dense = _dense_layers(get, config) if dense is None else dense
+    if len(dense) == config.n_layers:
+        return config
+    if type(width) is not int or not 1 <= width <= MOST_WIDTH:
+        raise ModelError(f"experts of width {width!r:.60}: from 1 to {MOST_WIDTH} expected")
+    if not 0 <= n_shared <= MOST_WIDTH:
+        raise ModelError(f"{n_shared!r:.60} experts are shared: 0 or more expected")
+    normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
+    shared = n_shared * get("moe_shared_expert_intermediate_size", int, width) if shared is None else shared
+    plain = experts_of(get, "n_routed_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
+    groups, chosen_groups = get("n_group", int, 1), get("topk_group", int, 1)
+    experts = replace(
+        plain,
+        scores=scores,
+        choice_bias=scores == LOGISTIC,
+        groups=groups,
+        chosen_groups=chosen_groups if groups != 1 else 1,
+        group_best=2 if scores == LOGISTIC and groups != 1 else 1,
+        scale=positive(get, "routed_scaling_factor", 1.0),
+        dense_layers=dense,
+        dense_ffn=config.ffn if dense else 0,
     )
+    return replace(config, experts=experts, ffn=width)
 
 
-def hf_dense_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """Layers without experts in config.json: those of a list, or the first ones and of the others all but
-    every `moe_layer_freq`-th."""
+def _dense_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
+    """Layers without experts: those of a list, or the first ones and of the others all but every
+    `moe_layer_freq`-th."""
     named = get("mlp_layer_types", list)
     if named is not None:
         if len(named) != config.n_layers or any(kind not in ("dense", "sparse") for kind in named):
@@ -95,54 +84,9 @@ def hf_dense_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
     first, every = get("first_k_dense_replace", int, 0), get("moe_layer_freq", int, 1)
     if every < 1:
         raise ModelError(f"config.json has moe_layer_freq = {every!r:.60}: 1 or more expected")
-    dense = set(_first(first, config.n_layers))
-    return tuple(layer for layer in range(config.n_layers) if layer in dense or layer % every)
-
-
-def _first(count: int, n_layers: int) -> tuple[int, ...]:
-    if not 0 <= count <= 1 << 20:
-        raise ModelError(f"the first {count!r:.60} layers have no experts: 0 or more expected")
-    return tuple(range(min(count, n_layers)))
-
-
-def _widths(width: int | None, n_shared: int) -> tuple[int | None, int]:
-    """The width of one expert, and the summed width of the shared experts."""
-    if width is not None and 1 <= width <= MOST_WIDTH and not 0 <= n_shared <= MOST_WIDTH:
-        raise ModelError(f"{n_shared!r:.60} experts are shared: 0 or more expected")
-    return width, n_shared * (width or 0)
-
-
-def routed(
-    get: Get,
-    config: ModelConfig,
-    keys: tuple[str, str],
-    widths: tuple[int | None, int],
-    scores: tuple[str, bool, float],
-    groups: tuple[int, int],
-    dense: tuple[int, ...],
-) -> ModelConfig:
-    """Add a mixture to the config. `widths`: of one expert, and of the shared one, 0: none. `scores`: the
-    function of logits, True if scores are normalised, and their factor. `groups`: of experts, and those that
-    can be chosen."""
-    if len(dense) == config.n_layers:
-        return config
-    width, shared = widths
-    if type(width) is not int or not 1 <= width <= MOST_WIDTH:
-        raise ModelError(f"experts of width {width!r:.60}: from 1 to {MOST_WIDTH} expected")
-    kind, normalised, scale = scores
-    plain = experts_of(get, *keys, normalised, shared_ffn=shared)
-    experts = replace(
-        plain,
-        scores=kind,
-        choice_bias=kind == LOGISTIC,
-        groups=groups[0],
-        chosen_groups=groups[1] if groups[0] != 1 else 1,
-        group_best=2 if kind == LOGISTIC and groups[0] != 1 else 1,
-        scale=scale,
-        dense_layers=dense,
-        dense_ffn=config.ffn if dense else 0,
-    )
-    return replace(config, experts=experts, ffn=width)
+    if not 0 <= first <= 1 << 20:
+        raise ModelError(f"the first {first!r:.60} layers have no experts: 0 or more expected")
+    return tuple(layer for layer in range(config.n_layers) if layer < first or layer % every)
 
 
 NORM_EPS = 1e-6
@@ -151,23 +95,17 @@ GREEDY, BY_GROUPS = "greedy", "group_limited_greedy"
 
 
 def _v2(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "norm_topk_prob")
     method = get("topk_method", str, GREEDY)
     if method not in (GREEDY, BY_GROUPS):
         raise ModelError(f"config.json has topk_method = {method!r:.60}: {GREEDY} or {BY_GROUPS} can run")
-    config = _latent_hf(get, routed_hf(get, config, SOFTMAX))
+    config = _latent_hf(get, routed(get, config, SOFTMAX))
     if method == GREEDY and config.experts is not None:
         config = replace(config, experts=replace(config.experts, groups=1, chosen_groups=1))
     return config
 
 
 def _v3(get: Get, config: ModelConfig) -> ModelConfig:
-    if get("scoring_func", str, "sigmoid") != "sigmoid" or get("topk_method", str, "noaux_tc") != "noaux_tc":
-        raise ModelError(
-            f"config.json has scoring_func = {get('scoring_func')!r:.60} and topk_method ="
-            f" {get('topk_method')!r:.60}: sigmoid and noaux_tc can run"
-        )
-    return _latent_hf(get, routed_hf(get, config))
+    return _latent_hf(get, routed(get, config))
 
 
 def latent_of_hf(get: Get) -> LatentAttention:
@@ -182,9 +120,6 @@ def latent_of_hf(get: Get) -> LatentAttention:
 
 
 def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias")
-    if get("rope_interleave", bool, True) is False:
-        raise ModelError("config.json has rope_interleave = False, which cannot run")
     latent = latent_of_hf(get)
     rope = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
     weight = rope.get("mscale_all_dim") or 0.0
@@ -224,7 +159,6 @@ def latent_of_gguf(get: Get, norm_eps: float) -> LatentAttention:
 
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
     if get("attention.temperature_scale", float, 0.0):
         raise ModelError("the GGUF metadata gives a temperature of attention, which cannot run")
     weight = get("rope.scaling.yarn_log_multiplier", float, 0.0) / 0.1  # as the converter writes it
@@ -234,8 +168,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
     ):  # both weights are one: cosines and sines stay as they are
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
         config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
-    config = replace(config, n_layers=n_layers)
-    return with_latent(routed_gguf(get, config), latent_of_gguf(get, config.norm_eps), weight)
+    return with_latent(routed(get, config, SOFTMAX), latent_of_gguf(get, config.norm_eps), weight)
 
 
 HF_LATENT: Names = {
@@ -255,6 +188,9 @@ GGUF_LATENT: Names = {
     "attn_v_b.weight": HeadStack("v_b"),
 }  # fmt: skip
 
+_ONLY = {"attention_bias": False, "rope_interleave": True}
+_ONLY_V3 = _ONLY | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
 DEEPSEEK2 = Family(
     "deepseek2",
     hf=("deepseek_v2",),
@@ -262,6 +198,7 @@ DEEPSEEK2 = Family(
     from_gguf=_gguf,
     hf_names=HF_LATENT,
     gguf_names=GGUF_LATENT,
+    hf_only=_ONLY | {"norm_topk_prob": False},
     hf_defaults={"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2, "qk_rope_head_dim": 64},
     more_layers=True,
     gguf_head=True,
@@ -272,6 +209,7 @@ DEEPSEEK3 = Family(
     hf=("deepseek_v3", "kimi_k2"),
     gguf=(),
     from_hf=_v3,
+    hf_only=_ONLY_V3,
     hf_names=HF_LATENT,
     hf_defaults={
         "max_position_embeddings": 4096, "q_lora_rank": 1536, "n_routed_experts": 256,
@@ -283,19 +221,14 @@ DEEPSEEK3 = Family(
     hf_head=LAYER_HEAD,
     latent=True,
 )  # fmt: skip
-GLM4_MOE_LITE = Family(
-    "glm4moelite",
+GLM4_MOE_LITE = replace(
+    DEEPSEEK3,
+    name="glm4moelite",
     hf=("glm4_moe_lite",),
-    gguf=(),
-    from_hf=_v3,
-    hf_names=HF_LATENT,
     hf_defaults={
         "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "q_lora_rank": 768, "qk_nope_head_dim": 192,
         "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1,
         "routed_scaling_factor": 1.8, "moe_intermediate_size": 1536, "qk_rope_head_dim": 64,
         "first_k_dense_replace": 1,
     },
-    more_layers=True,
-    hf_head=LAYER_HEAD,
-    latent=True,
 )  # fmt: skip

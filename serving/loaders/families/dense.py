@@ -16,9 +16,7 @@ from phasewise.serving.loaders.families.family import (
     Get,
     experts_of,
     fed,
-    gguf_windows,
     layer_types,
-    must_be_off,
     number_of,
     turned_in_windows,
 )
@@ -46,39 +44,21 @@ SEED_OSS = Family(
 EXAONE4_PERIOD = 4
 
 
-def _exaone4(config: ModelConfig) -> ModelConfig:
-    return replace(config, pre_norms=False, post_norms=True, qk_norm=True)
-
-
-def _exaone4_hf(get: Get, config: ModelConfig) -> ModelConfig:
-    window = get("sliding_window", int)
-    if window is None:
-        return _exaone4(config)
-    return turned_in_windows(_exaone4(config), layer_types(get, config, EXAONE4_PERIOD), window)
-
-
-def _exaone4_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    if get("sliding_window", int) is None:
-        return _exaone4(config)
-    return turned_in_windows(_exaone4(config), *gguf_windows(get, config.n_layers, EXAONE4_PERIOD))
+def _exaone4(get: Get, config: ModelConfig) -> ModelConfig:
+    own, window = replace(config, pre_norms=False, post_norms=True, qk_norm=True), get("sliding_window", int)
+    return own if window is None else turned_in_windows(own, layer_types(get, config, EXAONE4_PERIOD), window)
 
 
 EXAONE4 = Family(
     "exaone4",
-    from_hf=_exaone4_hf,
-    from_gguf=_exaone4_gguf,
+    from_hf=_exaone4,
     hf_defaults={"rms_norm_eps": 1e-5, "num_attention_heads": 32, "sliding_window": 4096},
 )
 
 
-def _ernie(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "use_bias")
-    return config
-
-
 ERNIE4_5 = Family(
     "ernie4_5",
-    from_hf=_ernie,
+    hf_only={"use_bias": False},
     hf_defaults={
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
@@ -93,7 +73,6 @@ ERNIE4_5 = Family(
 
 
 def _hunyuan(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "use_cla", "attention_bias")
     stated = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
     theta, kind = stated.get("rope_theta"), stated.get("rope_type", stated.get("type"))
     theta = config.rope.theta if theta is None else number_of(theta)
@@ -135,7 +114,7 @@ def _hunyuan_moe(get: Get, config: ModelConfig) -> ModelConfig:
 def _hunyuan_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     shared = get("shared_intermediate_size", int, 0)
     experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised=True, shared_ffn=shared)
-    width = get("expert_feed_forward_length", int, config.ffn)
+    width = get("moe_intermediate_size", int, config.ffn)
     return replace(_norm_last(get, config), experts=experts, ffn=width)
 
 
@@ -147,6 +126,7 @@ HUNYUAN = Family(
     from_gguf=_norm_last,
     hf_names=_HUNYUAN,
     hf_defaults={"rms_norm_eps": 1e-5},
+    hf_only={"use_cla": False, "attention_bias": False},
     own_layers=True,
 )
 HUNYUAN_MOE = Family(
@@ -156,5 +136,6 @@ HUNYUAN_MOE = Family(
     from_gguf=_hunyuan_moe_gguf,
     hf_names={**_HUNYUAN, "mlp.gate.wg.weight": "router", **fed("mlp.shared_mlp")},
     hf_defaults={"rms_norm_eps": 1e-5},
+    hf_only={"use_cla": False, "attention_bias": False},
     own_layers=True,
 )

@@ -57,15 +57,14 @@ def _v2_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 JINA_BERT = EncoderFamily(
     "jina-bert",
-    (),
-    "jina-bert-v2",
-    BERT.hf_layer,
-    {
+    hf=(),
+    gguf=("jina-bert-v2",),
+    hf_names={
         **{theirs: ours for theirs, ours in BERT.hf_names.items() if theirs.startswith("attention.")},
         "mlp.gated_layers.weight": TensorCut(("gate", "up")), "mlp.wo.weight": "down",
         "mlp.wo.bias": "down_bias", "mlp.layernorm.weight": "ffn_norm", "mlp.layernorm.bias": "ffn_norm_bias",
     },
-    BERT.hf_global_names,
+    global_names=BERT.global_names,
     has_gate=True,
     positions=False,
     position_kinds=("alibi",),
@@ -127,10 +126,9 @@ _GLOBAL_NAMES: Names = {
 
 JINA_V3 = EncoderFamily(
     "jina-v3",
-    (),
-    None,
-    BERT.hf_layer,
-    {
+    hf=(),
+    gguf=(),
+    hf_names={
         **_parametrised("mixer.Wqkv", TensorCut(("q", "k", "v")), "qkv"),
         "mixer.Wqkv.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
         **_parametrised("mixer.out_proj", "o", "o"), "mixer.out_proj.bias": "o_bias",
@@ -138,12 +136,14 @@ JINA_V3 = EncoderFamily(
         **_parametrised("mlp.fc2", "down", "down"), "mlp.fc2.bias": "down_bias", "norm1.weight": "attn_norm",
         "norm1.bias": "attn_norm_bias", "norm2.weight": "ffn_norm", "norm2.bias": "ffn_norm_bias",
     },
-    {**_GLOBAL_NAMES, **biased({"emb_ln": "embed_norm"})},
+    global_names={**_GLOBAL_NAMES, **biased({"emb_ln": "embed_norm"})},
     positions=False,
     position_kinds=("rotary",),
     activations=("gelu", "gelu_tanh"),
-    defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
-    hf_must_be_off=("rotary_emb_interleaved", "rotary_emb_scale_base", "last_layer_subset", "truncate_dim"),
+    hf_defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    hf_only=dict.fromkeys(
+        ("rotary_emb_interleaved", "rotary_emb_scale_base", "last_layer_subset", "truncate_dim")
+    ),
     from_hf=_v3_from_hf,
 )  # fmt: skip
 
@@ -154,9 +154,6 @@ _MOST_FACTOR = 1 << 20
 
 
 def _gte_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
-    kind = get("layer_norm_type", str, "layer_norm")
-    if kind != "layer_norm":
-        raise ModelError(f"config.json has layer_norm_type = {kind!r:.60}; layer_norm can run")
     model_type: str = get("model_type", str, THEIR_GTE)
     fields = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
     theta = stated_theta(fields, get("rope_theta", float, _GTE_THETA[model_type]))
@@ -190,17 +187,20 @@ _GTE_NAMES: Names = {
 
 GTE = EncoderFamily(
     "gte",
-    (THEIR_GTE, "gte"),
-    None,
-    BERT.hf_layer,
-    _GTE_NAMES,
-    {**EMBEDDING_NAMES, **BERT_HEAD},
+    hf=(THEIR_GTE, "gte"),
+    gguf=(),
+    hf_names=_GTE_NAMES,
+    global_names={**EMBEDDING_NAMES, **BERT_HEAD},
     has_gate=True,
     positions=False,
     position_kinds=("rope",),
     activations=("gelu",),
-    hf_must_be_off=("logn_attention_scale", "logn_attention_clip1"),
-    defaults={"position_embedding_type": "rope"},
+    hf_only={
+        "logn_attention_scale": False,
+        "logn_attention_clip1": False,
+        "layer_norm_type": "layer_norm",
+    },
+    hf_defaults={"position_embedding_type": "rope"},
     from_hf=_gte_from_hf,
 )
 
@@ -264,27 +264,26 @@ def _modern_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 MODERN_BERT = EncoderFamily(
     "modern-bert",
-    ("modernbert",),
-    "modern-bert",
-    r"layers\.(0|[1-9]\d{0,3})\.(.+)",
-    {
+    hf=("modernbert",),
+    hf_layer=r"layers\.(0|[1-9]\d{0,3})\.(.+)",
+    hf_names={
         "attn.Wqkv.weight": TensorCut(("q", "k", "v")), "attn.Wo.weight": "o",
         "attn_norm.weight": "attn_norm", "mlp.Wi.weight": TensorCut(("gate", "up")), "mlp.Wo.weight": "down",
         "mlp_norm.weight": "ffn_norm",
     },
-    {
+    global_names={
         "embeddings.tok_embeddings.weight": "embed", "embeddings.norm.weight": "embed_norm",
         "final_norm.weight": "final_norm", "head.dense.weight": "score_dense",
         "head.norm.weight": "score_norm", "classifier.weight": "score_out",
-        "classifier.bias": "score_out_bias",
+        "classifier.bias": "score_out_bias", "output_norm.weight": "final_norm",
     },
     has_gate=True,
     positions=False,
     biases=False,
     activations=("gelu", "silu", "gelu_tanh"),
-    defaults={"layer_norm_eps": 1e-5, "type_vocab_size": 0},
+    hf_defaults={"layer_norm_eps": 1e-5, "type_vocab_size": 0},
     hf_fields={"layer_norm_eps": "norm_eps", "hidden_act": "hidden_activation"},
-    hf_must_be_off=("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"),
+    hf_only=dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")),
     gguf_scores=False,
     from_hf=_modern_from_hf,
     from_gguf=_modern_from_gguf,
@@ -293,13 +292,12 @@ MODERN_BERT = EncoderFamily(
         "ffn_norm.weight": "ffn_norm",
         "ffn_up.weight": TensorCut(("gate", "up")),
     },
-    gguf_global_names={"output_norm.weight": "final_norm"},
 )  # fmt: skip
 
 
 ENCODERS = (BERT, ROBERTA, NOMIC_BERT, MODERN_BERT, JINA_BERT, JINA_V3, GTE)
-ENCODERS_BY_HF = {name: family for family in ENCODERS for name in family.hf}
-ENCODERS_BY_GGUF = {family.gguf: family for family in reversed(ENCODERS) if family.gguf is not None}
+ENCODERS_BY_HF = {name: family for family in ENCODERS for name in family.names(family.hf)}
+ENCODERS_BY_GGUF = {name: family for family in ENCODERS for name in family.names(family.gguf)}
 
 
 def encoder_of_hf(fields: Mapping[str, Any]) -> EncoderFamily | None:

@@ -105,6 +105,12 @@ class Family:
     """The field of config.json by which queries, keys and values have biases; "": they always have biases."""
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that config.json may leave out, where their values are not Llama's."""
+    hf_fields: Mapping[str, str] = field(default_factory=dict)
+    """Common names of fields to those that the family's config.json has."""
+    hf_only: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json for which one value alone can run, with that value; a false one: any that is."""
+    gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that GGUF files leave out, by the names that `get` has for them."""
     global_names: Names = field(default_factory=dict)
     """Names of tensors outside layers, of either format, beside the common ones."""
     ffn_form: FeedForwardForm = SILU_GATE
@@ -138,6 +144,10 @@ class Family:
     """True if RoPE rotates neighbours (2 i, 2 i + 1) of a head of safetensors, not (i, i + half)."""
     gguf_interleaved_heads: bool = False
     """True if RoPE rotates neighbours of a head of GGUF files: llama.cpp's converter may reorder rows."""
+
+    def names(self, stated: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The names `hf` or `gguf` of the family."""
+        return (self.name,) if stated is None else stated
 
 
 FED = ("gate", "up", "down")
@@ -224,28 +234,48 @@ GGUF_OUTSIDE = {"token_embd.weight": "embed", "output.weight": "lm_head", "outpu
 
 GGUF_KEYS = {
     "sliding_window": "attention.sliding_window",
-    **dict.fromkeys(("num_experts", "num_local_experts"), "expert_count"),
+    "rope_local_base_freq": "rope.freq_base_swa",
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "expert_count"),
     "num_experts_per_tok": "expert_used_count",
     "norm_topk_prob": "expert_weights_norm",
-    "shared_intermediate_size": "expert_shared_feed_forward_length",
-    "norm_epsilon": "attention.layer_norm_epsilon",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    **dict.fromkeys(
+        ("shared_intermediate_size", "shared_expert_intermediate_size"), "expert_shared_feed_forward_length"
+    ),
+    **dict.fromkeys(("norm_epsilon", "layer_norm_eps"), "attention.layer_norm_epsilon"),
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
 """Settings that mean the same in both formats, by their names in config.json, which families use for both."""
-GGUF_NONE = {"sliding_window": 0}
+GGUF_NONE = dict.fromkeys(
+    ("sliding_window", "expert_gating_func", "routed_scaling_factor", "n_group", "topk_group"), 0
+)
 """The values by which llama.cpp says that a model has no such setting."""
+GGUF_DEFAULTS = {"norm_topk_prob": False, "n_routed_experts": 0}
+"""What settings are that a file leaves out, unless `Family.gguf_defaults` says something else."""
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
-    """True for each layer with a window, by config.json or else for all but every `period`-th layer."""
+def layer_types(get: Get, config: ModelConfig, period: int | None) -> list[bool]:
+    """True for each layer with a window: by the list of config.json or of GGUF metadata, or else for all but
+    every `period`-th layer. None: a list is expected."""
     named = get("layer_types", list)
     if named is None:
+        stated = get("attention.sliding_window_pattern")  # of GGUF files: a list, or a period
+        if isinstance(stated, list) and len(stated) == config.n_layers:
+            return [bool(slides) for slides in stated]
+        period = stated if type(stated) is int and period is not None else period
+        if period is None or (stated is not None and period != stated):
+            raise ModelError("the GGUF metadata gives no attention.sliding_window_pattern for all layers")
         return all_but_every(period, config.n_layers)
     if len(named) != config.n_layers or any(kind not in (SLIDING, FULL) for kind in named):
         raise ModelError(
@@ -261,15 +291,12 @@ def all_but_every(period: int, n_layers: int) -> list[bool]:
     return [bool((layer + 1) % period) for layer in range(n_layers)]
 
 
-def gguf_windows(get: Get, n_layers: int, period: int | None = None) -> tuple[list[bool], int]:
-    """True for each layer with a window, and the window. `period`: for files with no pattern, or a number
-    alone; None: such files are refused."""
-    stated, window = get("attention.sliding_window_pattern"), get("attention.sliding_window", int)
-    if period is not None and (stated is None or type(stated) is int):
-        stated = all_but_every(period if stated is None else stated, n_layers)
-    if not isinstance(stated, list) or len(stated) != n_layers or window is None:
-        raise ModelError("the GGUF metadata gives no attention.sliding_window_pattern for all layers")
-    return [bool(slides) for slides in stated], window
+def gguf_windows(get: Get, config: ModelConfig, period: int | None = None) -> tuple[list[bool], int]:
+    """True for each layer with a window, and the window, which the file must state."""
+    sliding, window = layer_types(get, config, period), get("attention.sliding_window", int)
+    if window is None:
+        raise ModelError("the GGUF metadata gives a sliding_window_pattern and no attention.sliding_window")
+    return sliding, window
 
 
 def with_windows(
@@ -361,11 +388,14 @@ def experts_of(
     return Experts(*numbers, normalised, biases, shared_ffn)
 
 
-def must_be_off(get: Get, *keys: str) -> None:
-    """Raise ModelError for fields that are set: no arithmetic here does what they ask for."""
-    for key in keys:
-        if value := get(key):
-            raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
+def check_only(get: Get, allowed: Mapping[str, Any]) -> None:
+    """Raise ModelError for fields of other values than `Family.hf_only`: no arithmetic here does what they
+    ask for."""
+    for key, only in allowed.items():
+        value = get(key)
+        if value if not only else value not in (None, only):
+            can = f": {only!r} can" if only else ""
+            raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run{can}")
 
 
 def state_layer_types(get: Get, config: ModelConfig, state: str, full: str = FULL) -> tuple[int, ...]:

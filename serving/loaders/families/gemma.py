@@ -15,12 +15,9 @@ from phasewise.serving.loaders.families.family import (
     TEXT_PREFIXES,
     Family,
     Get,
-    all_but_every,
     layer_types,
     local_theta,
-    must_be_off,
     other_parts,
-    positive,
     positive_or_none,
     with_windows,
 )
@@ -79,8 +76,11 @@ def as_gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
 
 
 def _gemma(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "use_bidirectional_attention")
+    del get
     return replace(config, embed_scale=math.sqrt(config.hidden))
+
+
+ONE_WAY = {"use_bidirectional_attention": False}
 
 
 GEMMA = Family(
@@ -92,6 +92,7 @@ GEMMA = Family(
         "num_key_value_heads": 16,
         "max_position_embeddings": 8192,
     },
+    hf_only=ONE_WAY,
     hf_activations=("gelu",),  # of its first files, which meant the other one
     ffn_form=FeedForwardForm("gelu_tanh"),
     hf_unit_norms=True,
@@ -102,65 +103,45 @@ GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
 LARGEST_GEMMA2, LARGEST_GEMMA3 = 46, 62  # layers of the models whose scores are scaled by hidden / heads
 
 
-def _hf(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "use_bidirectional_attention")
-    own = as_gemma(config, 1 / math.sqrt(positive(get, "query_pre_attn_scalar", 256.0)))
-    return replace(
-        own,
-        attention_cap=positive_or_none(get, "attn_logit_softcapping"),
-        logit_cap=positive_or_none(get, "final_logit_softcapping"),
-    )
-
-
 def _gemma2(get: Get, config: ModelConfig) -> ModelConfig:
     sliding = layer_types(get, config, GEMMA2_PERIOD)
-    return with_windows(_hf(get, config), sliding, get("sliding_window", int))
+    return with_windows(_capped(get, config, LARGEST_GEMMA2), sliding, get("sliding_window", int))
 
 
 def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
     sliding = layer_types(get, config, get("sliding_window_pattern", int, GEMMA3_PERIOD))
     rope = RopeSpec(local_theta(get, LOCAL_THETA), config.head_dim)
-    own = replace(_hf(get, config), qk_norm=True)
-    return with_windows(own, sliding, get("sliding_window", int), rope)
-
-
-def _gguf_scale(config: ModelConfig, largest: int) -> float:
-    """The scale of scores, which files lack; llama.cpp knows a family's largest model by its layers."""
-    return 1 / math.sqrt(config.hidden / config.n_heads if config.n_layers == largest else config.head_dim)
-
-
-def _gemma2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    capped = replace(
-        as_gemma(config, _gguf_scale(config, LARGEST_GEMMA2)),
-        attention_cap=positive_or_none(get, "attn_logit_softcapping", 50.0),
-        logit_cap=positive_or_none(get, "final_logit_softcapping", 30.0),
-    )
-    sliding = all_but_every(GEMMA2_PERIOD, config.n_layers)
-    return with_windows(capped, sliding, get("attention.sliding_window", int, 4096))
+    return with_windows(_normed(get, config), sliding, get("sliding_window", int), rope)
 
 
 def _gemma3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    own = replace(
-        as_gemma(config, _gguf_scale(config, LARGEST_GEMMA3)),
-        qk_norm=True,
+    return (_normed if get("sliding_window", int) is None else _gemma3)(get, config)
+
+
+def _normed(get: Get, config: ModelConfig) -> ModelConfig:
+    return replace(_capped(get, config, LARGEST_GEMMA3), qk_norm=True)
+
+
+def _capped(get: Get, config: ModelConfig, largest: int) -> ModelConfig:
+    """Add scales and caps. GGUF files lack the scale of scores; llama.cpp knows a family's `largest` model by
+    its layers."""
+    scalar = positive_or_none(get, "query_pre_attn_scalar")
+    if scalar is None:
+        scalar = config.hidden / config.n_heads if config.n_layers == largest else config.head_dim
+    return replace(
+        as_gemma(config, 1 / math.sqrt(scalar)),
+        attention_cap=positive_or_none(get, "attn_logit_softcapping"),
         logit_cap=positive_or_none(get, "final_logit_softcapping"),
     )
-    window = get("attention.sliding_window", int)
-    rope = RopeSpec(get("rope.freq_base_swa", float, LOCAL_THETA), config.head_dim)
-    sliding = all_but_every(GEMMA3_PERIOD, config.n_layers) if window else [False] * config.n_layers
-    return with_windows(own, sliding, window, rope)
 
 
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA2 = Family(
     "gemma2",
     from_hf=_gemma2,
-    from_gguf=_gemma2_gguf,
-    hf_defaults={
-        **DEFAULTS,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    hf_only=ONE_WAY,
+    gguf_defaults={**CAPS, "sliding_window": 4096},
+    hf_defaults={**DEFAULTS, **CAPS, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256},
     ffn_form=FeedForwardForm("gelu_tanh"),
     hf_unit_norms=True,
 )
@@ -169,7 +150,14 @@ GEMMA3 = Family(
     hf=("gemma3_text", "gemma3"),
     from_hf=_gemma3,
     from_gguf=_gemma3_gguf,
-    hf_defaults={**DEFAULTS, "vocab_size": 262208, "rope_theta": 1e6, "max_position_embeddings": 131072},
+    hf_only=ONE_WAY,
+    hf_defaults={
+        **DEFAULTS,
+        "vocab_size": 262208,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+    },
     hf_text_prefixes=TEXT_PREFIXES,
     hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
     ffn_form=FeedForwardForm("gelu_tanh"),

@@ -23,7 +23,6 @@ from phasewise.serving.loaders.families.family import (
     by_layer,
     gguf_windows,
     layer_types,
-    must_be_off,
     number_of,
     positive,
     positive_or_none,
@@ -53,7 +52,6 @@ ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias", "use_bidirectional_attention", "rope_scaling")
     window, n_layers = get("sliding_window", int), config.n_layers
     local = LayerKind(window, _hf_rope(get, SLIDING, "rope_local_base_freq", LOCAL_THETA, config.head_dim))
     whole = LayerKind(None, _hf_rope(get, FULL, "rope_theta", GLOBAL_THETA, config.head_dim))
@@ -136,7 +134,7 @@ def _deviations(share: float) -> float:
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
     n_layers = config.n_layers
-    sliding, window = gguf_windows(get, n_layers, PERIOD)
+    sliding, window = gguf_windows(get, config, PERIOD)
     by_layer(get("attention.head_count_kv"), n_layers, "attention.head_count_kv")
     local = LayerKind(window, RopeSpec(get("rope.freq_base_swa", float, LOCAL_THETA), config.rope.dim))
     whole = LayerKind(None, config.rope)
@@ -240,6 +238,7 @@ GEMMA3N = Family(
         "altup_proj.weight": TensorCut(_streams_named("stream_in", GGUF_STREAMS), stacked=True),
         "altup_unembd_proj.weight": TensorCut(_streams_named("stream_out", GGUF_STREAMS), stacked=True),
     },
+    hf_only=dict.fromkeys(("attention_bias", "use_bidirectional_attention", "rope_scaling")),
     hf_defaults={
         **DEFAULTS_WITH_INPUTS,
         "vocab_size": 262400,

@@ -21,7 +21,6 @@ from phasewise.serving.loaders.families.family import (
     experts_of,
     gguf_windows,
     layer_types,
-    must_be_off,
     number_of,
     positive_or_none,
     stacked,
@@ -54,9 +53,6 @@ ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias")
-    if get("use_bidirectional_attention") not in (None, "vision"):  # "vision": between parts of an image
-        must_be_off(get, "use_bidirectional_attention")
     window, same = get("sliding_window", int), get("attention_k_eq_v", bool, False)
     sliding = [
         *layer_types(get, config, PERIOD)[:-1],
@@ -188,7 +184,7 @@ def _hf_rope(get: Get, slides: bool, head_dim: int) -> RopeSpec:
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
     n_layers = config.n_layers
-    sliding, window = gguf_windows(get, n_layers)
+    sliding, window = gguf_windows(get, config)
     local_dim = get("attention.key_length_swa", int, config.head_dim)
     n_kv_heads = by_layer(get("attention.head_count_kv"), n_layers, "attention.head_count_kv")
     widths = by_layer(get("feed_forward_length"), n_layers, "feed_forward_length")
@@ -267,6 +263,7 @@ GEMMA4 = Family(
     gguf_names={**GGUF_INPUTS, **_GGUF_EXPERTS, "layer_output_scale.weight": "out_scale"},
     global_names=GLOBAL_INPUTS,
     hf_defaults=DEFAULTS_WITH_INPUTS,
+    hf_only={"attention_bias": False, "use_bidirectional_attention": "vision"},  # between parts of an image
     hf_text_prefixes=TEXT_PREFIXES,
     hf_ignored=OTHER_PARTS,
     ffn_form=FeedForwardForm("gelu_tanh"),

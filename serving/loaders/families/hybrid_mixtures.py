@@ -13,11 +13,9 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, Names, OfLayer, OtherForm, TensorCut
 from phasewise.serving.loaders.families.deepseek import (
     GGUF_LATENT,
-    LOGISTIC_GATING,
     latent_of_gguf,
     latent_of_hf,
-    routed_gguf,
-    routed_hf,
+    routed,
     with_latent,
 )
 from phasewise.serving.loaders.families.family import (
@@ -27,12 +25,12 @@ from phasewise.serving.loaders.families.family import (
     fed,
     headless_layers,
     listed,
-    must_be_off,
     state_layer_types,
 )
 from phasewise.serving.loaders.families.hybrids import check_time_steps, mamba_gguf
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig, SingleHalves
 from phasewise.serving.models.parts.attention import LatentAttention
+from phasewise.serving.models.parts.experts import SOFTMAX
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.parts.states import KDA, MAMBA2, StateLayers
 
@@ -40,37 +38,18 @@ LINEAR = "linear_attention"
 
 
 def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias", "rope_scaling", "rope_parameters")
-    if get("moe_layer_freq", int, 1) != 1 or get("moe_router_activation_func", str, "sigmoid") != "sigmoid":
-        must_be_off(get, "moe_layer_freq", "moe_router_activation_func")
-    if get("mla_use_nope", bool, True) is False:
-        raise ModelError("config.json has mla_use_nope = False, which cannot run")
     stated: dict[str, Any] = get("linear_attn_config", dict, {})
 
     def of_state(inner: str, key: str, default: int) -> Any:
         return stated[inner] if inner in stated else get(key, int, default)
-
-    def either(newer: str, older: str, kind: Any = None, default: Any = None) -> Any:
-        return get(newer, kind, get(older, kind, default))
 
     heads = of_state("num_heads", "linear_num_heads", 32)
     dim = of_state("head_dim", "linear_head_dim", 128)
     taps = of_state("short_conv_kernel_size", "linear_conv_kernel_dim", 4)
     state = StateLayers(KDA, _state_layers(get, config, stated), taps, heads, heads, dim, dim)
     latent = latent_of_hf(get)
-    newer = {
-        "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_shared_experts": "num_shared_experts",
-        "norm_topk_prob": "moe_renormalize",
-        "n_group": "num_expert_group",
-    }
-
-    def read(key: str, kind: Any = None, default: Any = None) -> Any:
-        return either(newer.get(key, key), key, kind, default)
-
-    config = routed_hf(read, config)
-    context = either("model_max_length", "max_position_embeddings", int, 1 << 20)
+    context = get("model_max_length", int, get("max_position_embeddings", int, 1 << 20))
+    config = routed(get, config)
     return _with_states(replace(config, context_length=context), state, latent)
 
 
@@ -100,7 +79,7 @@ def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     heads, dim, layers = config.n_heads, get("kda.head_dim", int, 128), headless_layers(get, config.n_layers)
     latent = latent_of_gguf(get, config.norm_eps)
     state = StateLayers(KDA, layers, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
-    return _with_states(routed_gguf(get, config, normalised=True), state, latent)  # files do not say it
+    return _with_states(routed(get, config, SOFTMAX), state, latent)
 
 
 _HF: Names = {
@@ -124,6 +103,16 @@ KIMI_LINEAR = Family(
     gguf=("kimi-linear",),
     from_hf=_kimi,
     from_gguf=_kimi_gguf,
+    hf_fields={
+        "n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts", "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+    },
+    hf_only={
+        **dict.fromkeys(("attention_bias", "rope_scaling", "rope_parameters"), None), "mla_use_nope": True,
+        "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
+    },
+    gguf_defaults={"norm_topk_prob": True},
     hf_names=_HF,
     gguf_names={
         **GGUF_LATENT, "attn_q.weight": OfLayer(("state_q", "q")), "attn_k.weight": "state_k",
@@ -147,12 +136,7 @@ OLDER = {"mamba": STATE, "attention": ATTENTION}
 
 
 def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
-    off = ("attention_bias", "mamba_proj_bias", "use_bias", "moe_latent_size", "sliding_window")
-    must_be_off(get, *off)
     check_time_steps(get, "time_step_limit", "mamba_dt_limit")
-    for key, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
-        if get(key, str, only) != only:
-            raise ModelError(f"config.json has {key} = {get(key)!r:.60}: {only} can run")
     kinds = _kinds(get)
     groups, heads = get("mamba_n_groups", int, get("n_groups", int, 8)), get("mamba_num_heads", int, 128)
     state = StateLayers(
@@ -169,7 +153,7 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
     config = replace(config, norm_eps=get("layer_norm_epsilon", float, 1e-5), n_layers=len(kinds))
     if MIXTURE in kinds:
         shared = get("moe_shared_expert_intermediate_size", int, 7688)
-        config = routed_hf(get, config, dense=_layers_of(kinds, DENSE), shared=shared)
+        config = routed(get, config, dense=_layers_of(kinds, DENSE), shared=shared)
     return _of_halves(config, kinds, state)
 
 
@@ -205,20 +189,18 @@ def _of_halves(config: ModelConfig, kinds: list[str], state: StateLayers) -> Mod
 
 
 def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
-    heads, widths = (
-        listed(get, key, config.n_layers) for key in ("attention.head_count_kv", "feed_forward_length")
-    )
+    n_layers = config.n_layers
+    stated = n_layers + get("nextn_predict_layers", int, 0)
+    heads, widths = (listed(get, key, stated) for key in ("attention.head_count_kv", "feed_forward_length"))
     of_experts = get("expert_count", int, 0)
     feeding = MIXTURE if of_experts else DENSE
     kinds = [
         feeding if width else ATTENTION if kv else STATE
         for kv, width in zip(heads[:n_layers], widths[:n_layers], strict=True)
     ]
-    config = replace(config, n_layers=n_layers)
     if of_experts:
         shared = get("expert_shared_feed_forward_length", int, 0)
-        config = routed_gguf(get, config, gating=LOGISTIC_GATING, shared=shared)
+        config = routed(get, config, shared=shared)
     state = mamba_gguf(get, _layers_of(kinds, STATE))
     return _of_halves(config, kinds, replace(state, norm_groups=state.groups))
 
@@ -229,6 +211,12 @@ NEMOTRON_H = Family(
     gguf=("nemotron_h", "nemotron_h_moe"),
     from_hf=_nemotron,
     from_gguf=_nemotron_gguf,
+    hf_only={
+        **dict.fromkeys(("attention_bias", "mamba_proj_bias", "use_bias", "moe_latent_size"), False),
+        "sliding_window": None,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+    },
     ffn_form=FeedForwardForm("relu2", gated=False),
     hf_defaults={
         "num_hidden_layers": 1,  # told by their list

@@ -18,7 +18,6 @@ from phasewise.serving.loaders.families.family import (
     Get,
     experts_of,
     headless_layers,
-    must_be_off,
     positive,
     state_layer_types,
 )
@@ -40,7 +39,6 @@ def check_time_steps(get: Get, *keys: str) -> None:
 
 def mamba_hf(get: Get, layers: tuple[int, ...], inner: int) -> StateLayers:
     """The Mamba 2 layers of config.json. `inner`: values of all heads."""
-    must_be_off(get, "mamba_proj_bias")
     check_time_steps(get, "time_step_limit")
     heads = get("mamba_n_heads", int, 128)
     if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
@@ -100,7 +98,6 @@ def _moe(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias")
     state = mamba_hf(get, (), get("mamba_expand", int, 2) * config.hidden)
     state = replace(state, layers=_state_layers(get, config))
     kind = get("position_embedding_type", str)
@@ -151,6 +148,7 @@ GRANITE_HYBRID = Family(
     "granitehybrid",
     hf=("granitemoehybrid",),
     from_hf=_hybrid,
+    hf_only={"attention_bias": False, "mamba_proj_bias": False},
     from_gguf=_hybrid_gguf,
     hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
     hf_names=GRANITE_MOE.hf_names,
@@ -159,7 +157,6 @@ GRANITE_HYBRID = Family(
 
 
 def _falcon(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias", "projectors_bias")
     state = mamba_hf(get, tuple(range(config.n_layers)), _inner(get, config.hidden))
     normalised = get("mamba_rms_norm", bool, False)
     if normalised and get("mamba_norm_before_gate", bool, True):
@@ -225,6 +222,7 @@ FALCON_H1 = Family(
     hf=("falcon_h1",),
     gguf=("falcon-h1",),
     from_hf=_falcon,
+    hf_only=dict.fromkeys(("attention_bias", "projectors_bias", "mamba_proj_bias"), False),
     from_gguf=_falcon_gguf,
     hf_defaults={"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
     global_names={"model.final_layernorm.weight": "final_norm"},
@@ -238,7 +236,6 @@ CONV = "conv"
 
 
 def _lfm2(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "conv_bias")
     if get("layer_types", list) is None:
         attending = get("full_attn_idxs", list)
         full = range(config.n_layers) if attending is None else attending
@@ -282,6 +279,7 @@ def _state(layers: tuple[int, ...], taps: int) -> StateLayers | None:
 LFM2 = Family(
     "lfm2",
     from_hf=_lfm2,
+    hf_only={"conv_bias": False},
     from_gguf=_lfm2_gguf,
     hf_defaults={
         "intermediate_size": 12288, "num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 1e6,

@@ -19,10 +19,8 @@ from phasewise.serving.loaders.families.family import (
     Family,
     Get,
     experts_of,
-    gguf_windows,
     layer_types,
     local_theta,
-    must_be_off,
     other_parts,
     positive,
     turned_in_windows,
@@ -85,31 +83,29 @@ def _olmo3(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _olmo_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    own = _olmo2(get, config)
-    if get("sliding_window", int) is None:
-        return own
-    sliding, window = gguf_windows(get, config.n_layers, OLMO3_PERIOD)
-    theta = get("rope.freq_base_swa", float, config.rope.theta)
-    return with_windows(own, sliding, window, RopeSpec(theta, config.head_dim))
+    return (_olmo2 if get("sliding_window", int) is None else _olmo3)(get, config)
 
 
 def _olmo2(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "clip_qkv")
+    del get
     return replace(config, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True)
 
 
 def _olmoe(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "clip_qkv")
     experts = experts_of(get, "num_experts", "num_experts_per_tok", get("norm_topk_prob", bool, False))
     return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
 
 
-OLMO2 = Family("olmo2", from_hf=_olmo2, from_gguf=_olmo_gguf, hf_defaults={"rms_norm_eps": 1e-5})
+UNCLIPPED = {"clip_qkv": None}
+OLMO2 = Family(
+    "olmo2", from_hf=_olmo2, from_gguf=_olmo_gguf, hf_defaults={"rms_norm_eps": 1e-5}, hf_only=UNCLIPPED
+)
 OLMO3 = Family(
     "olmo3",
     gguf=(),
     from_hf=_olmo3,
     hf_defaults={"rms_norm_eps": 1e-5, "rope_theta": OLMO3_THETA, "sliding_window": 4096},
+    hf_only=UNCLIPPED,
 )
 OLMOE = Family(
     "olmoe",
@@ -120,16 +116,11 @@ OLMOE = Family(
         "num_experts_per_tok": 8,
         "max_position_embeddings": 4096,
     },
+    hf_only=UNCLIPPED,
 )
-
-
-def _phi3(get: Get, config: ModelConfig) -> ModelConfig:
-    return replace(config, sliding_window=get("sliding_window", int))
-
-
 PHI3 = Family(
     "phi3",
-    from_hf=_phi3,
+    from_hf=_with_window,
     partial_rope=True,
     hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     gguf_names={"attn_qkv.weight": TensorCut(("q", "k", "v")), "ffn_up.weight": TensorCut(("gate", "up"))},
@@ -147,7 +138,6 @@ def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
 
 
 def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "use_sliding_window")
     has_rope = get("no_rope_layers", list)  # 1 where a layer has RoPE, whatever the name says
     if has_rope is None:
         period = get("no_rope_layer_interval", int, NO_ROPE_PERIOD)
@@ -165,6 +155,7 @@ def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
 SMOLLM3 = Family(
     "smollm3",
     from_hf=_smollm3,
+    hf_only={"use_sliding_window": False},
     hf_defaults={
         "rope_theta": 2e6,
         "num_key_value_heads": 4,
@@ -191,7 +182,7 @@ def _starcoder2(get: Get, config: ModelConfig) -> ModelConfig:
         layer_norms=True,
         norm_biases=True,
         out_bias=biases,
-        ffn_form=replace(config.ffn_form, ffn_biases=biases),
+        ffn_biases=biases,
         norm_eps=positive(get, "norm_epsilon", STARCODER_EPS),
         sliding_window=get("sliding_window", int),
     )
@@ -261,7 +252,6 @@ def _growth(config: ModelConfig, beta: object) -> QueryGrowth | None:
 
 
 def _mistral3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    window = get("attention.sliding_window", int) or None
     if get("expert_count", int, 0):
         raise ModelError("mistral3 models with experts cannot run")
     scaling, weight = config.rope.scaling, get("rope.scaling.yarn_log_multiplier", float, 0.0)
@@ -269,7 +259,7 @@ def _mistral3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, weight)
         config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
     growth = _growth(config, get("attention.temperature_scale", float))
-    return replace(config, sliding_window=window, query_growth=growth)
+    return replace(config, sliding_window=get("sliding_window", int), query_growth=growth)
 
 
 MISTRAL3 = Family(
@@ -294,32 +284,22 @@ COHERE_PERIOD = 4
 COHERE_EPS, COHERE_WINDOW, LOGIT_SCALE = 1e-5, 4096, 0.0625
 
 
-def _cohere2(
-    config: ModelConfig, windows: tuple[list[bool], int | None], norm_eps: float, logit_scale: float
-) -> ModelConfig:
-    own = replace(config, layer_norms=True, parallel=True, norm_eps=norm_eps, logit_scale=logit_scale)
-    return turned_in_windows(own, *windows)
-
-
-def _cohere2_hf(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "use_qk_norm")
+def _cohere2(get: Get, config: ModelConfig) -> ModelConfig:
+    own = replace(
+        config,
+        layer_norms=True,
+        parallel=True,
+        norm_eps=positive(get, "layer_norm_eps", COHERE_EPS),
+        logit_scale=positive(get, "logit_scale", LOGIT_SCALE),
+    )
     sliding = layer_types(get, config, get("sliding_window_pattern", int, COHERE_PERIOD))
-    eps = positive(get, "layer_norm_eps", COHERE_EPS)
-    scale = positive(get, "logit_scale", LOGIT_SCALE)
-    return _cohere2(config, (sliding, get("sliding_window", int)), eps, scale)
-
-
-def _cohere2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    windows = gguf_windows(get, config.n_layers, COHERE_PERIOD)
-    eps = positive(get, "attention.layer_norm_epsilon", COHERE_EPS)
-    scale = positive(get, "logit_scale", LOGIT_SCALE)
-    return _cohere2(config, windows, eps, scale)
+    return turned_in_windows(own, sliding, get("sliding_window", int))
 
 
 COHERE2 = Family(
     "cohere2",
-    from_hf=_cohere2_hf,
-    from_gguf=_cohere2_gguf,
+    from_hf=_cohere2,
+    hf_only={"use_qk_norm": False},
     hf_defaults={
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,

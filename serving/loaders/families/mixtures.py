@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise._words import number
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
-from phasewise.serving.loaders.families.deepseek import LOGISTIC_GATING, routed_gguf, routed_hf
+from phasewise.serving.loaders.families.deepseek import routed
 from phasewise.serving.loaders.families.family import (
     FED,
     LAYER_HEAD,
     Family,
     Get,
-    all_but_every,
     experts_of,
     layer_types,
     with_windows,
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.parts.experts import LOGISTIC
-from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 EOS = [151329, 151336, 151338]
@@ -45,13 +41,8 @@ def _of_text(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _moe(get: Get, config: ModelConfig) -> ModelConfig:
-    own = replace(config, qk_norm=get("use_qk_norm", bool, False), out_bias=False)
-    return routed_hf(get, own)
-
-
-def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
-    return routed_gguf(get, replace(_of_text(get, config), n_layers=n_layers), gating=LOGISTIC_GATING)
+    has_norms = get("use_qk_norm", bool, config.qk_norm)
+    return routed(get, replace(_of_text(get, config), qk_norm=has_norms, out_bias=False))
 
 
 GLM4 = Family(
@@ -76,7 +67,6 @@ GLM4_MOE = Family(
     "glm4moe",
     hf=("glm4_moe",),
     from_hf=_moe,
-    from_gguf=_moe_gguf,
     hf_defaults={
         "num_attention_heads": 96, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5, "max_position_embeddings": 131072, "n_routed_experts": 128,
@@ -91,34 +81,23 @@ GLM4_MOE = Family(
 )  # fmt: skip
 
 
-STATED = {
-    "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
-}  # fmt: skip
-"""Settings whose other values have no arithmetic here; published files have these."""
-
-
 def _minimax(get: Get, config: ModelConfig) -> ModelConfig:
-    for key, value in STATED.items():
-        if get(key, None, value) != value:
-            raise ModelError(f"config.json has {key} = {get(key)!r:.60}, which cannot run: {value!r} can")
     if any(kind != 1 for kind in get("attn_type_list", list) or ()):
         raise ModelError("config.json has attn_type_list with layers of another attention, which cannot run")
     if (turned := get("rotary_dim", int)) is not None and config.rope.dim == config.head_dim:
         config = replace(config, rope=replace(config.rope, dim=turned))
-    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True)
-    experts = replace(experts, scores=LOGISTIC, choice_bias=True)
-    return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
-
-
-def _minimax_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return replace(routed_gguf(get, config, normalised=True), qk_norm=True, whole_qk_norm=True)
+    return routed(get, replace(config, qk_norm=True, whole_qk_norm=True))
 
 
 MINIMAX_M2 = Family(
     "minimax-m2",
     hf=("minimax_m2",),
     from_hf=_minimax,
-    from_gguf=_minimax_gguf,
+    hf_fields={"n_routed_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+    hf_only={
+        "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
+    },
+    gguf_defaults={"norm_topk_prob": True},
     partial_rope=True,
     hf_defaults={
         "head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 256,
@@ -130,23 +109,18 @@ MINIMAX_M2 = Family(
 
 PERIOD = 2
 GPT_OSS_YARN = YarnScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
-LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
 
 
 def _common(get: Get, config: ModelConfig) -> ModelConfig:
     experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
-    form = FeedForwardForm("clamped_silu")
-    return replace(config, ffn_form=form, sinks=True, out_bias=True, experts=experts)
+    own = replace(config, activation="clamped_silu", sinks=True, out_bias=True, experts=experts)
+    return with_windows(own, layer_types(get, config, PERIOD), get("sliding_window", int))
 
 
 def _gpt_oss(get: Get, config: ModelConfig) -> ModelConfig:
-    if get("swiglu_limit", float, LIMIT) != LIMIT or get("swiglu_alpha", float, ALPHA) != ALPHA:
-        raise ModelError(
-            f"config.json has another clamped gate than one of {number(LIMIT)} and {number(ALPHA)}"
-        )
     if not (get("rope_parameters", dict) or get("rope_scaling", dict)):
         config = replace(config, rope=replace(config.rope, scaling=GPT_OSS_YARN))
-    return with_windows(_common(get, config), layer_types(get, config, PERIOD), get("sliding_window", int))
+    return _common(get, config)
 
 
 def _smooth(rope: RopeSpec) -> RopeSpec:
@@ -159,10 +133,8 @@ def _smooth(rope: RopeSpec) -> RopeSpec:
 
 
 def _gpt_oss_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    width = get("expert_feed_forward_length", int, config.ffn)
-    own = replace(_common(get, config), ffn=width, rope=_smooth(config.rope))
-    sliding = all_but_every(PERIOD, config.n_layers)
-    return with_windows(own, sliding, get("attention.sliding_window", int, 128))
+    width = get("moe_intermediate_size", int, config.ffn)
+    return _common(get, replace(config, ffn=width, rope=_smooth(config.rope)))
 
 
 GPT_OSS = Family(
@@ -170,6 +142,8 @@ GPT_OSS = Family(
     hf=("gpt_oss",),
     from_hf=_gpt_oss,
     from_gguf=_gpt_oss_gguf,
+    gguf_defaults={"sliding_window": 128},
+    hf_only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},  # the clamped gate of families/rows/elementwise.c
     hf_defaults={
         "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072,
         "rope_theta": 150000.0, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,

@@ -16,7 +16,6 @@ from phasewise.serving.loaders.families.family import (
     experts_of,
     fed,
     layer_types,
-    must_be_off,
     state_layer_types,
     with_windows,
 )
@@ -51,27 +50,24 @@ def _qwen3(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _qwen3_moe(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "mlp_only_layers")
-    if get("decoder_sparse_step", int, 1) != 1:
-        must_be_off(get, "decoder_sparse_step")
-    experts = experts_of(get, "num_experts", "num_experts_per_tok", get("norm_topk_prob", bool, False))
-    return replace(_qwen3(get, config), experts=experts, ffn=get("moe_intermediate_size", int, 768))
-
-
-def _qwen3_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True)
-    width = get("expert_feed_forward_length", int, config.ffn)
-    return replace(config, qk_norm=True, experts=experts, ffn=width)
+    return _mixture(get, _qwen3(get, config), has_shared=False)
 
 
 def _qwen2_moe(get: Get, config: ModelConfig) -> ModelConfig:
-    return _with_shared(get, _windows(get, config), (1408, 5632), normalised=False)
+    return _mixture(get, _windows(get, config))
 
 
-def _qwen2_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return _with_shared_gguf(get, config, normalised=False)
+def _mixture(get: Get, config: ModelConfig, *, has_shared: bool = True) -> ModelConfig:
+    """Add experts to the config, and a shared one, which computes every row."""
+    width = get("moe_intermediate_size", int, config.ffn)
+    shared = get("shared_expert_intermediate_size", int, width) if has_shared else 0
+    normalised = get("norm_topk_prob", bool, False)
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
+    return replace(config, experts=replace(experts, shared_gate=shared > 0), ffn=width)
 
 
+EXPERTS_IN_ALL_LAYERS = {"mlp_only_layers": None, "decoder_sparse_step": 1}
+NORMALISED = {"norm_topk_prob": True}
 _VL_TEXT, _VL_OTHERS = ("model.language_model.",), ("model.visual.",)
 """Beginnings of Qwen 3 VL's names. A text has the same positions in all sections of RoPE, and no layer reads
 pictures."""
@@ -94,10 +90,12 @@ QWEN3_MOE = Family(
     "qwen3moe",
     hf=("qwen3_moe",),
     from_hf=_qwen3_moe,
-    from_gguf=_qwen3_moe_gguf,
+    gguf_defaults=NORMALISED,
+    hf_only=EXPERTS_IN_ALL_LAYERS,
     hf_defaults={
         "num_experts": 128,
         "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
         "num_key_value_heads": 4,
         "max_position_embeddings": CONTEXT,
     },
@@ -109,7 +107,6 @@ INTERVAL = 4
 
 
 def _dense(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias")
     if get("layer_types", list) is None:
         layers = _all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
     else:
@@ -133,30 +130,15 @@ def _all_but_every(interval: int, n_layers: int) -> tuple[int, ...]:
 
 
 def _next_mixture(get: Get, config: ModelConfig) -> ModelConfig:
-    return _with_shared(get, _dense(get, config), (512, 512), normalised=True)
-
-
-def _with_shared(get: Get, config: ModelConfig, widths: tuple[int, int], *, normalised: bool) -> ModelConfig:
-    """Add experts and a shared one, which computes every row. `widths`: of an expert and of the shared one,
-    where files state none."""
-    must_be_off(get, "mlp_only_layers")
-    if get("decoder_sparse_step", int, 1) != 1:
-        must_be_off(get, "decoder_sparse_step")
-    width, shared = widths
-    shared = get("shared_expert_intermediate_size", int, shared)
-    normalised = get("norm_topk_prob", bool, normalised)
-    experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
-    experts = replace(experts, shared_gate=shared > 0)
-    return replace(config, experts=experts, ffn=get("moe_intermediate_size", int, width))
+    return _mixture(get, _dense(get, config))
 
 
 def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return _mixture_gguf(get, config, tiled=False)
+    return _mixture(get, _dense_gguf(get, config, tiled=False))
 
 
 def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
     """The hybrid of GGUF metadata. `tiled`: True if heads are in the order that files of Qwen 3.5 have."""
-    config = replace(config, n_layers=config.n_layers - get("nextn_predict_layers", int, 0))
     layers = _recurrent_layers(get, config.n_layers)
     state = replace(state_gguf(get, DELTA, layers), tiled=tiled)
     return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
@@ -171,15 +153,8 @@ def _recurrent_layers(get: Get, n_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(n_layers) if stated[layer])
 
 
-def _mixture_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
-    return _with_shared_gguf(get, _dense_gguf(get, config, tiled=tiled), normalised=True)
-
-
-def _with_shared_gguf(get: Get, config: ModelConfig, *, normalised: bool) -> ModelConfig:
-    width = get("expert_feed_forward_length", int, config.ffn)
-    shared = get("expert_shared_feed_forward_length", int, width)
-    experts = experts_of(get, "expert_count", "expert_used_count", normalised, shared_ffn=shared)
-    return replace(config, experts=replace(experts, shared_gate=True), ffn=width)
+def _mixture_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    return _mixture(get, _dense_gguf(get, config))
 
 
 _STATE: Names = {
@@ -214,19 +189,30 @@ _GGUF_NEXT: Names = {
 }
 _GGUF_APART: Names = {"ssm_beta.weight": "state_b", "ssm_alpha.weight": "state_a"}
 _DEFAULTS: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
-_MIXTURE_DEFAULTS = {**_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632}
+_MIXTURE_DEFAULTS = {
+    **_DEFAULTS,
+    **NORMALISED,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_UNBIASED = {"attention_bias": False}
 
 QWEN2_MOE = Family(
     "qwen2moe",
     hf=("qwen2_moe",),
     from_hf=_qwen2_moe,
-    from_gguf=_qwen2_moe_gguf,
+    hf_only=EXPERTS_IN_ALL_LAYERS,
     hf_names=_EXPERTS,
     hf_biases="qkv_bias",
     hf_defaults={
         "qkv_bias": True,
         "num_experts": 60,
         "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
         "max_position_embeddings": CONTEXT,
     },
 )
@@ -257,6 +243,8 @@ QWEN3_NEXT = Family(
     hf=("qwen3_next",),
     from_hf=_next_mixture,
     from_gguf=_next_gguf,
+    gguf_defaults=NORMALISED,
+    hf_only=_UNBIASED | EXPERTS_IN_ALL_LAYERS,
     hf_names={**_STATE, **_IN_ONE, **_EXPERTS},
     gguf_names={**_GGUF, **_GGUF_NEXT},
     hf_defaults=_MIXTURE_DEFAULTS,
@@ -270,6 +258,7 @@ QWEN3_5 = Family(
     hf=("qwen3_5", "qwen3_5_text"),
     from_hf=_dense,
     from_gguf=_dense_gguf,
+    hf_only=_UNBIASED,
     gguf_names={**_GGUF, **_GGUF_APART},
     more_layers=True,
     hf_names={**_STATE, **_APART},
@@ -281,19 +270,14 @@ QWEN3_5 = Family(
     partial_rope=True,
     hf_unit_norms=True,
 )
-QWEN3_5_MOE = Family(
-    "qwen35moe",
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen35moe",
     hf=("qwen3_5_moe", "qwen3_5_moe_text"),
     from_hf=_next_mixture,
     from_gguf=_mixture_gguf,
-    gguf_names={**_GGUF, **_GGUF_APART},
-    more_layers=True,
+    gguf_defaults=NORMALISED,
+    hf_only=_UNBIASED | EXPERTS_IN_ALL_LAYERS,
     hf_names={**_STATE, **_APART, **_EXPERTS},
     hf_defaults={**_MIXTURE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
-    hf_text_prefixes=_VL_TEXT,
-    hf_ignored=("mtp.", *_VL_OTHERS),
-    hf_head=MTP_HEAD,
-    gguf_head=True,
-    partial_rope=True,
-    hf_unit_norms=True,
 )

@@ -6,52 +6,31 @@ layers."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import OtherForm, TensorCut
-from phasewise.serving.loaders.families.deepseek import routed, routed_gguf, routed_hf
+from phasewise.serving.loaders.families.deepseek import routed
 from phasewise.serving.loaders.families.dense import ERNIE4_5
 from phasewise.serving.loaders.families.family import (
     Family,
     Get,
     fed,
     layer_types,
-    must_be_off,
-    positive,
     with_windows,
 )
 from phasewise.serving.loaders.families.hybrids import LFM2
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX
-
-GATINGS = {SOFTMAX: 1, LOGISTIC: 2}
-
-
-def _as_stated(get: Get, *, gating: str, **stated: Any) -> Get:
-    """`get` of GGUF metadata with settings that files leave out. `gating`: the function of logits."""
-
-    def read(key: str, kind: Any = None, default: Any = None) -> Any:
-        if key == "expert_gating_func":
-            return get(key, int, 0) or GATINGS[gating]
-        return get(key, kind, stated.get(key, default))
-
-    return read
+from phasewise.serving.models.parts.experts import SOFTMAX
 
 
 def _dots1(get: Get, config: ModelConfig) -> ModelConfig:
-    config = routed_hf(get, replace(config, qk_norm=True))
+    config = routed(get, replace(config, qk_norm=True))
     return with_windows(config, layer_types(get, config, 1), get("sliding_window", int))
-
-
-def _dots1_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return routed_gguf(_as_stated(get, gating=LOGISTIC), replace(config, qk_norm=True))
 
 
 DOTS1 = Family(
     "dots1",
     from_hf=_dots1,
-    from_gguf=_dots1_gguf,
     hf_defaults={
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
@@ -62,38 +41,27 @@ DOTS1 = Family(
 
 
 def _bailing(get: Get, config: ModelConfig) -> ModelConfig:
+    return routed(get, replace(config, qk_norm=True))
+
+
+def _bailing_hf(get: Get, config: ModelConfig) -> ModelConfig:
     if get("score_function", str) != "sigmoid":
         raise ModelError(
             "config.json describes a mixture of the first Ling: those of Ling 2 and Ring 2 can run"
         )
-    must_be_off(get, "use_bias", "use_qkv_bias", "norm_head", "norm_softmax")
-    if not (get("use_qk_norm", bool, True) and get("moe_router_enable_expert_bias", bool, True)):
-        raise ModelError(
-            "config.json has no norms of queries and keys, or no bias of choices, which cannot run"
-        )
-    width = get("moe_intermediate_size", int)
-    shared = get("moe_shared_expert_intermediate_size", int, width) or 0
-    return routed(
-        get,
-        replace(config, qk_norm=True),
-        keys=("num_experts", "num_experts_per_tok"),
-        widths=(width, shared * get("num_shared_experts", int, 0)),
-        scores=(LOGISTIC, get("norm_topk_prob", bool, True), positive(get, "routed_scaling_factor", 1.0)),
-        groups=(get("n_group", int, 1), get("topk_group", int, 1)),
-        dense=tuple(range(min(get("first_k_dense_replace", int, 0), config.n_layers))),
-    )
-
-
-def _bailing_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
-    return routed_gguf(_as_stated(get, gating=LOGISTIC), replace(config, n_layers=n_layers, qk_norm=True))
+    return _bailing(get, config)
 
 
 BAILING2 = Family(
     "bailingmoe2",
     hf=("bailing_moe", "bailing_moe_v2"),
-    from_hf=_bailing,
-    from_gguf=_bailing_gguf,
+    from_hf=_bailing_hf,
+    from_gguf=_bailing,
+    hf_fields={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    hf_only={
+        **dict.fromkeys(("use_bias", "use_qkv_bias", "norm_head", "norm_softmax"), False),
+        **dict.fromkeys(("use_qk_norm", "moe_router_enable_expert_bias"), True),
+    },
     hf_defaults={"partial_rotary_factor": 0.5, "num_key_value_heads": 4},
     global_names={"model.word_embeddings.weight": "embed"},
     hf_names={
@@ -110,31 +78,20 @@ BAILING2 = Family(
 
 
 def _ernie(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "use_bias")
     first, every = get("moe_layer_start_index", int, 1), get("moe_layer_interval", int, 1)
     last = get("moe_layer_end_index", int, -1)
     last = config.n_layers - 1 if last == -1 else last
     if every < 1:
         raise ModelError(f"config.json has moe_layer_interval = {every!r:.60}: 1 or more expected")
     layers = range(config.n_layers)
-    width = get("moe_intermediate_size", int, 1536)
-    config = routed(
-        get,
-        config,
-        keys=("moe_num_experts", "moe_k"),
-        widths=(width, get("moe_num_shared_experts", int, 2) * width),
-        scores=(SOFTMAX, True, 1.0),
-        groups=(1, 1),
-        dense=tuple(layer for layer in layers if (layer + 1) % every or not first <= layer <= last),
-    )
-    return _with_bias(config)
+    dense = tuple(layer for layer in layers if (layer + 1) % every or not first <= layer <= last)
+    return _with_bias(routed(get, config, SOFTMAX, dense=dense))
 
 
 def _ernie_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     if get("interleave_moe_layer_step", int, 1) != 1:
         raise ModelError("the GGUF metadata gives layers without experts between those that have some")
-    read = _as_stated(get, gating=SOFTMAX, expert_weights_norm=True)
-    return _with_bias(routed_gguf(read, config))
+    return _with_bias(routed(get, config, SOFTMAX))
 
 
 def _with_bias(config: ModelConfig) -> ModelConfig:
@@ -148,6 +105,12 @@ ERNIE4_5_MOE = replace(
     hf=("ernie4_5_moe",),
     from_hf=_ernie,
     from_gguf=_ernie_gguf,
+    hf_fields={
+        "n_routed_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_k",
+        "n_shared_experts": "moe_num_shared_experts",
+    },
+    gguf_defaults={"norm_topk_prob": True},
     hf_names={"mlp.moe_statics.e_score_correction_bias": OtherForm("choice_bias")},
     gguf_names={"exp_probs_b.bias": OtherForm("choice_bias")},
     hf_defaults={
@@ -156,29 +119,21 @@ ERNIE4_5_MOE = replace(
         "num_key_value_heads": 4,
         "moe_num_experts": 64,
         "moe_k": 6,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
     },
     hf_ignored=("model.mtp_",),
 )
 
 
 def _lfm2(get: Get, config: ModelConfig) -> ModelConfig:
-    if not get("use_expert_bias", bool, True):
-        raise ModelError("config.json has use_expert_bias = False, which cannot run")
-    return routed(
-        get,
-        LFM2.from_hf(get, config),
-        keys=("num_experts", "num_experts_per_tok"),
-        widths=(get("moe_intermediate_size", int, 1792), 0),
-        scores=(LOGISTIC, get("norm_topk_prob", bool, True), positive(get, "routed_scaling_factor", 1.0)),
-        groups=(1, 1),
-        dense=tuple(range(min(get("num_dense_layers", int, 2), config.n_layers))),
-    )
+    return routed(get, LFM2.from_hf(get, config))
 
 
 def _lfm2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     assert LFM2.from_gguf is not None
-    read = _as_stated(get, gating=LOGISTIC, expert_weights_norm=True)
-    return routed_gguf(read, LFM2.from_gguf(get, config))
+    return routed(get, LFM2.from_gguf(get, config))
 
 
 LFM2_MOE = replace(
@@ -187,12 +142,17 @@ LFM2_MOE = replace(
     hf=("lfm2_moe",),
     from_hf=_lfm2,
     from_gguf=_lfm2_gguf,
+    hf_fields={"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"},
+    hf_only={**LFM2.hf_only, "use_expert_bias": True},
+    gguf_defaults={"norm_topk_prob": True},
     hf_defaults={
         **LFM2.hf_defaults,
         "intermediate_size": 7168,
         "block_auto_adjust_ff_dim": False,
         "num_experts": 32,
         "num_experts_per_tok": 4,
+        "num_dense_layers": 2,
+        "moe_intermediate_size": 1792,
     },
     hf_names={
         **LFM2.hf_names,

@@ -26,6 +26,7 @@ from phasewise.serving.loaders.encoders.encoder_files import (
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
 from phasewise.serving.loaders.families.family import (
+    GGUF_DEFAULTS,
     GGUF_KEYS,
     GGUF_LAYER,
     GGUF_NONE,
@@ -170,11 +171,15 @@ def _config(
     if "token_embd.weight" not in infos:
         raise ModelError(f"{path} lacks the tensor token_embd.weight")
 
+    defaults = {**GGUF_DEFAULTS, **family.gguf_defaults}
+
     def get(key: str, kind: Any = None, default: Any = None) -> Any:
         full = f"{architecture}.{GGUF_KEYS.get(key, key)}"
-        if metadata.get(full) == GGUF_NONE.get(key, math.nan):
+        if full not in metadata:
+            return defaults.get(key, default)
+        if metadata[full] == GGUF_NONE.get(key, math.nan):
             return default
-        return metadata.get(full, default) if kind is None else field(metadata, full, kind, default)
+        return metadata[full] if kind is None else field(metadata, full, kind, default)
 
     field(metadata, "tokenizer.ggml.add_bos_token", bool, False)
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
@@ -182,9 +187,12 @@ def _config(
     latent = get("attention.kv_lora_rank", int, 0) and family.latent
     if not latent and get("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
+    n_layers: Any = get("block_count", int)
+    if n_layers is not None:
+        n_layers -= get("nextn_predict_layers", int, 0)
     plain = ModelConfig(
         architecture=family.name,
-        n_layers=get("block_count", int),
+        n_layers=n_layers,
         hidden=hidden,
         ffn=_most(get, "feed_forward_length", None, family),
         n_heads=heads,
@@ -203,7 +211,7 @@ def _config(
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
         add_bos=adds_bos(metadata),
-        ffn_form=family.ffn_form,
+        **vars(family.ffn_form),
         out_bias="blk.0.attn_output.bias" in infos,
     )
     config = (family.from_gguf or family.from_hf)(get, plain)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
-from phasewise.serving.loaders.families.family import by_layer, yarn_magnitude
+from phasewise.serving.loaders.families.family import by_layer, check_only, yarn_magnitude
 from phasewise.serving.loaders.quantised.scheme import check_compression, quantisation_of
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import (
@@ -29,7 +29,7 @@ DEFAULT_CONTEXT = 2048
 DEFAULT_THETA = 10000.0
 
 # Absent means off; any other value asks for arithmetic that we do not do.
-MUST_BE_OFF = ("mlp_bias",)
+MUST_BE_OFF = {"mlp_bias": False}
 OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Names of a field in one release of transformers to those in another."""
 LONG_TYPES = ("longrope", "su")  # two names of one scaling
@@ -53,6 +53,8 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     fields = text_fields(fields, family)
 
     def get(key: str, kind: Any = None, default: Any = None) -> Any:
+        own = family.hf_fields.get(key, key)
+        key = key if fields.get(own) is None else own
         return fields.get(key, default) if kind is None else field(fields, key, kind, default)
 
     _refuse_what_cannot_run(get, family)
@@ -87,7 +89,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
             dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))
         ),
         add_bos=add_bos,
-        ffn_form=family.ffn_form,
+        **vars(family.ffn_form),
         out_bias=get("attention_bias", bool, False),
     )
     return family.from_hf(get, plain)
@@ -125,9 +127,7 @@ def _by_other_names(given: Fields, family: Family) -> dict[str, Any]:
 
 
 def _refuse_what_cannot_run(get: Callable[..., Any], family: Family) -> None:
-    for key in MUST_BE_OFF:
-        if value := get(key):
-            raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
+    check_only(get, {**MUST_BE_OFF, **family.hf_only})
     quantisation_of(quantisation_fields(get), None)
     if isinstance(get("sparsity_config"), dict):
         check_compression({"sparsity_config": get("sparsity_config")}, "config.json")

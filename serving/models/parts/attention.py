@@ -3,7 +3,7 @@ vector of each token that all heads share, in place of keys and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ReadRows, Site
 
@@ -61,175 +62,6 @@ class HeadShape:
                 raise ModelError(
                     f"a layer has {value!r:.80} KV heads or numbers of a head: 1 to {most} expected"
                 )
-
-
-@dataclass(frozen=True)
-class Attending(Mixer):
-    """A mixer that reads what a layer keeps of every token: keys and values, or one vector. `kind`: index of
-    the layer's kind (window, RoPE, heads) in `ModelConfig.kinds`."""
-
-    hidden: int
-    n_heads: int
-    heads: HeadShape
-    """Heads of the kept keys and values."""
-    kind: int
-    window: int | None
-    scale: float | None
-    """The factor of scores; None: 1 / sqrt(head_dim)."""
-    cap: float | None
-    """The bound c of scores, which become c tanh(score / c)."""
-
-    is_latent: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if self.n_heads % self.heads.n_kv_heads:
-            raise ModelError(
-                f"{self.n_heads} attention heads do not divide into {self.heads.n_kv_heads} KV heads"
-            )
-        for what, value in (("scale", self.scale), ("cap", self.cap)):
-            if value is not None and not 1e-6 <= value <= 1e6:
-                raise ModelError(f"the attention {what} is {value!r:.80}: a number from 1e-6 to 1e6 expected")
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of one position that a head multiplies, for its score and for its result."""
-        return 2 * self.heads.head_dim
-
-    def copies(self, teams: Teams) -> tuple[int, ...]:
-        """Copies of each KV head that the ranks keep; latent vectors are kept once for all ranks. `teams`:
-        the ranks' teams (`Division.teams`); (): one rank."""
-        return head_copies(self.n_heads, self.heads.n_kv_heads, () if self.is_latent else teams)
-
-    def slot_bytes(self, kv_format: str, teams: Teams = ()) -> int:
-        """Bytes that the layer keeps of one token, copies for ranks included."""
-        return sum(self.copies(teams)) * kv_slot_bytes(kv_format, self.heads.head_dim, self.is_latent)
-
-
-@dataclass(frozen=True)
-class Attention(Attending):
-    """The attention of one layer over keys and values."""
-
-    reads_others: bool = False
-    """True if keys and values are those that an earlier layer keeps."""
-    qk_norm: bool = False
-    whole_qk_norm: bool = False
-    """True if norms are over all of a row's queries, and of its keys, rather than over each head."""
-    value_norms: bool = False
-    out_bias: bool = False
-    sinks: bool = False
-    has_gate: bool = False
-    """True if the output is multiplied by the logistic of one more product of the stream."""
-    factor: float = 1.0
-    growth: QueryGrowth | None = None
-    context_length: int = 0
-    """Positions for which queries grow."""
-    distances: bool = False
-    """True if scores fall with the distance of their positions (ALiBi)."""
-    norm_last: bool = False
-    """True if queries and keys are normalised by heads behind their rotation."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.growth is not None:
-            self.growth.check(self.context_length)
-
-    @property
-    def q_rows(self) -> int:
-        return self.n_heads * self.heads.head_dim
-
-    @property
-    def kv_rows(self) -> int:
-        return self.heads.n_kv_heads * self.heads.head_dim
-
-    @property
-    def into(self) -> Product:
-        """The product that gives queries, and the keys and values that the layer keeps."""
-        rows = {"q": self.q_rows, "k": self.kv_rows, "v": self.kv_rows}
-        letters = "q" if self.reads_others else "qk" if self.heads.keys_are_values else "qkv"
-        return Product(letters, self.hidden, {letter: rows[letter] for letter in letters}, reader="qkv")
-
-    @property
-    def gate(self) -> Product:
-        return Product.alone("attn_gate", self.q_rows, self.hidden)
-
-    @property
-    def back(self) -> Product:
-        return Product.alone("o", self.hidden, self.q_rows, reader="o")
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        return (self.into, *((self.gate,) if self.has_gate else ()), self.back)
-
-    @property
-    def vectors(self) -> dict[str, int]:
-        lengths: dict[str, int] = {}
-        if self.qk_norm:
-            rows = {"q": self.q_rows, "k": self.kv_rows}
-            for part in rows.keys() & self.into.outputs.keys():
-                lengths[f"{part}_norm"] = rows[part] if self.whole_qk_norm else self.heads.head_dim
-        if self.out_bias:
-            lengths["o_bias"] = self.hidden
-        if self.sinks:
-            lengths["sinks"] = self.n_heads
-        return lengths
-
-    @property
-    def biases(self) -> dict[str, int]:
-        """Lengths by name of the biases of queries, keys and values."""
-        return {f"{part}_bias": rows for part, rows in self.into.outputs.items()}
-
-    @property
-    def widths(self) -> MixingRows[int]:
-        own = self.q_rows if self.has_gate else 0
-        return MixingRows(self.q_rows + 2 * self.kv_rows, own, 0, self.q_rows)
-
-    def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
-        qkv, mixed, program = places.products, places.mixed, site.program
-        site.add(self.into, reads, qkv, factor=self.factor)
-        q_norm, k_norm = (site.vector(f"{part}_norm") for part in "qk")
-        if self.whole_qk_norm:
-            keys = qkv[0] + self.q_rows, qkv[1]
-            program.adjust(self.q_rows, *qkv, *qkv, norm=q_norm)
-            program.adjust(self.kv_rows, *keys, *keys, norm=k_norm)
-            q_norm = k_norm = None
-        program.attend(
-            kept_as,
-            *qkv,
-            *mixed,
-            bias=site.vector("qkv_bias"),
-            rows=rows,
-            kind=self.kind,
-            scale=self.scale,
-            cap=self.cap or 0.0,
-            sinks=site.vector("sinks"),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            only_reads=self.reads_others,
-            norm_last=self.norm_last,
-            keys_are_values=self.heads.keys_are_values,
-            v_norm=np.ones(self.heads.head_dim, np.float32) if self.value_norms else None,
-            slopes=slopes_of(self.n_heads) if self.distances else None,
-            **self._growth(),
-        )
-        if self.has_gate:
-            site.add(self.gate, reads, places.own)
-            program.gate_rows(self.q_rows, *mixed, *mixed, places.own, gate="logistic")
-        return mixed
-
-    def _growth(self) -> dict[str, Any]:
-        if self.growth is None:
-            return {}
-        return {"growth": self.growth.factors(self.context_length), "growth_span": self.growth.span}
-
-
-def slopes_of(n_heads: int) -> np.ndarray:
-    """Slopes of ALiBi (Press et al. 2022), float32 [n_heads]: the loss of each head's scores for each
-    position of distance. Powers of 2^(-8 / n) for n heads, n a power of two; for other numbers those of the
-    next lower power of two, then every other slope of the next higher one."""
-    lower = 1 << (n_heads.bit_length() - 1)
-    powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
-    powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
-    return np.array(powers, np.float32)
 
 
 MOST_NUMBERS, PANEL = 576, 16
@@ -297,12 +129,201 @@ class LatentAttention:
         return self.key_dim + self.rope_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionForm:
+    """The settings that the attention of all layers of a model has; layers differ in their kind alone."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    """True if queries and keys are normalised by heads."""
+    whole_qk_norm: bool = False
+    """True if `qk_norm` is over the whole of a row's queries, and of its keys, rather than over each head."""
+    norm_last: bool = field(default=False, metadata=LATER)
+    """True if `qk_norm` is behind the rotation of queries and keys."""
+    value_norms: bool = field(default=False, metadata=LATER)
+    """True if values are normalised by heads, without weights."""
+    out_bias: bool = False
+    """True if the projection after attention has a bias."""
+    sinks: bool = False
+    """True if each head has a score of its own beside those of positions, which takes weight and gives no
+    value."""
+    attention_scale: float | None = None
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    attention_cap: float | None = None
+    """The bound c of scores, which become c tanh(score / c)."""
+    gated_attention: bool = field(default=False, metadata=LATER)
+    """True if the output is multiplied by the logistic of one more product of the stream."""
+    query_growth: QueryGrowth | None = field(default=None, metadata=LATER)
+    """The growth of queries with their positions."""
+    latent: LatentAttention | None = field(default=None, metadata=LATER)
+    """Attention over one vector of each token; `head_dim` are then the vector's numbers, in one KV head."""
+
+
+@dataclass(frozen=True)
+class Attending(Mixer):
+    """A mixer that reads what a layer keeps of every token: keys and values, or one vector. `kind`: index of
+    the layer's kind (window, RoPE, heads) in `ModelConfig.kinds`."""
+
+    hidden: int
+    form: AttentionForm
+    heads: HeadShape
+    """Heads of the kept keys and values."""
+    kind: int
+    window: int | None
+
+    is_latent: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.heads.n_kv_heads:
+            raise ModelError(
+                f"{self.n_heads} attention heads do not divide into {self.heads.n_kv_heads} KV heads"
+            )
+        for what, value in (("scale", self.form.attention_scale), ("cap", self.form.attention_cap)):
+            if value is not None and not 1e-6 <= value <= 1e6:
+                raise ModelError(f"the attention {what} is {value!r:.80}: a number from 1e-6 to 1e6 expected")
+
+    @property
+    def n_heads(self) -> int:
+        return self.form.n_heads
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one position that a head multiplies, for its score and for its result."""
+        return 2 * self.heads.head_dim
+
+    def copies(self, teams: Teams) -> tuple[int, ...]:
+        """Copies of each KV head that the ranks keep; latent vectors are kept once for all ranks. `teams`:
+        the ranks' teams (`Division.teams`); (): one rank."""
+        return head_copies(self.n_heads, self.heads.n_kv_heads, () if self.is_latent else teams)
+
+    def slot_bytes(self, kv_format: str, teams: Teams = ()) -> int:
+        """Bytes that the layer keeps of one token, copies for ranks included."""
+        return sum(self.copies(teams)) * kv_slot_bytes(kv_format, self.heads.head_dim, self.is_latent)
+
+
+@dataclass(frozen=True)
+class Attention(Attending):
+    """The attention of one layer over keys and values."""
+
+    reads_others: bool = False
+    """True if keys and values are those that an earlier layer keeps."""
+    factor: float = 1.0
+    context_length: int = 0
+    """Positions for which queries grow."""
+    distances: bool = False
+    """True if scores fall with the distance of their positions (ALiBi)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form.query_growth is not None:
+            self.form.query_growth.check(self.context_length)
+
+    @property
+    def q_rows(self) -> int:
+        return self.n_heads * self.heads.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        return self.heads.n_kv_heads * self.heads.head_dim
+
+    @property
+    def into(self) -> Product:
+        """The product that gives queries, and the keys and values that the layer keeps."""
+        rows = {"q": self.q_rows, "k": self.kv_rows, "v": self.kv_rows}
+        letters = "q" if self.reads_others else "qk" if self.heads.keys_are_values else "qkv"
+        return Product(letters, self.hidden, {letter: rows[letter] for letter in letters}, reader="qkv")
+
+    @property
+    def gate(self) -> Product:
+        return Product.alone("attn_gate", self.q_rows, self.hidden)
+
+    @property
+    def back(self) -> Product:
+        return Product.alone("o", self.hidden, self.q_rows, reader="o")
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return (self.into, *((self.gate,) if self.form.gated_attention else ()), self.back)
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        lengths: dict[str, int] = {}
+        if self.form.qk_norm:
+            rows = {"q": self.q_rows, "k": self.kv_rows}
+            for part in rows.keys() & self.into.outputs.keys():
+                lengths[f"{part}_norm"] = rows[part] if self.form.whole_qk_norm else self.heads.head_dim
+        if self.form.out_bias:
+            lengths["o_bias"] = self.hidden
+        if self.form.sinks:
+            lengths["sinks"] = self.n_heads
+        return lengths
+
+    @property
+    def biases(self) -> dict[str, int]:
+        """Lengths by name of the biases of queries, keys and values."""
+        return {f"{part}_bias": rows for part, rows in self.into.outputs.items()}
+
+    @property
+    def widths(self) -> MixingRows[int]:
+        own = self.q_rows if self.form.gated_attention else 0
+        return MixingRows(self.q_rows + 2 * self.kv_rows, own, 0, self.q_rows)
+
+    def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
+        qkv, mixed, program, form = places.products, places.mixed, site.program, self.form
+        site.add(self.into, reads, qkv, factor=self.factor)
+        q_norm, k_norm = (site.vector(f"{part}_norm") for part in "qk")
+        if form.whole_qk_norm:
+            keys = qkv[0] + self.q_rows, qkv[1]
+            program.adjust(self.q_rows, *qkv, *qkv, norm=q_norm)
+            program.adjust(self.kv_rows, *keys, *keys, norm=k_norm)
+            q_norm = k_norm = None
+        program.attend(
+            kept_as,
+            *qkv,
+            *mixed,
+            bias=site.vector("qkv_bias"),
+            rows=rows,
+            kind=self.kind,
+            scale=form.attention_scale,
+            cap=form.attention_cap or 0.0,
+            sinks=site.vector("sinks"),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            only_reads=self.reads_others,
+            norm_last=form.norm_last,
+            keys_are_values=self.heads.keys_are_values,
+            v_norm=np.ones(self.heads.head_dim, np.float32) if form.value_norms else None,
+            slopes=slopes_of(self.n_heads) if self.distances else None,
+            **self._growth(),
+        )
+        if form.gated_attention:
+            site.add(self.gate, reads, places.own)
+            program.gate_rows(self.q_rows, *mixed, *mixed, places.own, gate="logistic")
+        return mixed
+
+    def _growth(self) -> dict[str, Any]:
+        growth = self.form.query_growth
+        if growth is None:
+            return {}
+        return {"growth": growth.factors(self.context_length), "growth_span": growth.span}
+
+
+def slopes_of(n_heads: int) -> np.ndarray:
+    """Slopes of ALiBi (Press et al. 2022), float32 [n_heads]: the loss of each head's scores for each
+    position of distance. Powers of 2^(-8 / n) for n heads, n a power of two; for other numbers those of the
+    next lower power of two, then every other slope of the next higher one."""
+    lower = 1 << (n_heads.bit_length() - 1)
+    powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
+    powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
+    return np.array(powers, np.float32)
+
+
 @dataclass(frozen=True)
 class LatentMixer(Attending):
     """The latent attention of one layer, in the absorbed form in every phase (decision 0112): a product by
     head takes queries to the space of the vectors, and another one takes results from there to values."""
-
-    latent: LatentAttention
 
     is_latent = True
     takes_no_adapters = "whose attention is over latent vectors"
@@ -310,6 +331,11 @@ class LatentMixer(Attending):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.latent.check(self.heads)
+
+    @property
+    def latent(self) -> LatentAttention:
+        assert self.form.latent is not None
+        return self.form.latent
 
     @property
     def numbers(self) -> int:
@@ -379,10 +405,10 @@ class LatentMixer(Attending):
             (products[0] + next(iter(self.into.outputs.values())), products[1]),
             site.needed("kv_a_norm"),
             latent.norm_eps,
-            latent.query**-0.5 if self.scale is None else self.scale,
+            latent.query**-0.5 if self.form.attention_scale is None else self.form.attention_scale,
             rows=rows,
             kind=self.kind,
-            cap=self.cap or 0.0,
+            cap=self.form.attention_cap or 0.0,
         )
         # of rows that want no logits, whatever is there
         linears.add_heads(

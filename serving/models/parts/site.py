@@ -86,8 +86,7 @@ class ProductFactors:
     gate: float = 1.0
     up: float = 1.0
 
-    def check(self) -> None:
-        """Raise ModelError unless kernels can take all factors."""
+    def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not 1e-6 <= value <= 1e6:

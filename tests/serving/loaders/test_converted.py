@@ -143,7 +143,8 @@ RECORDED = json.loads((FIXTURES / "converted.json").read_text())
 tensor, and values of those that belong to RoPE."""
 ARITHMETIC = (
     *("n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "norm_eps", "rope"),
-    *("tied_embeddings", "qk_norm", "sliding_window", "ffn_form", "out_bias", "experts"),
+    *("tied_embeddings", "qk_norm", "sliding_window", "activation", "gated", "ffn_biases", "out_bias"),
+    "experts",
 )
 
 

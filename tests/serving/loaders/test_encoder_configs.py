@@ -40,7 +40,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
      "'relative_key' pos"),
     "a million heads": ("jina-bert", {"num_attention_heads": 10**6}, "do not divide"),
     "absolute positions": ("gte-new", {"position_embedding_type": "absolute"}, "'absolute' positions; rope"),
-    "root mean squares": ("gte-new", {"layer_norm_type": "rms_norm"}, "'rms_norm'; layer_norm"),
+    "root mean squares": ("gte-new", {"layer_norm_type": "rms_norm"}, "cannot run: 'layer_norm' can"),
     "scores by the logarithm of lengths": ("gte-new", {"logn_attention_scale": True}, "logn_attention_scale"),
     "dynamic scaling": ("gte-new", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; ntk"),
     "a mixed base": ("gte-new", {"rope_scaling": {**NTK, "mixed_b": 0.6}}, "without mixed_b"),

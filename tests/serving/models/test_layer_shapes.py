@@ -29,7 +29,6 @@ from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import HeadShape
-from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.parts.streams import LayerInputs, Streams
 from phasewise.serving.models.rope import RopeSpec
 from tests.support.models import family_cases, family_gguf_files
@@ -221,7 +220,7 @@ def gguf_config(family: Family, name: str, metadata: Mapping[str, Any]) -> Model
     plain = config_of(family_cases.FAMILY_CASES["olmo2"].fields, {}, add_bos=False)
     n_layers = family_cases.FAMILY_CASES[name].fields["num_hidden_layers"]
     plain = replace(plain, n_layers=n_layers, head_dim=16, pre_norms=True, post_norms=False, qk_norm=False)
-    plain = replace(plain, whole_qk_norm=False, ffn_form=FeedForwardForm("gelu_tanh"), rope=RopeSpec(1e6, 16))
+    plain = replace(plain, whole_qk_norm=False, activation="gelu_tanh", rope=RopeSpec(1e6, 16))
     return family.from_gguf(get, plain)
 
 
