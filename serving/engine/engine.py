@@ -147,7 +147,7 @@ class Engine:
         if message.adapter and message.adapter not in self.adapters:
             raise RequestError(f"there is no adapter {message.adapter!r:.80}", "model")
         most, n_prompt = message.max_tokens, len(message.prompt_token_ids)
-        room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
+        room = min(self.scheduler.limits.context_length, self.scheduler.pool.n_slots) - n_prompt
         max_tokens = max(1, room if most is None else most)  # `add` judges the prompt
         if len(ids) - n_prompt >= max_tokens:
             raise RequestError(f"the answer has {len(ids) - n_prompt} tokens, and may have {max_tokens}")

@@ -12,7 +12,8 @@ from typing import TypeAlias
 from phasewise._words import counted
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.errors import RequestError, check_context
-from phasewise.serving.pools.contract import Demand, Grant, KvPool
+from phasewise.serving.pools.contract import Demand, Grant
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.pacing import ShadowRoom
 from phasewise.serving.scheduling.request import (
     MOST_PREEMPTIONS,
@@ -181,7 +182,7 @@ def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -
         raise RequestError("the prompt has no tokens", "prompt")
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
-    room = min(limits.context_length, pool.longest)
+    room = min(limits.context_length, pool.n_slots)
     whose = "" if room == limits.context_length else " here (the KV cache holds no more)"
     check_context(room, len(request.prompt_token_ids), request.max_tokens, whose)
 

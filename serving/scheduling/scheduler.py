@@ -33,7 +33,8 @@ from phasewise._words import counted, plural
 from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import Grant, KvPool, Placement
+from phasewise.serving.pools.contract import Grant, Placement
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.admission import (
     Admitter,
     PrefillTurns,

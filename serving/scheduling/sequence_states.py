@@ -10,7 +10,8 @@ from typing import NamedTuple
 from phasewise._words import counted
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import KvPool, Placement
+from phasewise.serving.pools.contract import Placement
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.pools.state_places import KeptCopy, StatePlaces
 from phasewise.serving.scheduling.prefixes import (
     NOTHING,
