@@ -114,9 +114,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "serving.prefix_store": (
         "serving.prefix_store",
+        "serving.scheduling",
         "serving.pools",
         "serving.batch",
         "serving.errors",
+        "cython_kernels",
         "_files",
         "_words",
     ),

@@ -33,7 +33,6 @@ from phasewise.cluster.real.instance_messages import (
     FromInstance,
     HandOverFailed,
     Heartbeat,
-    InstanceReport,
     PromptBegun,
     Ready,
     SendKvTo,
@@ -347,8 +346,8 @@ class Front:
         match message:
             case Ready():
                 self._admit(member, message)
-            case InstanceReport():
-                self._hear_report(member, message)
+            case Delivery():
+                self._hear_delivery(member, message)
             case Heartbeat():
                 member.hear(message)
             case PromptBegun(attempt_id):
@@ -388,7 +387,7 @@ class Front:
         for given in waiting:
             self._run_request(given)
 
-    def _hear_load(self, member: InstanceMember, report: InstanceReport) -> None:
+    def _hear_load(self, member: InstanceMember, report: Delivery) -> None:
         member.load = report.load
         try:
             self._router.tells(member.index, report.load.best_token_ns / 1e9, report.held)
@@ -396,7 +395,7 @@ class Front:
             member.reports_refused += 1
             log.warning("instance %s is not believed about prefixes any more: %s", member.name, error)
 
-    def _hear_report(self, member: InstanceMember, report: InstanceReport) -> None:
+    def _hear_delivery(self, member: InstanceMember, report: Delivery) -> None:
         self._hear_load(member, report)
         outs: list[Answer | Failure] = []
         for placed in report.placed:
@@ -416,16 +415,16 @@ class Front:
                 self._say(prompt, Drop(attempt_id))
                 self._router.prompt_done(attempt.request_id)
                 attempt.is_arrived = True
-        for answer in report.answers:
-            attempt = self._attempts.get(answer.request_id)
-            if attempt is not None and attempt.assignment.token == member.index:
-                outs.append(self._take_answer(attempt, answer, member))
-        for failed in report.failures:
-            attempt = self._attempts.get(failed.request_id)
-            if attempt is not None:
+        for out in report.outs:
+            attempt = self._attempts.get(out.request_id)
+            if attempt is None:
+                continue
+            if isinstance(out, Failure):
                 self._forget(attempt)
                 self._drop(attempt)
-                outs.append(failed.to_failure(attempt.request_id))
+                outs.append(out._replace(request_id=attempt.request_id))
+            elif attempt.assignment.token == member.index:
+                outs.append(self._take_answer(attempt, out, member))
         progress = tuple(
             prompt._replace(request_id=attempt.request_id)
             for prompt in report.progress
@@ -454,9 +453,7 @@ class Front:
         n_prompt = len(attempt.request.known_token_ids)
         attempt.has_kv_target = True
         place = token.ready.place if self._shares_memory(prompt.ready, token.ready) else None
-        self._say(
-            prompt, SendKvTo(attempt_id, attempt.epoch, n_prompt, token.ready.endpoint, placement, place)
-        )
+        self._say(prompt, SendKvTo(attempt_id, n_prompt, token.ready.endpoint, placement, place))
 
     def _shares_memory(self, ready: Ready, other: Ready) -> bool:
         transfer = self.settings.kv_transfer

@@ -25,9 +25,7 @@ from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
     Arrived,
-    Compute,
     Delivery,
-    Expect,
     Failure,
     KvTargetReady,
     Message,
@@ -243,23 +241,19 @@ class EngineThread:
     def _handle(self, message: Message) -> None:
         match message:
             case Submit():
-                self._take_on(message, self._engine.submit)
-            case Compute(request):
-                self._take_on(request, self._engine.compute)
+                self._take_on(message)
             case KvTargetReady(request_id):
                 self._engine.hand_over.target_ready(request_id)
-            case Expect(request):
-                self._take_on(request, self._engine.expect)
             case Abort(request_id):
                 self._engine.abort(request_id)
             case Arrived(request_id, logits):
                 self._deliver(self._engine.arrived(request_id, logits))
 
-    def _take_on(self, request: Submit, take: Callable[[Submit], None]) -> None:
+    def _take_on(self, request: Submit) -> None:
         try:
             if self.lost is not None:
                 raise self.lost
-            take(request)
+            self._engine.submit(request)
         except ServingError as error:
             self._refuse(request, error)
         except Exception as error:

@@ -23,8 +23,7 @@ from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.prefix_store.opening import PrefixSettings, open_store
-from phasewise.serving.prefix_store.store import PrefixStore
+from phasewise.serving.prefix_store.store import PrefixSettings, PrefixStore
 from phasewise.serving.ranks.kv_share import KvShape
 from phasewise.serving.ranks.open_ranks import RankOptions, open_ranks
 from phasewise.serving.ranks.rank_layout import teams_of
@@ -196,7 +195,7 @@ def open_engine(
 def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: PackedModel) -> PrefixStore:
     """Open and start the prefix store, before ranks pin threads: its threads run on any core."""
     shape = shape_of(KvShape.of(model.config, fingerprint.kv_format))
-    store = open_store(prefixes, model.name, fingerprint.of_keys_and_values, shape)
+    store = PrefixStore.open(prefixes, model.name, fingerprint.of_keys_and_values, shape)
     store.start()
     return store
 

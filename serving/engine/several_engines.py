@@ -146,7 +146,10 @@ class SeveralEngines:
             self._hosts = {other: each for other, each in self._hosts.items() if other != name}
             self._loads.pop(name, None)
             self._gone = Recoveries(*map(sum, zip(self._gone, host.recoveries(), strict=True)))
-            self._deliver(Delivery((), None, _sum(dict(self._loads))))
+            self._deliver(Delivery((), None, self._load()))
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad.total(list(self._loads.values()))._replace(by_model=dict(self._loads))
 
     def _are_others_busy(self, name: str) -> bool:
         """True while another engine has interactive requests."""
@@ -158,16 +161,4 @@ class SeveralEngines:
         stats = None if delivery.stats is None else delivery.stats._replace(model=name)
         with self._changing:
             self._loads[name] = delivery.load
-            self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
-
-
-def _sum(by_model: Mapping[str, EngineLoad]) -> EngineLoad:
-    loads = list(by_model.values())
-    if not loads:
-        return EngineLoad(0, 0, 0, 0, by_model={})
-    numbers = {
-        name: sum(getattr(load, name) for load in loads)
-        for name in EngineLoad._fields
-        if isinstance(getattr(loads[0], name), int)
-    }
-    return loads[0]._replace(**{**numbers, "pool": None, "by_model": by_model})
+            self._deliver(delivery._replace(stats=stats, load=self._load()))

@@ -23,7 +23,7 @@ from phasewise.serving.pools.contract import (
     PoolError,
     PoolStats,
 )
-from phasewise.serving.pools.pool import BlockPool, Holding
+from phasewise.serving.pools.pool import BlockPool, SlotHolding
 
 
 class Shift(NamedTuple):
@@ -148,7 +148,7 @@ class Sizes(ABC):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Holding(Holding):
+class _Holding(SlotHolding):
     block: Block
     size: Size
     bounds: tuple[int, ...]

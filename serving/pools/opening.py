@@ -21,11 +21,11 @@ from phasewise.serving.pools.contract import (
     PoolSettings,
     PoolStats,
 )
-from phasewise.serving.pools.pool import BlockPool, Holding, KvPool
+from phasewise.serving.pools.pool import BlockPool, KvPool, SlotHolding
 
 
 @dataclass(slots=True)
-class _Pages(Holding):
+class _Pages(SlotHolding):
     bases: list[int] = field(default_factory=list)
 
 

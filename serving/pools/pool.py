@@ -14,14 +14,14 @@ from phasewise.serving.pools.state_places import StatePlaces
 
 
 @dataclass(slots=True)
-class Holding:
+class SlotHolding:
     """A request that holds slots."""
 
     demand: Demand
     is_pinned: bool = False
 
 
-Held = TypeVar("Held", bound=Holding)
+Held = TypeVar("Held", bound=SlotHolding)
 
 
 class Beside:

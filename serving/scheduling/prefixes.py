@@ -9,14 +9,13 @@ only; copies are listed in the order in which they must be done, before anything
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement, Rings
-from phasewise.serving.pools.state_places import KeptCopy
 
 RUN_TOKENS = ALIGNMENT
 """Tokens in a run: one panel of keys, since copies move whole panels."""
@@ -57,11 +56,20 @@ class PrefixSource:
     """First position stored in the sequence's ring: no later token sees earlier ones."""
 
 
+class KeptState(NamedTuple):
+    """A copy of a sequence's state after its first `n_tokens`, for a reader on any thread, which calls
+    `is_there` after reading the state and discards what it read if that is False: it was overwritten."""
+
+    n_tokens: int
+    place: int
+    is_there: Callable[[], bool]
+
+
 class Computed:
     """Keys and values of a sequence's first tokens, for a reader on any thread, which calls `is_there` after
     reading and discards what it read if that is False."""
 
-    states: tuple[KeptCopy, ...] = ()
+    states: tuple[KeptState, ...] = ()
     """Copies of the sequence's states, for layers that keep a state."""
 
     def __init__(self, index: PrefixIndex, source: PrefixSource) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from phasewise._words import counted
@@ -12,11 +13,12 @@ from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.pools.pool import KvPool
-from phasewise.serving.pools.state_places import KeptCopy, StatePlaces
+from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.scheduling.prefixes import (
     NOTHING,
     RUN_TOKENS,
     Computed,
+    KeptState,
     Match,
     PrefixIndex,
     PrefixSource,
@@ -44,20 +46,6 @@ class _Kept:
     is_needed: bool
     """True if the conversation's next prompt may differ from here: its newest one begins a turn or ends
     here."""
-
-
-class KeptState:
-    """A copy of a sequence's state, for a reader on any thread, which reads `is_there` after reading the
-    state and discards what it read if that is False."""
-
-    def __init__(self, index: StateIndex, key: Key, kept: _Kept) -> None:
-        self._index, self._key, self._kept = index, key, kept
-        self.n_tokens, self.place = kept.n_tokens, kept.place
-
-    @property
-    def is_there(self) -> bool:
-        """True if the copy was not overwritten."""
-        return self._index.holds(self._key, self._kept)
 
 
 class KnownState(NamedTuple):
@@ -173,10 +161,9 @@ class StateIndex:
     def along(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> Iterator[KeptState]:
         """Copies of all kept states along a sequence's tokens, whichever sequence made them."""
         for key, kept in self._passed(token_ids, runs, space, len(token_ids)):
-            yield KeptState(self, key, kept)
+            yield KeptState(kept.n_tokens, kept.place, partial(self._holds, key, kept))
 
-    def holds(self, key: Key, kept: _Kept) -> bool:
-        """True if the index still has the copy `kept` under `key`."""
+    def _holds(self, key: Key, kept: _Kept) -> bool:
         return self._by_key.get(key) is kept
 
     def n_kept(self, source: PrefixSource) -> int:
@@ -268,7 +255,7 @@ FindStored = Callable[[tuple[int, ...], str], int]
 """Number of first tokens that the store has, called with token ids and the cache space."""
 
 
-CopiesAlong = Callable[[Computed], tuple[KeptCopy, ...]]
+CopiesAlong = Callable[[Computed], tuple[KeptState, ...]]
 
 
 class WantedBeginning(NamedTuple):

@@ -14,11 +14,11 @@ from phasewise.serving.pools.contract import (
     PoolError,
     PoolStats,
 )
-from phasewise.serving.pools.pool import BlockPool, Holding
+from phasewise.serving.pools.pool import BlockPool, SlotHolding
 
 
 @dataclass(slots=True, kw_only=True)
-class _Placed(Holding):
+class _Placed(SlotHolding):
     placement: Placement
 
 

@@ -27,7 +27,7 @@ from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.errors import RankLost
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.prefix_store.opening import PrefixSettings
+from phasewise.serving.prefix_store.store import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan

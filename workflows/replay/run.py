@@ -350,7 +350,7 @@ class _Replayer:
 
 def _differences(receipt: Receipt, replaying: Replaying) -> list[str]:
     """A line of text for each difference between a receipt and its replay."""
-    from phasewise.serving.engine.logit_chain import CHECKPOINT_TOKENS
+    from phasewise.serving.engine.live_request import CHECKPOINT_TOKENS
 
     said = []
     if replaying.first_token is not None:

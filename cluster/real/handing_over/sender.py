@@ -60,7 +60,6 @@ class StreamLink:
     """Link that sends keys, values, states and the end of one attempt in frames."""
 
     request_id: str
-    epoch: int
     n_prompt: int
     codec: Codec
     memory: KvMemory
@@ -91,7 +90,7 @@ class StreamLink:
         return self._post(self.end, 0, 0, self.n_prompt, logits.astype("<f4", copy=False).data.cast("B"))
 
     def _post(self, kind: FrameKind, layer: int, begin: int, end: int, data: bytearray | memoryview) -> bool:
-        frame = Frame(kind, self.request_id, self.epoch, self.n_frames, layer, begin, end)
+        frame = Frame(kind, self.request_id, self.n_frames, layer, begin, end)
         header = self.codec.header(frame, len(data))
         is_sent = self.post([header, self.request_id.encode(), data])  # type: ignore[list-item]
         self.n_frames += is_sent

@@ -16,12 +16,19 @@ from phasewise.cluster.real.instance_messages import (
     Dropped,
     HandOverFailed,
     Heartbeat,
-    InstanceReport,
     PromptBegun,
     SendKvTo,
-    Take,
 )
-from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, GivenOut, Progress, Submit
+from phasewise.serving.engine.messages import (
+    Abort,
+    Answer,
+    Delivery,
+    EngineLoad,
+    Failure,
+    GivenOut,
+    Progress,
+    Submit,
+)
 from phasewise.serving.errors import EngineLost, RankLost, StepFailed
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.sampling.sampling import SampledToken
@@ -50,13 +57,13 @@ def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedIns
     """A request whose prompt is computed by one instance for the other, which hears of it when the first has
     begun; its attempt."""
     server.front.send(REQUEST)
-    attempt = prompt.hear(Take)
+    attempt = prompt.hear(Submit)
     assert token.hears_nothing()
-    prompt.say(PromptBegun(attempt.request.request_id))
-    expected = token.hear(Take)
+    prompt.say(PromptBegun(attempt.request_id))
+    expected = token.hear(Submit)
     assert (attempt.part, expected.part) == ("prompt", "answer")
-    assert attempt.request.request_id == expected.request.request_id
-    return attempt.request.request_id
+    assert attempt.request_id == expected.request_id
+    return attempt.request_id
 
 
 def begins(server: ScriptedServer, instance: ScriptedInstance, attempt: str) -> None:
@@ -104,9 +111,9 @@ def test_a_request_in_shadow_is_computed_where_it_is_answered() -> None:
         _, token = running(server)
         server.front.send(replace(REQUEST, in_shadow=True))
 
-        taken = token.hear(Take)
+        taken = token.hear(Submit)
 
-        assert (taken.part, taken.request.in_shadow) == ("whole", True)
+        assert (taken.part, taken.in_shadow) == ("whole", True)
         assert server.front._load()[:2] == (0, 0)
         assert server.front._load().n_in_shadow == 1
 
@@ -130,11 +137,11 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
 
         assert token.hear(Drop).request_id == attempt
         assert prompt.orders.name in server.launcher.killed
-        again = token.hear(Take)
+        again = token.hear(Submit)
         assert again.part == "whole"  # no instance is there that computes prompts
-        assert again.request.request_id != attempt
+        assert again.request_id != attempt
         token.tell(Answer(attempt, "of the first attempt", (), 1, 5))
-        token.tell(Answer(again.request.request_id, "b", (), 1, 5, "length"))
+        token.tell(Answer(again.request_id, "b", (), 1, 5, "length"))
         out = server.next_out()
         assert isinstance(out, Answer)
         assert out.text == "b"
@@ -164,11 +171,11 @@ def test_an_answer_that_has_begun_goes_on_after_what_was_given_out() -> None:
         prompt, token = begun(server)
         token.ended = "it was killed by SIGKILL"
 
-        again = prompt.hear(Take)
+        again = prompt.hear(Submit)
         assert again.part == "whole"
-        assert again.request.prompt_token_ids == REQUEST.prompt_token_ids
-        assert again.request.given == GivenOut((7, 8), 3, 16)
-        name = again.request.request_id
+        assert again.prompt_token_ids == REQUEST.prompt_token_ids
+        assert again.given == GivenOut((7, 8), 3, 16)
+        name = again.request_id
         prompt.tell(
             Answer(name, "d", (SampledToken(9),), 8, 8, "length", 16), progress=[Progress(name, 102, 0, 9, 5)]
         )
@@ -188,9 +195,9 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
         server.front.send(REQUEST)
         given_out = None
         for n_known in (100, 101, 102):
-            attempt = prompt.hear(Take)
-            name = attempt.request.request_id
-            assert (attempt.part, len(attempt.request.prompt_token_ids), attempt.request.given) == (
+            attempt = prompt.hear(Submit)
+            name = attempt.request_id
+            assert (attempt.part, len(attempt.prompt_token_ids), attempt.given) == (
                 "prompt",
                 n_known,
                 None,
@@ -198,9 +205,9 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
             prompt.say(PromptBegun(name))
             server.wait_until(lambda: any(not token.hears_nothing(0.01) for token in tokens))
             (token,) = (token for token in tokens if not token.hears_nothing(0.01))
-            expected = token.hear(Take)
-            assert (expected.part, expected.request.given) == ("answer", given_out)
-            assert expected.request.prompt_token_ids == REQUEST.prompt_token_ids
+            expected = token.hear(Submit)
+            assert (expected.part, expected.given) == ("answer", given_out)
+            assert expected.prompt_token_ids == REQUEST.prompt_token_ids
             token.place(name)
             assert prompt.hear(SendKvTo).n_prompt == n_known
             prompt.tell(computed=[name])
@@ -221,7 +228,7 @@ def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
-        name = instance.hear(Take).request.request_id
+        name = instance.hear(Submit).request_id
         instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
         assert isinstance(server.next_out(), Answer)
         instance.ended = "it was killed by SIGKILL"
@@ -229,7 +236,7 @@ def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
         server.wait_until_state("replacing")
         other.ready()
 
-        assert other.hear(Take).request.given == GivenOut((7,), 1)
+        assert other.hear(Submit).given == GivenOut((7,), 1)
 
 
 def test_an_answer_comes_further_or_ends() -> None:
@@ -240,7 +247,7 @@ def test_an_answer_comes_further_or_ends() -> None:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
         for number in range(7):
-            name = instance.hear(Take).request.request_id
+            name = instance.hear(Submit).request_id
             if number < 5:
                 instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
                 assert isinstance(server.next_out(), Answer)
@@ -263,7 +270,7 @@ def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
         token.say(HandOverFailed(attempt, "sequence", "frame 3 came where 2 was expected"))
 
         prompt.hear(Drop)
-        again = token.hear(Take)
+        again = token.hear(Submit)
         assert again.part == "whole"
         assert server.front.counts.failed == {"sequence": 1}
 
@@ -279,7 +286,7 @@ def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
         token.say(Heartbeat(1, False, 0, {"stale": 3}))
         token.say(HandOverFailed(attempt, "range", "position 900 of a prompt of 100 tokens"))
         prompt.hear(Drop)
-        token.hear(Take)
+        token.hear(Submit)
         token.tell()
         server.wait_until(lambda: has_failed(server.load))
 
@@ -299,7 +306,7 @@ def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> No
         prompt.tell(computed=[attempt])
 
         assert prompt.hear(Drop).request_id == attempt
-        assert token.hear(Take).part == "whole"
+        assert token.hear(Submit).part == "whole"
         assert server.front.counts.failed == {"timeout": 1}
 
 
@@ -313,7 +320,7 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
         prompt.say(Heartbeat(1, False, 0))
 
         prompt.hear(Drop)
-        assert token.hear(Take).part == "whole"
+        assert token.hear(Submit).part == "whole"
         assert server.front.counts.failed == {"unreported": 1}
 
 
@@ -325,7 +332,7 @@ def test_a_request_that_fails_again_and_again_ends() -> None:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
         for number in range(8):
-            name = instance.hear(Take).request.request_id
+            name = instance.hear(Submit).request_id
             if number >= 5:
                 begins(server, instance, name)
             instance.ended = "it was killed by SIGSEGV"
@@ -346,7 +353,7 @@ def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
             server.wait_until(lambda: bool(server.front._requests))
             (attempt,) = server.front._requests.values()
             instance = server.launcher.now[attempt.assignment.token]
-            begins(server, instance, instance.hear(Take).request.request_id)
+            begins(server, instance, instance.hear(Submit).request_id)
             instance.ended = "it was killed by SIGSEGV"
             server.launcher.next().ready()
             server.wait_until_state("running")
@@ -358,7 +365,7 @@ def test_an_instance_that_says_nothing_is_dead() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
-        instance.hear(Take)
+        instance.hear(Submit)
         supervisor = server.front._supervisor
         patient, supervisor._settings = supervisor._settings, replace(supervisor._settings, silent_s=0.2)
 
@@ -367,7 +374,7 @@ def test_an_instance_that_says_nothing_is_dead() -> None:
         other.ready()
 
         assert instance.orders.name in server.launcher.killed
-        assert other.hear(Take).part == "whole"
+        assert other.hear(Submit).part == "whole"
 
 
 def test_requests_wait_while_no_instance_is_there() -> None:
@@ -379,18 +386,18 @@ def test_requests_wait_while_no_instance_is_there() -> None:
         server.wait_until_state("replacing")
         other.ready()
 
-        assert other.hear(Take).request.prompt_token_ids == REQUEST.prompt_token_ids
+        assert other.hear(Submit).prompt_token_ids == REQUEST.prompt_token_ids
 
 
 def test_what_an_earlier_life_says_is_not_heard() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
-        attempt = instance.hear(Take).request.request_id
+        attempt = instance.hear(Submit).request_id
         instance.ended = "it was killed by SIGKILL"
         other = server.launcher.next()
         other.ready()
-        again = other.hear(Take).request.request_id
+        again = other.hear(Submit).request_id
         instance.tell(Answer(again, "late", (), 1, 5))
         instance.tell(Answer(attempt, "late", (), 1, 5))
         other.tell(Answer(again, "new", (), 1, 5))
@@ -443,7 +450,7 @@ def test_what_cannot_be_read_ends_the_instance_and_nothing_else() -> None:
 
         assert other.index == first.index
         server.front.send(REQUEST)
-        assert second.hear(Take).part == "whole"
+        assert second.hear(Submit).part == "whole"
 
 
 def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
@@ -457,7 +464,7 @@ def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
         assert server.progress == [Progress("r", 100, 0, 64, 5)]
         for instance, token_ns in ((prompt, 3e6), (token, 6e6)):
             load = EngineLoad(0, 0, 0, 1024, prompt_token_ns=token_ns)
-            instance.say(InstanceReport((), (), None, load))
+            instance.say(Delivery((), None, load))
         server.wait_until(lambda: server.load is not None and 0 < server.load.prompt_token_ns < 3e6)
         assert server.load is not None
         assert server.load.prompt_token_ns == pytest.approx(2e6)

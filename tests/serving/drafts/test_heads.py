@@ -312,7 +312,7 @@ def test_the_gain_is_as_predicted(pair: Callable[..., Pair], branches: float, he
     size = engine_size(256, 512, 1)
     size = replace(size, kv=replace(size.kv, states=20))
     with open_engine(model, plans(), size, drafts=DraftSource(head, CHEAP_ROWS)) as opened:
-        drafter = opened.engine.drafter
+        drafter = opened.engine.drafting.drafter
         assert isinstance(drafter, HeadDrafter)
         clock.take_over(drafter)
         for seed in range(4):

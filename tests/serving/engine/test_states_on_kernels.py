@@ -80,7 +80,7 @@ def test_company_cuts_and_preemption_change_nothing(
 def test_refused_drafts_leave_no_trace(model: PackedModel, alone: dict[str, list[int]], right: float) -> None:
     with start.open_engine(model, ONE_RANK, size_of(states=30)) as opened:
         drafter = GuessingDrafter(alone, right, model.config.vocab_size)
-        opened.engine.drafter = drafter
+        opened.engine.drafting.drafter = drafter
         by_name = run_all(opened.engine, *requests())
         opened.engine.scheduler.check()
 

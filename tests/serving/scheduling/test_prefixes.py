@@ -17,12 +17,12 @@ from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import KV_CHUNK, Placement, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.prefix_store.store import KeptBeginnings
 from phasewise.serving.scheduling import held_prefixes
 from phasewise.serving.scheduling.held_prefixes import (
     BLOCK_TOKENS,
     MOST_STORED_BLOCKS,
     HeldPrefixes,
+    KeptBeginnings,
     block_keys,
 )
 from phasewise.serving.scheduling.prefixes import (
