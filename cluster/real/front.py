@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
 
@@ -85,18 +85,6 @@ class DrainPlace:
     undo: bool = False
 
 
-@dataclass(slots=True)
-class FrontCounts:
-    """Counts of a front since its start; none ever falls."""
-
-    divided: int = 0
-    """Requests whose prompts were computed on one instance and answered by another."""
-    continued: int = 0
-    """Answers that had begun on an instance that ended, and were continued on another."""
-    failed: Counter[str] = field(default_factory=Counter)
-    """Hand-overs that failed, by reason."""
-
-
 class Front:
     """An engine host (`serving.engine.engine_host.EngineHost`) made of instances with roles."""
 
@@ -113,7 +101,12 @@ class Front:
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
         self._n_requests_rerun = 0
-        self.counts = FrontCounts()
+        self.n_divided = 0
+        """Requests whose prompts were computed on one instance and answered by another."""
+        self.n_continued = 0
+        """Answers that had begun on an instance that ended, and were continued on another."""
+        self.failed: Counter[str] = Counter()
+        """Hand-overs that failed, by reason."""
         self._deliver = deliver
         self._on_lost = on_lost
         self._supervisor = Supervisor(roles, launcher, settings, restarts)
@@ -142,7 +135,7 @@ class Front:
     def recoveries(self) -> Recoveries:
         """Count instances that were ready and had to be started anew, as an engine counts ranks. Each
         instance follows its own cores, and reports them in its log."""
-        return Recoveries(self._supervisor.n_replaced, self._n_requests_rerun, self.counts.continued)
+        return Recoveries(self._supervisor.n_replaced, self._n_requests_rerun, self.n_continued)
 
     def threads(self) -> dict[str, int]:
         """The threads that compute: none, since instances compute."""
@@ -262,7 +255,7 @@ class Front:
         if not attempt.is_divided:
             self._say(self._members[assignment.token], attempt.take("whole"))
             return
-        self.counts.divided += 1
+        self.n_divided += 1
         self._say(self._members[assignment.prompt], attempt.take("prompt"))
 
     def _prefix_of(self, request: Submit) -> tuple[int, ...]:
@@ -315,12 +308,12 @@ class Front:
             return
         self._forget(attempt)
         self._drop(attempt)
-        self.counts.continued += again.has_begun
+        self.n_continued += again.has_begun
         self._n_requests_rerun += not again.has_begun
         self._run_request(again, whole=whole)
 
     def _fail_hand_over(self, attempt: Attempt, reason: str, message: str) -> None:
-        self.counts.failed[reason] += 1
+        self.failed[reason] += 1
         log.warning("a hand-over of request %s failed (%s): %s", attempt.request.request_id, reason, message)
         error = StepFailed(f"keys and values could not be handed over: {message}")
         self._run_again(attempt, error, whole=True)
@@ -499,7 +492,7 @@ class Front:
             prompt, token = attempt.assignment
             if member.index == token or (member.index == prompt and attempt.is_divided):
                 if attempt.is_divided:
-                    self.counts.failed["instance"] += 1
+                    self.failed["instance"] += 1
                 self._run_again(attempt, lost)
 
     def _writes_no_more(self, member: InstanceMember) -> None:
@@ -560,8 +553,6 @@ class Front:
         n_waiting = min(n_assigned, sum(load.n_waiting for load in loads))  # a divided one may wait twice
         n_without = sum(not given.request.in_shadow for given in self._waiting.values())
         return load_together(loads, n_waiting + n_without, n_assigned - n_waiting)._replace(
-            hand_overs=HandOverCounts(
-                self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
-            ),
+            hand_overs=HandOverCounts(self.n_divided, dict(self.failed), dict(self.refused_frames)),
             n_in_shadow=n_in_shadow,
         )

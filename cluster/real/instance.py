@@ -24,7 +24,6 @@ from phasewise._version import __version__
 from phasewise.cluster.real.handing_over.frames import Codec, parts_of
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
 from phasewise.cluster.real.handing_over.sender import (
-    BlockLink,
     LinkBroken,
     Post,
     Sender,
@@ -223,7 +222,7 @@ class _Instance:
         self._sender.send_to(target.request_id, link)
         self._thread.send(KvTargetReady(target.request_id))
 
-    def _link(self, target: SendKvTo) -> BlockLink:
+    def _link(self, target: SendKvTo) -> StreamLink:
         attempt = target.request_id, target.n_prompt
         own = *attempt, self._codec, self._memory, self._posts.post(target.endpoint)
         if target.place is None:

@@ -27,7 +27,7 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.engine.step_parts import PromptProgress, StepDrafts, StepPart
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
-from phasewise.serving.ranks.ranks_contract import Ranks
+from phasewise.serving.ranks.first_rank import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
 from phasewise.serving.scheduling.pacing import UNBOUNDED, Pacing, ShadowRoom
 from phasewise.serving.scheduling.request import TokenOut

@@ -15,7 +15,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.engine.messages import Answer, Evidence, GivenOut, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.processes.restarts import MOST_RERUNS
-from phasewise.serving.ranks.ranks_contract import Ranks
+from phasewise.serving.ranks.first_rank import Ranks
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, Sampler, score_rows
 from phasewise.serving.scheduling.request import Request, space_of
 

@@ -16,7 +16,7 @@ from phasewise.serving.ranks.kv_share import KvShape
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.messages import Delivery
-    from phasewise.serving.ranks.ranks_contract import Ranks
+    from phasewise.serving.ranks.first_rank import Ranks
     from phasewise.serving.scheduling.scheduler import Scheduler
 
 MOST_CHECKED_TOKENS = 64

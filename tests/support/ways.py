@@ -205,7 +205,7 @@ def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
         settings = {"kv_transfer": kv_transfer, "split_above_tokens": 0}
         with pools(asked.path, size=asked.size(), **settings) as server:
             told = server.run(asked.requests)
-            assert server.front.counts.divided > 0
+            assert server.front.n_divided > 0
         return _together(told)
 
     return compute

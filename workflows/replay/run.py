@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.serving.grammar.guides import GuideCompiler
-    from phasewise.serving.ranks.ranks_contract import Ranks
+    from phasewise.serving.ranks.first_rank import Ranks
     from phasewise.serving.sampling.sampling import Sampler
 
 Json = dict[str, Any]

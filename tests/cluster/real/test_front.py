@@ -146,7 +146,7 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
         assert isinstance(out, Answer)
         assert out.text == "b"
         assert server.front.recoveries().requests_rerun == 1
-        assert server.front.counts.failed == {"instance": 1}
+        assert server.front.failed == {"instance": 1}
 
 
 def begun(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance]:
@@ -272,7 +272,7 @@ def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
         prompt.hear(Drop)
         again = token.hear(Submit)
         assert again.part == "whole"
-        assert server.front.counts.failed == {"sequence": 1}
+        assert server.front.failed == {"sequence": 1}
 
 
 def has_failed(load: EngineLoad | None) -> bool:
@@ -307,7 +307,7 @@ def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> No
 
         assert prompt.hear(Drop).request_id == attempt
         assert token.hear(Submit).part == "whole"
-        assert server.front.counts.failed == {"timeout": 1}
+        assert server.front.failed == {"timeout": 1}
 
 
 def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() -> None:
@@ -321,7 +321,7 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
 
         prompt.hear(Drop)
         assert token.hear(Submit).part == "whole"
-        assert server.front.counts.failed == {"unreported": 1}
+        assert server.front.failed == {"unreported": 1}
 
 
 def test_a_request_that_fails_again_and_again_ends() -> None:

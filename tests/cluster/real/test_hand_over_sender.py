@@ -13,7 +13,7 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.pools.contract import Placement
-from phasewise.serving.ranks.ranks_contract import Follower
+from phasewise.serving.ranks.first_rank import Follower
 from tests.support.servers.fake_engine import FakeRanks, make_engine
 from tests.support.servers.rude_clients import until
 
@@ -163,7 +163,7 @@ def test_a_prompt_without_a_block_is_lost_when_it_is_aimed(ranks: LayeredRanks) 
     engine.submit(PROMPT)
     engine.step()
     assert begun == ["p"]
-    (held,) = engine.scheduler._running
+    (held,) = engine.scheduler._lanes.running
     engine.scheduler._preempt(held)
 
     sender.send_to("p", Link())

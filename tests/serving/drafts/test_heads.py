@@ -17,8 +17,8 @@ from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.loaders import load_head, load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.opening import POLICIES
+from phasewise.serving.ranks.first_rank import KvSettings, RankOptions
 from phasewise.serving.ranks.open_ranks import LocalRanks
-from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.serving.engine.test_engine_kernels import plans, tokens

@@ -15,10 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from phasewise.serving.engine.engine_host import Deliver, SharedCores
+from phasewise.serving.engine.engine_host import Deliver, SeveralEngines, SharedCores
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
-from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import RanksError
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.pacing import Pacing

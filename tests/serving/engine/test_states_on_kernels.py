@@ -11,7 +11,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.ranks_contract import KvSettings
+from phasewise.serving.ranks.first_rank import KvSettings
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan

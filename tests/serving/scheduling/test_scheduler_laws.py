@@ -357,10 +357,10 @@ def test_everybody_ends_within_a_bound_that_the_work_before_gives(
 
     while scheduler.has_work:
         oldest = min(map(int, scheduler.request_ids()))
-        running = [sequence.request_id for sequence in scheduler._running]
+        running = [sequence.request_id for sequence in scheduler._lanes.running]
         assert turns.take(chunk) is not None
         assert not running or str(oldest) in running or int(running[0]) > oldest
-        for waiter in scheduler._waiting:
+        for waiter in scheduler._lanes.own.waiting:
             preempted[waiter.request_id] = waiter.n_preempted
 
     assert turns.got == {request.request_id: request.max_tokens for request in requests}

@@ -31,7 +31,7 @@ _IMPORTED = (
     "phasewise.cli.commands.serve",
     "phasewise.cli.main",
     "phasewise.kerneldb.store",
-    "phasewise.serving.engine.several_engines",
+    "phasewise.serving.engine.engine_host",
     "phasewise.serving.loaders.encoders",
     "phasewise.serving.loaders.families",
     "phasewise.serving.loaders.fetching.registry",
