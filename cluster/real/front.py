@@ -28,7 +28,6 @@ from phasewise.cluster.real.attempts import Attempt, ask_of, is_whole
 from phasewise.cluster.real.instance import host_name
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
-    Drop,
     Dropped,
     FromInstance,
     HandOverFailed,
@@ -290,9 +289,9 @@ class Front:
         prompt, token = (self._members[index] for index in attempt.assignment)
         if attempt.is_divided and (prompt.ready is not None or prompt.ending is not None):
             self._leaving[attempt.attempt_id] = attempt.assignment
-            self._say(prompt, Drop(attempt.attempt_id))
+            self._say(prompt, Abort(attempt.attempt_id))
         else:
-            self._say(token, Drop(attempt.attempt_id))
+            self._say(token, Abort(attempt.attempt_id))
 
     def _end(self, attempt: Attempt, error: Exception) -> None:
         self._forget(attempt)
@@ -353,7 +352,7 @@ class Front:
                 assignment = self._leaving.get(attempt_id)
                 if assignment is not None and assignment.prompt == member.index:
                     del self._leaving[attempt_id]
-                    self._say(self._members[assignment.token], Drop(attempt_id))
+                    self._say(self._members[assignment.token], Abort(attempt_id))
             case HandOverFailed(attempt_id, reason, words):
                 attempt = self._attempts.get(attempt_id)
                 if attempt is not None and attempt.is_divided:
@@ -405,7 +404,7 @@ class Front:
                 took_s = 0.0 if attempt.computed_s is None else member.heard_s - attempt.computed_s
                 n_prompt = len(attempt.request.known_token_ids)
                 prompt.handed_over(n_prompt, took_s)
-                self._say(prompt, Drop(attempt_id))
+                self._say(prompt, Abort(attempt_id))
                 self._router.prompt_done(attempt.request_id)
                 attempt.is_arrived = True
         for out in report.outs:
@@ -500,7 +499,7 @@ class Front:
         for attempt_id, assignment in list(self._leaving.items()):
             if assignment.prompt == member.index:
                 del self._leaving[attempt_id]
-                self._say(self._members[assignment.token], Drop(attempt_id))
+                self._say(self._members[assignment.token], Abort(attempt_id))
 
     def _drain(self, member: InstanceMember, *, undo: bool) -> None:
         if undo == (not member.is_draining):

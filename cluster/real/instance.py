@@ -32,7 +32,6 @@ from phasewise.cluster.real.handing_over.sender import (
 )
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
-    Drop,
     Dropped,
     FromInstance,
     HandOverFailed,
@@ -182,7 +181,7 @@ class _Instance:
         match message:
             case Submit():
                 self._take(message)
-            case Drop(request_id):
+            case Abort(request_id):
                 self._drop(request_id)
             case SendKvTo():
                 self._send_kv_to(message)

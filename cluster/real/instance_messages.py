@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from phasewise.cluster.errors import first_line
 from phasewise.serving.engine.fingerprint import Fingerprint
-from phasewise.serving.engine.messages import Delivery, Submit
+from phasewise.serving.engine.messages import Abort, Delivery, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
@@ -21,13 +21,6 @@ class WireError(ServingError):
 
 
 # ---- to an instance --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Order to free what a request holds. After the reply `Dropped` nothing is written for the request."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,7 @@ class Stop:
     """Order to an instance to end."""
 
 
-ToInstance = Submit | Drop | SendKvTo | Stop
+ToInstance = Submit | Abort | SendKvTo | Stop
 
 # ---- from an instance ------------------------------------------------------------------------------------
 
@@ -100,7 +93,7 @@ class PromptBegun:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Message of an instance: it holds nothing of this request any more."""
+    """Reply of an instance to `Abort`: it holds nothing of this request any more, and writes nothing."""
 
     request_id: str
 

@@ -163,7 +163,7 @@ class ProductionMachine:
 
     def acknowledge(self, request_id: str) -> None:
         """Note that a request that was handed over has arrived at the other machine."""
-        self.scheduler.acknowledge(request_id)
+        self.scheduler.abort(request_id)
         self._wake()
 
     def _wake(self) -> None:

@@ -97,7 +97,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The client no longer waits for the answer."""
+    """Free what a request holds: nobody waits for the answer, or it is given elsewhere."""
 
     request_id: str
 

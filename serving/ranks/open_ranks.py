@@ -151,13 +151,11 @@ def _lookups_of_all_tables(schedules: Mapping[Phase, ScheduleLookup] | None) -> 
 
 def _of_only_rank(plans: Mapping[Phase, ServicePlan]) -> dict[int, tuple[int, ...]]:
     """Cores of the only rank, by schedule table."""
-    return {table: _only_rank(plan) for table, plan in plans_by_table(plans).items()}
-
-
-def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
-    if len(plan.ranks) != 1:
-        raise RanksError(
-            f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')};"
-            " those run in processes: `open_ranks`"
-        )
-    return plan.ranks[0].cores
+    for plan in plans.values():
+        for own in plan.each:
+            if len(own.ranks) != 1:
+                raise RanksError(
+                    f"the {plan.phase} plan has {counted(len(own.ranks), 'rank')};"
+                    " those run in processes: `open_ranks`"
+                )
+    return {table: plan.ranks[0].cores for table, plan in plans_by_table(plans).items()}

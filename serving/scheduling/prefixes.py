@@ -177,11 +177,19 @@ class PrefixIndex:
             self.n_changes += 1
             self._stamp(source)
 
-    def advance(self, owner: str, n_ready: int) -> None:
-        """Record that the first `n_ready` tokens of `owner` have keys and values."""
+    def advance(self, owner: str, n_ready: int | None, n_written: int = 0, *, is_whole: bool = False) -> None:
+        """Record that the first `n_ready` tokens of `owner` have keys and values (None: of its answer, which
+        are recorded at its end), and the number of tokens ever stored, drafts included. `is_whole`: True with
+        the last step of its prompt."""
         source = self._live.get(owner)
-        if source is not None:
+        if source is None:
+            return
+        source.n_written = max(source.n_written, n_written)
+        if n_ready is not None:
             source.n_ready = n_ready
+        if is_whole:
+            self.n_changes += 1
+            self._note(source)
 
     def brought(self, owner: str, n_tokens: int) -> None:
         """Record that keys and values of the first `n_tokens` of `owner` were copied into its block; into a
@@ -191,22 +199,9 @@ class PrefixIndex:
             source.n_ready = n_tokens
             source.ring_begin = max(0, n_tokens - self._rings.window) if self._rings else 0
 
-    def wrote(self, owner: str, n_tokens: int) -> None:
-        """Record the number of tokens of `owner` whose keys and values were stored, drafts included."""
-        source = self._live.get(owner)
-        if source is not None:
-            source.n_written = max(source.n_written, n_tokens)
-
     def report_to(self, listener: list[Computed]) -> None:
         """Append computed prompts and ended sequences to `listener`, which its reader empties."""
         self._listener = listener
-
-    def completed(self, owner: str) -> None:
-        """Record that the whole prompt of `owner` has keys and values."""
-        source = self._live.get(owner)
-        if source is not None:
-            self.n_changes += 1
-            self._note(source)
 
     def holds(self, source: PrefixSource, placement: Placement, begin: int, end: int) -> bool:
         """True if positions [begin, end) of `source` are still in `placement`."""

@@ -14,7 +14,7 @@ later. A request that was preempted `MOST_PREEMPTIONS` times gets a block for it
 oldest request can take; after that it runs as the oldest itself. Decision 0021.
 
 A request can be divided between two schedulers. One computes the prompt (`Request.prefill_only`) and holds
-its keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other is told to
+its keys and values: `hand_over` pins them while they are sent, `abort` frees them. The other is told to
 `expect` the request, pins a block for it, and runs it once everything has `arrived`. A pinned block is
 neither moved nor preempted. A request whose prefix a store has (`reads_from`) waits in a pinned block until
 it is `restored`.
@@ -212,10 +212,6 @@ class Scheduler:
         sequence = self._live.get(request_id)
         return 0 if sequence is None else sequence.n_computed
 
-    def acknowledge(self, request_id: str) -> bool:
-        """Free the block of a request that was handed over and has arrived. False: it is gone already."""
-        return self.abort(request_id)
-
     def take_copies(self) -> tuple[KvCopy, ...]:
         """Take the copies that no batch carries, to be done at once, after `next_batch` returned None."""
         copies = tuple(self._copies)
@@ -281,7 +277,7 @@ class Scheduler:
         and the token sampled after them, none after a stop token. Positions of rejected drafts are computed
         again. Runs of `prefill_only` requests are ignored: the answering instance samples from the same
         logits."""
-        sequences = self._take_flight(batch).sequences
+        sequences, self._in_flight = self._flight_of(batch).sequences, None
         sampled = iter(runs)
         outs: list[TokenOut] = []
         for sequence, piece in zip(sequences, batch.slices, strict=True):
@@ -295,11 +291,9 @@ class Scheduler:
                 )
             n_written = sequence.n_computed + len(piece.token_ids)
             sequence.n_computed = n_written - piece.n_drafted
-            self._prefixes.wrote(sequence.request_id, n_written)
-            if batch.phase == "prefill":
-                self._prefixes.advance(sequence.request_id, sequence.n_computed)
-                if run:
-                    self._prefixes.completed(sequence.request_id)
+            is_prompt = batch.phase == "prefill"
+            n_ready = sequence.n_computed if is_prompt else None
+            self._prefixes.advance(sequence.request_id, n_ready, n_written, is_whole=is_prompt and bool(run))
             self._states.go_on(sequence, piece, len(run))
             if run and not sequence.request.prefill_only:
                 sequence.n_computed += len(run) - 1
@@ -312,7 +306,7 @@ class Scheduler:
     def discard(self, batch: Batch) -> tuple[str, ...]:
         """Drop the requests of a batch whose step failed, free their slots and return their ids. Other
         requests whose slots the batch was to copy are computed again."""
-        flight = self._take_flight(batch)
+        flight, self._in_flight = self._flight_of(batch), None
         self._states.put_back(flight.batch.slices)
         dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
         for sequence in dropped:
@@ -487,11 +481,6 @@ class Scheduler:
         flight = self._in_flight
         if flight is None or batch is not flight.batch:
             raise SchedulerError("only the batch that next_batch or extend gave last is under way")
-        return flight
-
-    def _take_flight(self, batch: Batch) -> Flight:
-        flight = self._flight_of(batch)
-        self._in_flight = None
         return flight
 
     def _append(self, sequence: LiveSequence, token_id: int) -> TokenOut:

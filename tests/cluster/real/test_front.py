@@ -12,7 +12,6 @@ pytest.importorskip(
 )
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
-    Drop,
     Dropped,
     HandOverFailed,
     Heartbeat,
@@ -93,7 +92,7 @@ def test_a_divided_request_from_its_arrival_to_its_end() -> None:
 
         assert (target.request_id, target.n_prompt, target.endpoint) == (attempt, 100, token.orders.listen)
         assert target.place is not None
-        assert prompt.hear(Drop).request_id == attempt
+        assert prompt.hear(Abort).request_id == attempt
         first = server.next_out()
         assert isinstance(first, Answer)
         assert (first.request_id, first.text) == ("r", "a")
@@ -123,10 +122,10 @@ def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing(
         prompt, token, attempt = with_kv_target(server)
         server.front.send(Abort("r"))
 
-        assert prompt.hear(Drop).request_id == attempt
+        assert prompt.hear(Abort).request_id == attempt
         assert token.hears_nothing()
         prompt.say(Dropped(attempt))
-        assert token.hear(Drop).request_id == attempt
+        assert token.hear(Abort).request_id == attempt
 
 
 def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> None:
@@ -135,7 +134,7 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
         prompt, token, attempt = with_kv_target(server)
         prompt.ended = "it was killed by SIGKILL"
 
-        assert token.hear(Drop).request_id == attempt
+        assert token.hear(Abort).request_id == attempt
         assert prompt.orders.name in server.launcher.killed
         again = token.hear(Submit)
         assert again.part == "whole"  # no instance is there that computes prompts
@@ -161,7 +160,7 @@ def begun(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance]:
     token.tell(*pieces, arrived=[attempt])
     for _ in pieces:
         assert isinstance(server.next_out(), Answer)
-    assert prompt.hear(Drop).request_id == attempt
+    assert prompt.hear(Abort).request_id == attempt
     return prompt, token
 
 
@@ -213,7 +212,7 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
             prompt.tell(computed=[name])
             token.tell(Answer(name, "x", (SampledToken(n_known),), n_known - 99, 5), arrived=[name])
             assert isinstance(server.next_out(), Answer)
-            assert prompt.hear(Drop).request_id == name
+            assert prompt.hear(Abort).request_id == name
             given_out = GivenOut(tuple(range(100, n_known + 1)), n_known - 99)
             tokens.remove(token)
             token.ended = "it was killed by SIGKILL"
@@ -269,7 +268,7 @@ def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
         prompt, token, attempt = with_kv_target(server)
         token.say(HandOverFailed(attempt, "sequence", "frame 3 came where 2 was expected"))
 
-        prompt.hear(Drop)
+        prompt.hear(Abort)
         again = token.hear(Submit)
         assert again.part == "whole"
         assert server.front.failed == {"sequence": 1}
@@ -285,7 +284,7 @@ def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
         prompt, token, attempt = with_kv_target(server)
         token.say(Heartbeat(1, False, 0, {"stale": 3}))
         token.say(HandOverFailed(attempt, "range", "position 900 of a prompt of 100 tokens"))
-        prompt.hear(Drop)
+        prompt.hear(Abort)
         token.hear(Submit)
         token.tell()
         server.wait_until(lambda: has_failed(server.load))
@@ -305,7 +304,7 @@ def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> No
         prompt, token, attempt = with_kv_target(server)
         prompt.tell(computed=[attempt])
 
-        assert prompt.hear(Drop).request_id == attempt
+        assert prompt.hear(Abort).request_id == attempt
         assert token.hear(Submit).part == "whole"
         assert server.front.failed == {"timeout": 1}
 
@@ -319,7 +318,7 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
         assert token.hears_nothing(0.7)
         prompt.say(Heartbeat(1, False, 0))
 
-        prompt.hear(Drop)
+        prompt.hear(Abort)
         assert token.hear(Submit).part == "whole"
         assert server.front.failed == {"unreported": 1}
 

@@ -112,7 +112,7 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
     assert link.logits.get(timeout=PATIENCE_S).shape == (257,)
     until(lambda: not sender.n_jobs, "its end was told, and it is kept")
     engine.hand_over.target_ready("p")  # what the engine's queue still held
-    assert engine.scheduler.acknowledge("p")
+    assert engine.scheduler.abort("p")
     engine.scheduler.check()
 
 

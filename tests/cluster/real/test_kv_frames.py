@@ -286,7 +286,7 @@ def _spoiled(draw: random.Random, parts: list[bytes]) -> list[bytes]:
 
 
 def test_a_block_that_is_found_for_a_request_that_was_given_up_takes_nothing() -> None:
-    """The engine tells the block on its own thread while the front's `Drop` is heard on another."""
+    """The engine tells the block on its own thread while the front's `Abort` is heard on another."""
     given, taken = Side(seed=1), Side()
     before = taken.raw.copy()
     taken.receiver.expect("r@7", 200)

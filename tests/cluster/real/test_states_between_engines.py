@@ -70,7 +70,7 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
         arrived = None
         while arrived is None:
             arrived = receiver.take(messages.get(timeout=60))
-        assert engine.scheduler.acknowledge(request.request_id)
+        assert engine.scheduler.abort(request.request_id)
         assert not failed
         first = taking.engine.arrived(request.request_id, arrived.logits)
         return [*first.outs, *run_all(taking.engine).get(request.request_id, [])]

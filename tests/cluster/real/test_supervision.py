@@ -11,9 +11,9 @@ pytest.importorskip(
     "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cluster.real.front import DrainPlace
-from phasewise.cluster.real.instance_messages import Drop, PromptBegun, SendKvTo, Stop
+from phasewise.cluster.real.instance_messages import PromptBegun, SendKvTo, Stop
 from phasewise.cluster.real.supervisor import InstanceMember
-from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.messages import Abort, Answer, Submit
 from phasewise.serving.processes.restarts import Restarts
 from tests.support.servers.scripted_instances import (
     FINGERPRINT,
@@ -83,7 +83,7 @@ def test_a_block_waits_for_the_end_of_the_instance_that_may_write_to_it() -> Non
         assert token.hears_nothing(0.4)
         assert server.launcher.launched.empty(), "a new life begins before the old one has ended"
         server.launcher.kills_wait_for.set()
-        assert token.hear(Drop).request_id == attempt
+        assert token.hear(Abort).request_id == attempt
         assert server.launcher.next().index == prompt.index
 
 
