@@ -49,7 +49,7 @@ from phasewise.cluster.real.supervisor import (
     load_together,
 )
 from phasewise.cluster.routing import Assignment, Limits, ReportRefused, Role, Router
-from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState, Recoveries
+from phasewise.serving.engine.engine_host import Deliver, EngineHost, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.live_request import GivenSoFar
 from phasewise.serving.engine.messages import (
@@ -84,8 +84,8 @@ class DrainPlace:
     undo: bool = False
 
 
-class Front:
-    """An engine host (`serving.engine.engine_host.EngineHost`) made of instances with roles."""
+class Front(EngineHost):
+    """An engine host made of instances with roles."""
 
     def __init__(
         self,
@@ -97,8 +97,6 @@ class Front:
         restarts: Callable[[], Restarts] = Restarts,
     ) -> None:
         self.settings = settings
-        self.state: EngineState = "starting"
-        self.lost: EngineLost | None = None
         self._n_requests_rerun = 0
         self.n_divided = 0
         """Requests whose prompts were computed on one instance and answered by another."""
@@ -135,10 +133,6 @@ class Front:
         """Count instances that were ready and had to be started anew, as an engine counts ranks. Each
         instance follows its own cores, and reports them in its log."""
         return Recoveries(self._supervisor.n_replaced, self._n_requests_rerun, self.n_continued)
-
-    def threads(self) -> dict[str, int]:
-        """The threads that compute: none, since instances compute."""
-        return {}
 
     @property
     def pids(self) -> dict[int, int]:

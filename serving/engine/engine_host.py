@@ -4,11 +4,12 @@ several models, of one host each, which take turns on shared cores."""
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Submit
@@ -88,46 +89,45 @@ Deliver = Callable[[Delivery], None]
 """Called on the host's thread; must only pass the delivery on."""
 
 
-class EngineHost(Protocol):
+class EngineHost(ABC):
     """Takes messages from any thread, and gives results to the `Deliver` function it was made with."""
 
-    @property
-    def state(self) -> EngineState: ...
+    state: EngineState = "starting"
+    lost: EngineLost | None = None
+    """The reason why the host has given up for good; None: it has not."""
 
     @property
+    @abstractmethod
     def is_alive(self) -> bool:
         """True if the host can still answer, now or after a restart of dead processes."""
-        ...
 
-    @property
-    def lost(self) -> EngineLost | None:
-        """The reason why the host has given up for good; None: it has not."""
-        ...
-
+    @abstractmethod
     def recoveries(self) -> Recoveries:
         """Counters of recoveries. Thread-safe."""
-        ...
 
     def threads(self) -> Mapping[str, int]:
         """Number of threads of each phase now, the most over several models; empty if instances compute."""
-        ...
+        return {}
 
+    @abstractmethod
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """Identity of the answering arithmetic; None: not yet known. `model`: model id, if there are
         several."""
-        ...
 
     def instances(self) -> Sequence[InstanceState]:
         """States of the instances behind the host; empty if one engine does everything. Thread-safe."""
-        ...
+        return ()
 
+    @abstractmethod
     def start(self) -> None: ...
 
-    def send(self, message: Message) -> None: ...
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send a message, from any thread. Results arrive through `Deliver`."""
 
+    @abstractmethod
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End every request. False: the step under way takes longer than `timeout_s`."""
-        ...
 
 
 class SharedCores(NamedTuple):
@@ -175,8 +175,8 @@ class Turns:
                 self._is_held = False
 
 
-class SeveralEngines:
-    """An `EngineHost` of several models by id. A request goes to the engine of `Submit.model`. A model put in
+class SeveralEngines(EngineHost):
+    """The engines of several models by id. A request goes to the engine of `Submit.model`. A model put in
     before the start is permanent: losing its engine ends the server. Others are put in and taken out while it
     runs, from any thread but an engine's. The load is the sum of all. An engine with only requests of batches
     computes while no other engine has interactive ones."""
@@ -195,7 +195,7 @@ class SeveralEngines:
         """Held while a load changes and the sum is delivered, so that the newest sum is delivered last."""
 
     @property
-    def state(self) -> EngineState:
+    def state(self) -> EngineState:  # type: ignore[override]
         """The worst state of the permanent models' engines."""
         states = {host.state for host in self._staying}
         worst: EngineState | None = next((state for state in _WORST_FIRST if state in states), None)
@@ -206,7 +206,7 @@ class SeveralEngines:
         return self._has_started and all(host.is_alive for host in self._staying)
 
     @property
-    def lost(self) -> EngineLost | None:
+    def lost(self) -> EngineLost | None:  # type: ignore[override]
         return next((host.lost for host in self._staying if host.lost is not None), None)
 
     def recoveries(self) -> Recoveries:
