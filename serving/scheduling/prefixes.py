@@ -34,6 +34,8 @@ class Match(NamedTuple):
     """Placement of the sequence to copy from; None if nothing is ready."""
     n_coming: int
     """Tokens that a running sequence will have computed soon; at least `n_ready`."""
+    state: int | None = None
+    """Place of the kept state to continue from; None: there is none."""
 
 
 NOTHING = Match(0, None, 0)

@@ -48,17 +48,6 @@ class _Kept:
     here."""
 
 
-class KnownState(NamedTuple):
-    """The part of a sequence's prefix whose state was kept."""
-
-    n_ready: int
-    n_coming: int
-    """Tokens after which a running sequence will have kept a state; at least `n_ready`."""
-    kept: _Kept | None
-    placement: Placement | None
-    """The block to copy keys and values from."""
-
-
 class _Plan(NamedTuple):
     source: PrefixSource
     keys: dict[int, Key]
@@ -84,26 +73,25 @@ class StateIndex:
         self._plans: dict[str, _Plan] = {}
         places.give_way = self._give_way
 
-    def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> KnownState:
+    def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> Match:
         """The latest kept state before a sequence's last token. `runs`: the `chain` of its tokens."""
         coming = self._coming(token_ids, runs, space)
         for _, kept in reversed(list(self._passed(token_ids, runs, space, len(token_ids) - 1))):
             placement = self._prefixes.placed(kept.source, kept.n_tokens)
             if placement is not None:
-                return KnownState(kept.n_tokens, max(kept.n_tokens, coming), kept, placement)
+                return Match(kept.n_tokens, placement, max(kept.n_tokens, coming), kept.place)
             self._forget(kept.place)
-        return KnownState(0, coming, None, None)
+        return Match(0, None, coming)
 
-    def copies(self, state: KnownState, target: Placement) -> tuple[int, list[KvCopy]]:
+    def copies(self, held: Match, target: Placement) -> tuple[int, list[KvCopy]]:
         """Copies of keys, values and a kept state to a block, and the tokens they bring: all or none (0)."""
-        if state.kept is None or state.placement is None:
+        if held.state is None or held.source is None or target.state is None:
             return 0, []
-        n_slots = aligned(state.n_ready)
-        done, copies = copies_between(state.placement, target, n_slots)
-        if done < n_slots or target.state is None:
+        n_slots, first = aligned(held.n_ready), self._places.first_slot
+        done, copies = copies_between(held.source, target, n_slots)
+        if done < n_slots:
             return 0, []
-        first = self._places.first_slot
-        return state.n_ready, [*copies, KvCopy(first + state.kept.place, first + target.state, 1)]
+        return held.n_ready, [*copies, KvCopy(first + held.state, first + target.state, 1)]
 
     def plan(self, owner: str, turns: Iterable[int]) -> None:
         """Decide at which positions states of `owner` are kept. `turns`: positions of its prompt where
@@ -335,7 +323,7 @@ class SequenceStates:
         request, token_ids = sequence.request, sequence.token_ids
         if sequence.runs is None:
             sequence.runs = chain(token_ids, space=request.cache_space)
-        held: Match | KnownState = NOTHING
+        held = NOTHING
         if request.takes_over:
             index = self._prefixes if self._index is None else self._index
             held = index.find(token_ids, sequence.runs, request.cache_space)
@@ -344,11 +332,9 @@ class SequenceStates:
         self._prefixes.start(request.request_id, (token_ids, sequence.runs), placement, request.cache_space)
         if self._index is not None:
             self._index.plan(request.request_id, request.turns)
-        if isinstance(held, Match):
-            source, n_ready = held.source, held.n_ready
-            return (0, []) if source is None else copies_between(source, placement, n_ready, self._window)
-        assert self._index is not None
-        return self._index.copies(held, placement)
+            return self._index.copies(held, placement)
+        source, n_ready = held.source, held.n_ready
+        return (0, []) if source is None else copies_between(source, placement, n_ready, self._window)
 
     def arrived(self, sequence: LiveSequence, placement: Placement) -> None:
         """Record that keys and values of a sequence, computed elsewhere, are in its block."""
