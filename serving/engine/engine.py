@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def _parts(self) -> tuple[StepPart, ...]:
-        """What steps consult, in this order."""
+        """The parts that steps consult, in this order."""
         parts = (self.hand_over, self.drafting, self._progress)
         return parts if self.prefixes is None else (*parts, self.prefixes)
 

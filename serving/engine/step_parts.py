@@ -1,4 +1,4 @@
-"""What a step of the engine consults beside the scheduler and the ranks: a list of parts."""
+"""The parts that a step of the engine consults beside the scheduler and the ranks."""
 
 from __future__ import annotations
 
