@@ -116,7 +116,7 @@ class Pairs:
         self.opened, self.drafter, self.n_tokens = opened, drafter, n_tokens
 
     def answer(self, prompt_ids: list[int], sampling: SamplingParams, drafter: Drafter | None) -> OneAnswer:
-        self.opened.engine.drafter = drafter
+        self.opened.engine.drafting.drafter = drafter
         asked = Submit("r", tuple(prompt_ids), self.n_tokens, sampling, ignore_eos=sampling is STORY)
         answer = OneAnswer(asked)
         for _ in answer.pieces(self.opened.engine):

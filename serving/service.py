@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from phasewise.kerneldb.start_reads import n_without_database
-from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost
-from phasewise.serving.engine.several_engines import SeveralEngines
+from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost, SeveralEngines
 from phasewise.serving.errors import EngineLost
 from phasewise.serving.http.answers.client import EngineClient, RequestLife
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel

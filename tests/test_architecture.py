@@ -53,7 +53,8 @@ serving.loaders: serving.loaders serving.models serving.sampling serving.text se
     serving.errors cython_kernels _files _places _safetensors _words
 serving.ranks: serving.ranks serving.models serving.pools serving.processes serving.batch serving.errors
     cython_kernels tuner.plans topology
-serving.prefix_store: serving.prefix_store serving.pools serving.batch serving.errors _files _words
+serving.prefix_store: serving.prefix_store serving.scheduling serving.pools serving.batch serving.errors
+    cython_kernels _files _words
 serving.drafts: serving.drafts serving.ranks serving.models serving.sampling serving.scheduling serving.text
     serving.processes serving.batch serving.errors
 serving.engine: serving.engine serving.drafts serving.prefix_store serving.ranks serving.models

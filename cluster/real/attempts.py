@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from phasewise.cluster.real.instance_messages import Part, Take
 from phasewise.cluster.routing import Ask, Assignment
 from phasewise.serving.engine.live_request import GivenSoFar
-from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.messages import Part, Submit
 from phasewise.serving.sampling.sampling import GREEDY
 
 DEFAULT_ANSWER_TOKENS = 256
@@ -52,16 +51,14 @@ class Attempt:
         """True if the sender has nothing of the answer yet, and so waits for the prompt."""
         return self.request.given is None
 
-    def take(self, part: Part) -> Take:
+    def take(self, part: Part) -> Submit:
         """The message that gives `part` of the request to an instance."""
-        request = replace(self.request, request_id=self.attempt_id, guide=None)
+        request = replace(self.request, request_id=self.attempt_id, part=part, guide=None)
         if part == "prompt":
             known_ids = request.known_token_ids
-            request = replace(
-                request, prompt_token_ids=known_ids, given=None, sampling=GREEDY, stop=(), estimate=None
-            )
-        guide = None if part == "prompt" or self.request.guide is None else self.request.guide.recipe
-        return Take(part, request, guide, self.epoch)
+            return replace(request, prompt_token_ids=known_ids, given=None, sampling=GREEDY, stop=())
+        guide = self.request.compiled
+        return request if guide is None else replace(request, guide=guide.recipe)
 
 
 def is_whole(request: Submit) -> bool:

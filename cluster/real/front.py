@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
 
@@ -28,12 +28,10 @@ from phasewise.cluster.real.attempts import Attempt, ask_of, is_whole
 from phasewise.cluster.real.instance import host_name
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
-    Drop,
     Dropped,
     FromInstance,
     HandOverFailed,
     Heartbeat,
-    InstanceReport,
     PromptBegun,
     Ready,
     SendKvTo,
@@ -51,7 +49,7 @@ from phasewise.cluster.real.supervisor import (
     load_together,
 )
 from phasewise.cluster.routing import Assignment, Limits, ReportRefused, Role, Router
-from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState, Recoveries
+from phasewise.serving.engine.engine_host import Deliver, EngineHost, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.live_request import GivenSoFar
 from phasewise.serving.engine.messages import (
@@ -86,20 +84,8 @@ class DrainPlace:
     undo: bool = False
 
 
-@dataclass(slots=True)
-class FrontCounts:
-    """Counts of a front since its start; none ever falls."""
-
-    divided: int = 0
-    """Requests whose prompts were computed on one instance and answered by another."""
-    continued: int = 0
-    """Answers that had begun on an instance that ended, and were continued on another."""
-    failed: Counter[str] = field(default_factory=Counter)
-    """Hand-overs that failed, by reason."""
-
-
-class Front:
-    """An engine host (`serving.engine.engine_host.EngineHost`) made of instances with roles."""
+class Front(EngineHost):
+    """An engine host made of instances with roles."""
 
     def __init__(
         self,
@@ -111,10 +97,13 @@ class Front:
         restarts: Callable[[], Restarts] = Restarts,
     ) -> None:
         self.settings = settings
-        self.state: EngineState = "starting"
-        self.lost: EngineLost | None = None
         self._n_requests_rerun = 0
-        self.counts = FrontCounts()
+        self.n_divided = 0
+        """Requests whose prompts were computed on one instance and answered by another."""
+        self.n_continued = 0
+        """Answers that had begun on an instance that ended, and were continued on another."""
+        self.failed: Counter[str] = Counter()
+        """Hand-overs that failed, by reason."""
         self._deliver = deliver
         self._on_lost = on_lost
         self._supervisor = Supervisor(roles, launcher, settings, restarts)
@@ -143,11 +132,7 @@ class Front:
     def recoveries(self) -> Recoveries:
         """Count instances that were ready and had to be started anew, as an engine counts ranks. Each
         instance follows its own cores, and reports them in its log."""
-        return Recoveries(self._supervisor.n_replaced, self._n_requests_rerun, self.counts.continued)
-
-    def threads(self) -> dict[str, int]:
-        """The threads that compute: none, since instances compute."""
-        return {}
+        return Recoveries(self._supervisor.n_replaced, self._n_requests_rerun, self.n_continued)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -263,7 +248,7 @@ class Front:
         if not attempt.is_divided:
             self._say(self._members[assignment.token], attempt.take("whole"))
             return
-        self.counts.divided += 1
+        self.n_divided += 1
         self._say(self._members[assignment.prompt], attempt.take("prompt"))
 
     def _prefix_of(self, request: Submit) -> tuple[int, ...]:
@@ -298,9 +283,9 @@ class Front:
         prompt, token = (self._members[index] for index in attempt.assignment)
         if attempt.is_divided and (prompt.ready is not None or prompt.ending is not None):
             self._leaving[attempt.attempt_id] = attempt.assignment
-            self._say(prompt, Drop(attempt.attempt_id))
+            self._say(prompt, Abort(attempt.attempt_id))
         else:
-            self._say(token, Drop(attempt.attempt_id))
+            self._say(token, Abort(attempt.attempt_id))
 
     def _end(self, attempt: Attempt, error: Exception) -> None:
         self._forget(attempt)
@@ -316,12 +301,12 @@ class Front:
             return
         self._forget(attempt)
         self._drop(attempt)
-        self.counts.continued += again.has_begun
+        self.n_continued += again.has_begun
         self._n_requests_rerun += not again.has_begun
         self._run_request(again, whole=whole)
 
     def _fail_hand_over(self, attempt: Attempt, reason: str, message: str) -> None:
-        self.counts.failed[reason] += 1
+        self.failed[reason] += 1
         log.warning("a hand-over of request %s failed (%s): %s", attempt.request.request_id, reason, message)
         error = StepFailed(f"keys and values could not be handed over: {message}")
         self._run_again(attempt, error, whole=True)
@@ -347,8 +332,8 @@ class Front:
         match message:
             case Ready():
                 self._admit(member, message)
-            case InstanceReport():
-                self._hear_report(member, message)
+            case Delivery():
+                self._hear_delivery(member, message)
             case Heartbeat():
                 member.hear(message)
             case PromptBegun(attempt_id):
@@ -361,7 +346,7 @@ class Front:
                 assignment = self._leaving.get(attempt_id)
                 if assignment is not None and assignment.prompt == member.index:
                     del self._leaving[attempt_id]
-                    self._say(self._members[assignment.token], Drop(attempt_id))
+                    self._say(self._members[assignment.token], Abort(attempt_id))
             case HandOverFailed(attempt_id, reason, words):
                 attempt = self._attempts.get(attempt_id)
                 if attempt is not None and attempt.is_divided:
@@ -388,7 +373,7 @@ class Front:
         for given in waiting:
             self._run_request(given)
 
-    def _hear_load(self, member: InstanceMember, report: InstanceReport) -> None:
+    def _hear_load(self, member: InstanceMember, report: Delivery) -> None:
         member.load = report.load
         try:
             self._router.tells(member.index, report.load.best_token_ns / 1e9, report.held)
@@ -396,7 +381,7 @@ class Front:
             member.reports_refused += 1
             log.warning("instance %s is not believed about prefixes any more: %s", member.name, error)
 
-    def _hear_report(self, member: InstanceMember, report: InstanceReport) -> None:
+    def _hear_delivery(self, member: InstanceMember, report: Delivery) -> None:
         self._hear_load(member, report)
         outs: list[Answer | Failure] = []
         for placed in report.placed:
@@ -413,19 +398,19 @@ class Front:
                 took_s = 0.0 if attempt.computed_s is None else member.heard_s - attempt.computed_s
                 n_prompt = len(attempt.request.known_token_ids)
                 prompt.handed_over(n_prompt, took_s)
-                self._say(prompt, Drop(attempt_id))
+                self._say(prompt, Abort(attempt_id))
                 self._router.prompt_done(attempt.request_id)
                 attempt.is_arrived = True
-        for answer in report.answers:
-            attempt = self._attempts.get(answer.request_id)
-            if attempt is not None and attempt.assignment.token == member.index:
-                outs.append(self._take_answer(attempt, answer, member))
-        for failed in report.failures:
-            attempt = self._attempts.get(failed.request_id)
-            if attempt is not None:
+        for out in report.outs:
+            attempt = self._attempts.get(out.request_id)
+            if attempt is None:
+                continue
+            if isinstance(out, Failure):
                 self._forget(attempt)
                 self._drop(attempt)
-                outs.append(failed.to_failure(attempt.request_id))
+                outs.append(out._replace(request_id=attempt.request_id))
+            elif attempt.assignment.token == member.index:
+                outs.append(self._take_answer(attempt, out, member))
         progress = tuple(
             prompt._replace(request_id=attempt.request_id)
             for prompt in report.progress
@@ -454,9 +439,7 @@ class Front:
         n_prompt = len(attempt.request.known_token_ids)
         attempt.has_kv_target = True
         place = token.ready.place if self._shares_memory(prompt.ready, token.ready) else None
-        self._say(
-            prompt, SendKvTo(attempt_id, attempt.epoch, n_prompt, token.ready.endpoint, placement, place)
-        )
+        self._say(prompt, SendKvTo(attempt_id, n_prompt, token.ready.endpoint, placement, place))
 
     def _shares_memory(self, ready: Ready, other: Ready) -> bool:
         transfer = self.settings.kv_transfer
@@ -502,7 +485,7 @@ class Front:
             prompt, token = attempt.assignment
             if member.index == token or (member.index == prompt and attempt.is_divided):
                 if attempt.is_divided:
-                    self.counts.failed["instance"] += 1
+                    self.failed["instance"] += 1
                 self._run_again(attempt, lost)
 
     def _writes_no_more(self, member: InstanceMember) -> None:
@@ -510,7 +493,7 @@ class Front:
         for attempt_id, assignment in list(self._leaving.items()):
             if assignment.prompt == member.index:
                 del self._leaving[attempt_id]
-                self._say(self._members[assignment.token], Drop(attempt_id))
+                self._say(self._members[assignment.token], Abort(attempt_id))
 
     def _drain(self, member: InstanceMember, *, undo: bool) -> None:
         if undo == (not member.is_draining):
@@ -563,8 +546,6 @@ class Front:
         n_waiting = min(n_assigned, sum(load.n_waiting for load in loads))  # a divided one may wait twice
         n_without = sum(not given.request.in_shadow for given in self._waiting.values())
         return load_together(loads, n_waiting + n_without, n_assigned - n_waiting)._replace(
-            hand_overs=HandOverCounts(
-                self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
-            ),
+            hand_overs=HandOverCounts(self.n_divided, dict(self.failed), dict(self.refused_frames)),
             n_in_shadow=n_in_shadow,
         )

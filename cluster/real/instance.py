@@ -24,7 +24,6 @@ from phasewise._version import __version__
 from phasewise.cluster.real.handing_over.frames import Codec, parts_of
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
 from phasewise.cluster.real.handing_over.sender import (
-    BlockLink,
     LinkBroken,
     Post,
     Sender,
@@ -33,20 +32,15 @@ from phasewise.cluster.real.handing_over.sender import (
 )
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
-    Drop,
     Dropped,
-    Failed,
     FromInstance,
     HandOverFailed,
     Heartbeat,
     Identity,
-    InstanceReport,
-    Part,
     PromptBegun,
     Ready,
     SendKvTo,
     Stop,
-    Take,
     ToInstance,
     WireError,
     read_to_instance,
@@ -56,17 +50,14 @@ from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import (
     Abort,
-    Answer,
-    Compute,
     Delivery,
-    Expect,
     Failure,
     KvTargetReady,
     Submit,
 )
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.errors import RanksError, ServingError
-from phasewise.serving.grammar.guides import Guide
+from phasewise.serving.grammar.guides import Guide, GuideRecipe
 from phasewise.serving.grammar.late_guides import GuideThread, GuideWanted
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys, Sockets, has_input
@@ -188,9 +179,9 @@ class _Instance:
             log.error("%s", error)
             return True
         match message:
-            case Take():
+            case Submit():
                 self._take(message)
-            case Drop(request_id):
+            case Abort(request_id):
                 self._drop(request_id)
             case SendKvTo():
                 self._send_kv_to(message)
@@ -198,30 +189,20 @@ class _Instance:
                 return False
         return True
 
-    def _take(self, take: Take) -> None:
-        request = take.request
-        if take.part == "answer":
-            self._receiver.expect(request.request_id, take.epoch, len(request.known_token_ids))
-        if take.guide is None:
-            self._begin(take.part, request)
+    def _take(self, request: Submit) -> None:
+        if request.part == "answer":
+            self._receiver.expect(request.request_id, len(request.known_token_ids))
+        if not isinstance(request.guide, GuideRecipe):
+            self._thread.send(request)
             return
 
         def begin(guide: Guide) -> None:
-            self._begin(take.part, replace(request, guide=guide))
+            self._thread.send(replace(request, guide=guide))
 
         def refuse(error: ServingError) -> None:
-            self._tell_failure(Failure(request.request_id, error))
+            self._put(Delivery((Failure(request.request_id, error),), None, self._opened.engine.load()))
 
-        self._guides.want(GuideWanted(request.request_id, request.client, take.guide, begin, refuse))
-
-    def _begin(self, part: Part, request: Submit) -> None:
-        """Give the request to the engine. Called on the main thread, or the one that compiles guides."""
-        if part == "whole":
-            self._thread.send(request)
-        elif part == "prompt":
-            self._thread.send(Compute(request))
-        else:
-            self._thread.send(Expect(request))
+        self._guides.want(GuideWanted(request.request_id, request.client, request.guide, begin, refuse))
 
     def _drop(self, request_id: str) -> None:
         """Drop a request; once `Dropped` is sent, nothing is read or written for the request any more."""
@@ -240,8 +221,8 @@ class _Instance:
         self._sender.send_to(target.request_id, link)
         self._thread.send(KvTargetReady(target.request_id))
 
-    def _link(self, target: SendKvTo) -> BlockLink:
-        attempt = target.request_id, target.epoch, target.n_prompt
+    def _link(self, target: SendKvTo) -> StreamLink:
+        attempt = target.request_id, target.n_prompt
         own = *attempt, self._codec, self._memory, self._posts.post(target.endpoint)
         if target.place is None:
             return StreamLink(*own)
@@ -270,32 +251,20 @@ class _Instance:
         self._outgoing.append(message)
         os.eventfd_write(self._wake, 1)
 
-    def _tell_failure(self, failure: Failure) -> None:
-        self._put(InstanceReport((), (Failed.of(failure),), None, self._opened.engine.load()))
-
     def _deliver(self, delivery: Delivery) -> None:
         """Send the front what the engine delivers; called on the engine's thread. Where ranks are lost this
         instance ends, and its front decides about its requests: requests that have not begun run again."""
         for placed in delivery.placed:
             self._receiver.await_kv(placed.request_id, placed.placement)
-        answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
-        failed = (out for out in delivery.outs if isinstance(out, Failure))
-        failures = tuple(out for out in failed if not isinstance(out.error, RanksError))
-        for failure in failures:
-            self._sender.cancel(failure.request_id)
-            self._receiver.forget(failure.request_id)
-        report = InstanceReport(
-            answers,
-            tuple(map(Failed.of, failures)),
-            delivery.stats,
-            delivery.load,
-            delivery.placed,
-            delivery.computed,
-            delivery.arrived,
-            delivery.progress,
-            self._held.report(),
-        )
-        self._put(report)
+        outs = []
+        for out in delivery.outs:
+            if isinstance(out, Failure):
+                if isinstance(out.error, RanksError):
+                    continue
+                self._sender.cancel(out.request_id)
+                self._receiver.forget(out.request_id)
+            outs.append(out)
+        self._put(delivery._replace(outs=tuple(outs), held=self._held.report()))
 
     def _begun(self, request_id: str) -> None:
         self._put(PromptBegun(request_id))

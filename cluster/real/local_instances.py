@@ -10,11 +10,7 @@ from collections.abc import Callable, Sequence
 from phasewise._words import ending_of
 from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.supervisor import Launcher
-from phasewise.serving.errors import RanksError
-from phasewise.serving.processes.secrets import environment_for_children
-
-END_S = 3.0
-"""Seconds after which an instance that was told to stop, and has not ended, is killed."""
+from phasewise.serving.processes.children import end_children, start_child
 
 Tell = Callable[[Orders], bytes]
 """Function that makes the line for an instance's standard input."""
@@ -29,22 +25,13 @@ class LocalInstances(Launcher):
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, index: int, orders: Orders) -> None:
-        if not sys.executable:
-            raise RanksError("Python does not know its own path (sys.executable)")
-        told = os.memfd_create(f"phasewise-instance-{index}")
-        try:
-            with os.fdopen(os.dup(told), "wb") as file:
-                file.write(self._tells[index](orders))
-            os.lseek(told, 0, os.SEEK_SET)
-            self._processes[index] = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, str(os.getpid())],
-                stdin=told,
-                stdout=sys.stderr,
-                env=environment_for_children(),
-                start_new_session=True,  # a terminal's Ctrl-C is for the front, which ends its instances
-            )
-        finally:
-            os.close(told)
+        self._processes[index] = start_child(
+            self._module,
+            self._tells[index](orders),
+            str(os.getpid()),
+            stdout=sys.stderr,
+            start_new_session=True,  # a terminal's Ctrl-C is for the front, which ends its instances
+        )
 
     def ended(self, index: int) -> str | None:
         process = self._processes.get(index)
@@ -74,9 +61,4 @@ class LocalInstances(Launcher):
         """Give nothing back: every place is this host."""
 
     def close(self) -> None:
-        for process in self._processes.values():
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_children(self._processes.values())

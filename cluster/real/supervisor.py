@@ -459,18 +459,9 @@ def _info(member: InstanceMember, place: Mapping[str, object]) -> InstanceInfo |
 
 def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -> EngineLoad:
     """Add up the load of several instances; n_waiting, n_running: the front's own counts of requests."""
-    return EngineLoad(
-        n_waiting,
-        n_running,
-        sum(load.kv_slots_used for load in loads),
-        sum(load.kv_slots for load in loads),
-        None,
-        sum(load.preemptions for load in loads),
-        sum(load.prefix_hits for load in loads),
-        sum(load.prefix_tokens_reused for load in loads),
-        sum(load.phase_switches for load in loads),
-        sum(load.n_clients_waiting for load in loads),
-        steps_over_tpot=sum(load.steps_over_tpot for load in loads),
+    return EngineLoad.total(loads)._replace(
+        n_waiting=n_waiting,
+        n_running=n_running,
         stored=summed([load.stored for load in loads if load.stored is not None]),
         prompt_token_ns=_together_ns([load.prompt_token_ns for load in loads]),
         best_token_ns=_together_ns([load.best_token_ns for load in loads]),

@@ -144,11 +144,7 @@ def broken(summary: Summary, slo: Slo) -> list[str]:
 
 
 def _times(lives: Sequence[Life]) -> dict[Metric, Seconds]:
-    return {
-        "ttft": np.array([life.ttft_s for life in lives]),
-        "tbt": np.array([life.tbt_s for life in lives]),
-        "e2e": np.array([life.e2e_s for life in lives]),
-    }
+    return {metric: np.array([getattr(life, f"{metric}_s") for life in lives]) for metric in METRICS}
 
 
 def _baseline(lives: Sequence[Life], reference: StepTimes) -> dict[Metric, Seconds]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from typing import Protocol, cast
+from typing import cast
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
@@ -107,24 +107,6 @@ class Timeline:
             action()
 
 
-class Listener(Protocol):
-    """Receiver of events of a machine's requests, at the simulated instant of each."""
-
-    def prompt_step_begins(self, request_id: str) -> None:
-        """A step begins that computes a part of the request's prompt, perhaps again after a preemption."""
-
-    def prompt_computed(self, request_id: str) -> None:
-        """All of the request's prompt is computed."""
-
-    def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None: ...
-
-    def block_granted(self, request_id: str) -> None:
-        """An expected request has been granted a block."""
-
-    def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
-        """A machine reports its pace, and changes of its held prefixes, as instances do."""
-
-
 class ProductionMachine:
     """A machine that runs the production scheduler, its KV pool and its pacing. `submit`, `expect`, `arrived`
     and `acknowledge` are called from outside. Each step does what `serving.engine.engine.Engine.step` does,
@@ -139,7 +121,7 @@ class ProductionMachine:
         kv_slots: int,
         tpot_ms: float,
         timeline: Timeline,
-        listener: Listener,
+        cluster: ProductionCluster,
         tells_prefixes: bool = False,
     ) -> None:
         """Make an idle machine. tells_prefixes: True if the machine reports its held prefixes."""
@@ -149,7 +131,7 @@ class ProductionMachine:
         """Seconds of steps, by the tokens of the step."""
         self._steps = steps
         self._timeline = timeline
-        self._listener = listener
+        self._cluster = cluster
         pool_settings = PoolSettings(longest_request=limits.context_length)
         pool = open_pool(DEFAULT_POLICY, kv_slots, pool_settings)
         self.scheduler = Scheduler(pool, limits)
@@ -176,12 +158,12 @@ class ProductionMachine:
         self._granted.discard(request_id)
         out = self.scheduler.arrived(request_id, TOKEN)
         assert out is not None, f"{request_id} was aborted"
-        self._listener.token_made(request_id, out.n_generated, is_last=out.finish_reason is not None)
+        self._cluster.token_made(request_id, out.n_generated, is_last=out.finish_reason is not None)
         self._wake()
 
     def acknowledge(self, request_id: str) -> None:
         """Note that a request that was handed over has arrived at the other machine."""
-        self.scheduler.acknowledge(request_id)
+        self.scheduler.abort(request_id)
         self._wake()
 
     def _wake(self) -> None:
@@ -200,7 +182,7 @@ class ProductionMachine:
         now_s = self._timeline.now_s
         if batch.phase == "prefill":
             for name in batch.request_ids:
-                self._listener.prompt_step_begins(name)
+                self._cluster.prompt_step_begins(name)
         self._tell_granted()
         cost_s = self._cost_s(batch)
         self._timeline.at(now_s + cost_s, lambda: self._end(batch, cost_s))
@@ -228,9 +210,9 @@ class ProductionMachine:
         if batch.phase == "prefill":
             for name, piece in zip(batch.request_ids, batch.slices, strict=True):
                 if piece.wants_logits:
-                    self._listener.prompt_computed(name)
+                    self._cluster.prompt_computed(name)
         for out in outs:
-            self._listener.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
+            self._cluster.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
         if self._timeline.now_s - self._refreshed_s >= REFRESH_S:
             self._refreshed_s = self._timeline.now_s
             self.scheduler.pool.refresh()
@@ -238,12 +220,12 @@ class ProductionMachine:
 
     def _tell(self) -> None:
         report = None if self._held is None else self._held.report()
-        self._listener.told(self.index, self._pacing.best_token_ns / 1e9, report)
+        self._cluster.told(self.index, self._pacing.best_token_ns / 1e9, report)
 
     def _tell_granted(self) -> None:
         for request_id in [name for name in self.scheduler.expected if name not in self._granted]:
             self._granted.add(request_id)
-            self._listener.block_granted(request_id)
+            self._cluster.block_granted(request_id)
 
 
 # ---- the cluster -----------------------------------------------------------------------------------------
@@ -356,7 +338,7 @@ class _Going:
 
 
 class ProductionCluster:
-    """Several engines behind a router, which is the `Listener` of each of its machines."""
+    """Several engines behind a router. It hears of its machines' events at the simulated instant of each."""
 
     def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival]) -> None:
         """Make the idle machines of `spec`."""
@@ -401,6 +383,7 @@ class ProductionCluster:
         return Simulation(self._spec, lives, uses, self._timeline.now_s, preemptions)
 
     def prompt_step_begins(self, request_id: str) -> None:
+        """A step begins that computes a part of the request's prompt, perhaps again after a preemption."""
         life, going = self._lives[request_id], self._going.get(request_id)
         if going is not None:
             going.is_computed = False
@@ -411,6 +394,7 @@ class ProductionCluster:
             self._submit(life.token_machine, self._request(request_id, prefill_only=False), expect=True)
 
     def prompt_computed(self, request_id: str) -> None:
+        """All of the request's prompt is computed."""
         life = self._lives[request_id]
         if math.isnan(life.prompt_end_s):  # a paused answer has its prompt computed again
             life.prompt_end_s = self._timeline.now_s
@@ -421,11 +405,13 @@ class ProductionCluster:
             self._router.prompt_done(request_id)
 
     def block_granted(self, request_id: str) -> None:
+        """An expected request has been granted a block."""
         going = self._going[request_id]
         going.granted_s = self._timeline.now_s
         self._send(request_id)
 
     def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
+        """A machine reports its pace, and changes of its held prefixes, as instances do."""
         self._router.tells(index, token_s, report)
 
     def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None:

@@ -23,9 +23,8 @@ from phasewise.serving.models.draft_head import FedRows, RowVectors
 from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.headroom import check_memory
-from phasewise.serving.ranks.first_rank import FirstRank, room_for, slices_at_once
+from phasewise.serving.ranks.first_rank import FirstRank, RankOptions, room_for, slices_at_once
 from phasewise.serving.ranks.rank_teams import touch_memory
-from phasewise.serving.ranks.ranks_contract import RankOptions
 from phasewise.serving.ranks.shared_weights import weights_near
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
 from phasewise.serving.scheduling.request import DraftRoom, LiveSequence

@@ -10,8 +10,7 @@ from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter, StepCosts
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank
-from phasewise.serving.ranks.ranks_contract import RankOptions
+from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank, RankOptions
 from phasewise.serving.text.tokenizer import Tokenizer
 
 LEAST_STEP_TOKENS = 1 + MOST_DRAFTED

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from phasewise.serving.batch import Batch
-from phasewise.serving.drafts.contract import Draft, Drafter
+from phasewise.serving.batch import Batch, KvCopy
+from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine.hand_over import HandOver
 from phasewise.serving.engine.live_request import (
     GivenSoFar,
     LiveRequest,
-    PromptProgress,
     PromptScores,
     Vocabulary,
     forward_scored,
@@ -22,16 +20,14 @@ from phasewise.serving.engine.live_request import (
 from phasewise.serving.engine.messages import (
     Answer,
     Delivery,
-    DraftCounts,
     EngineLoad,
-    Evidence,
     Failure,
-    Progress,
     StepStats,
     Submit,
 )
+from phasewise.serving.engine.step_parts import PromptProgress, StepDrafts, StepPart
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
-from phasewise.serving.ranks.ranks_contract import Ranks
+from phasewise.serving.ranks.first_rank import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
 from phasewise.serving.scheduling.pacing import UNBOUNDED, Pacing, ShadowRoom
 from phasewise.serving.scheduling.request import TokenOut
@@ -52,9 +48,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Takes requests (`submit`, `abort`) and gives pieces of answers (`step`). All calls are on one thread.
 
-    A request may be divided between two engines. One is told to `compute` the prompt, and gives keys, values
-    and logits to its `outbox`; the other is told to `expect` the request, names its block in
-    `Delivery.placed`, and answers once keys and values have `arrived`. The second one samples every token.
+    A request may be divided between two engines (`Submit.part`). One computes the prompt, and gives keys,
+    values and logits to its `outbox`; the other names the request's block in `Delivery.placed`, and answers
+    once keys and values have `arrived`. The second one samples every token.
     `pacing`: limits the prompt tokens of a step; None: the scheduler's limits alone. `drafter`: drafts tokens
     of answers; None: no drafts."""
 
@@ -82,12 +78,17 @@ class Engine:
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
-        self.drafter = drafter
-        self._n_drafted = self._n_accepted = 0
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
         self.hand_over = HandOver(scheduler)
-        self._pool_stats: tuple[int, PoolStats] | None = None
+        self.drafting = StepDrafts(drafter, scheduler, lambda name: self._live[name].sampler)
         self._progress = PromptProgress()
+        self._pool_stats: tuple[int, PoolStats] | None = None
+
+    @property
+    def _parts(self) -> tuple[StepPart, ...]:
+        """The parts that steps consult, in this order."""
+        parts = (self.hand_over, self.drafting, self._progress)
+        return parts if self.prefixes is None else (*parts, self.prefixes)
 
     @property
     def has_work(self) -> bool:
@@ -96,22 +97,17 @@ class Engine:
     def submit(self, message: Submit) -> None:
         """Accept a request. RequestError: it can never run. QueueFull: the waiting line is full."""
         live = self._checked(message)
+        if message.part == "answer":
+            self.scheduler.expect(live.request)
+            self._live[message.request_id] = live
+            self.hand_over.expect(message.request_id)
+            return
         self.scheduler.add(live.request)
-        self._follow(live)
-
-    def expect(self, message: Submit) -> None:
-        """Accept a request whose prompt another engine computes. Raises `submit`'s errors."""
-        live = self._checked(message)
-        self.scheduler.expect(live.request)
-        self._live[message.request_id] = live
-        self.hand_over.expect(message.request_id)
-
-    def compute(self, message: Submit) -> None:
-        """Accept a prompt whose request another engine answers. Raises `submit`'s errors."""
-        live = self._checked(message)
-        self.scheduler.add(replace(live.request, max_tokens=1, estimate=None, prefill_only=True))
-        self.hand_over.compute(message)
-        self._progress.expect(message.request_id, len(message.prompt_token_ids))
+        if message.part == "prompt":
+            self.hand_over.compute(message)
+            self._progress.expect(message.request_id, len(message.prompt_token_ids))
+        else:
+            self._follow(live)
 
     def arrived(self, request_id: str, logits: npt.NDArray[np.float32]) -> Delivery:
         """Start an expected request, whose keys and values are in its block, by sampling its first token.
@@ -147,7 +143,7 @@ class Engine:
         if message.adapter and message.adapter not in self.adapters:
             raise RequestError(f"there is no adapter {message.adapter!r:.80}", "model")
         most, n_prompt = message.max_tokens, len(message.prompt_token_ids)
-        room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
+        room = min(self.scheduler.limits.context_length, self.scheduler.pool.n_slots) - n_prompt
         max_tokens = max(1, room if most is None else most)  # `add` judges the prompt
         if len(ids) - n_prompt >= max_tokens:
             raise RequestError(f"the answer has {len(ids) - n_prompt} tokens, and may have {max_tokens}")
@@ -156,49 +152,43 @@ class Engine:
     def step(self) -> Delivery:
         """Choose a batch, compute it, sample its tokens and give them out. A failure ends the requests of
         that batch only. RanksError: a rank has died, and keys and values with it."""
-        started_ns = time.perf_counter_ns()
+        began_ns = time.perf_counter_ns()
         if self.prefixes is not None:
             self.prefixes.settle()
+        outs: tuple[Answer | Failure, ...] = ()
+        stats = None
         batch = self.scheduler.next_batch(*self._pace())
-        if batch is None:
-            for copy in self.scheduler.take_copies():
-                self.ranks.copy_kv(*copy)
-            delivery = Delivery((), None, self.load(), self.hand_over.newly_placed())
-        else:
-            delivery = self._step(batch, started_ns)
-        if self.prefixes is not None:
-            self.prefixes.follow(delivery.stats)
+        self._copy(self.scheduler.take_copies() if batch is None else ())
+        if batch is not None:
+            try:
+                self._copy(batch.copies)
+                for part in self._parts:  # what the copies bring counts as computed
+                    batch = part.begins(batch)
+                runs = self._sample(batch, self._compute(batch))
+                for part in self._parts:
+                    part.computed(batch, began_ns)
+            except RanksError:
+                raise
+            except Exception as error:
+                outs = self._fail(batch, error)
+            else:
+                outs = self._give_out(batch, runs)
+            self.scheduler.pool.refresh()
+            stats = self._stats(batch, began_ns)
+        delivery = Delivery(outs, stats, self.load())
+        for part in self._parts:
+            delivery = part.tells(delivery)
         return delivery
 
-    def _step(self, batch: Batch, started_ns: int) -> Delivery:
-        outs: tuple[Answer | Failure, ...]
-        progress = tuple[Progress, ...]()
-        ended = tuple(name for name in _wanting(batch) if name in self.hand_over.prompts)
-        try:
-            for copy in batch.copies:
-                self.ranks.copy_kv(*copy)
-            passing = self.hand_over.begin_step(batch)  # what the copies bring counts as computed
-            batch, drafts = self._drafted(batch)
-            drafted_ns = time.perf_counter_ns()
-            runs = self._sample(batch, self._compute(batch), drafts)
-            if self.drafter is not None and batch.phase == "decode":
-                self.drafter.observe(batch, time.perf_counter_ns() - drafted_ns)
-            elif self.drafter is not None:
-                self.drafter.computed(batch)
-        except RanksError:
-            raise
-        except Exception as error:
-            outs, ended = self._fail(batch, error), ()
-        else:
-            if batch.phase == "prefill":
-                progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
-            outs = self._give_out(batch, runs)
-            self.hand_over.end_step(passing)
-        self.scheduler.pool.refresh()
-        stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
+    def _copy(self, copies: Iterable[KvCopy]) -> None:
+        for copy in copies:
+            self.ranks.copy_kv(*copy)
+
+    def _stats(self, batch: Batch, began_ns: int) -> StepStats:
+        stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - began_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, batch.n_in_shadow)
-        return Delivery(outs, stats, self.load(), self.hand_over.newly_placed(), ended, progress=progress)
+        return stats
 
     def recover(self, lost: RankLost) -> Delivery:
         """Queue all requests again after keys and values were lost. Answers that had begun continue behind
@@ -258,7 +248,7 @@ class Engine:
             counts.prefix_tokens_reused,
             counts.phase_switches,
             scheduler.n_clients_waiting,
-            self._counts(self._n_drafted, self._n_accepted),
+            self.drafting.counts(),
             n_in_shadow=scheduler.n_in_shadow,
             steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
             stored=None if self.prefixes is None else self.prefixes.counts,
@@ -277,8 +267,8 @@ class Engine:
         for request_id in (*self._live, *self.hand_over.prompts):
             self._forget(request_id)
         self.scheduler.clear()
-        if self.drafter is not None:
-            self.drafter.lost()
+        for part in self._parts:
+            part.lost()
 
     def _begin(self, given: GivenSoFar, max_tokens: int) -> LiveRequest:
         adapter = self.adapters.get(given.request.adapter, (0, ""))
@@ -290,17 +280,7 @@ class Engine:
             return None, None, UNBOUNDED
         scheduler = self.scheduler
         paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
-        return paced.chunk_tokens, None if self.drafter is not None else paced.rows, paced.shadow
-
-    def _drafted(self, batch: Batch) -> tuple[Batch, list[Draft]]:
-        """Extend a decode batch with drafts, one draft for each slice; other batches stay as they are."""
-        if self.drafter is None or batch.phase != "decode":
-            return batch, []
-        rooms = self.scheduler.draft_rooms(batch)
-        drafts = self.drafter.draft(batch, rooms, [self._live[name].sampler for name in batch.request_ids])
-        if any(draft.token_ids for draft in drafts):
-            batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
-        return batch, drafts
+        return paced.chunk_tokens, paced.rows if self.drafting.drafter is None else None, paced.shadow
 
     def _compute(self, batch: Batch) -> npt.NDArray[np.float32]:
         if batch.phase == "decode":
@@ -318,25 +298,21 @@ class Engine:
                 scores[name] = live.scores
         return forward_scored(self.ranks, batch, scores) if scores else self.ranks.forward(batch)
 
-    def _sample(
-        self, batch: Batch, logits: npt.NDArray[np.float32], drafts: list[Draft]
-    ) -> list[list[SampledToken]]:
+    def _sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[list[SampledToken]]:
         """Sample the next tokens of each slice that wants logits. Prompts that another engine answers give
         their logits to the outbox, and get a token 0 that nothing reads."""
-        names = list(_wanting(batch))
-        if self.hand_over.prompts:
+        names = _wanting(batch)
+        if len(logits) == len(names):
             runs = [[SampledToken(0)] for _ in names]
-            own = [row for row, name in enumerate(names) if not self.hand_over.computed(name, logits[row])]
+            own = [row for row, name in enumerate(names) if not self.hand_over.takes(name, logits[row])]
+            rows = logits if len(own) == len(names) else logits[own]
             samplers = [self._live[names[row]].sampler for row in own]
-            for row, token in zip(own, sample_rows(logits[own], samplers) if own else (), strict=True):
+            for row, token in zip(own, sample_rows(rows, samplers) if own else (), strict=True):
                 runs[row] = [token]
             return runs
-        lives = [self._live[name] for name in names]
-        if len(logits) == len(lives):
-            return [[token] for token in sample_rows(logits, [live.sampler for live in lives])]
         runs, row = [], 0
-        for live, (token_ids, chances) in zip(lives, drafts, strict=True):
-            rows = logits[row : row + 1 + len(token_ids)]
+        for name, (token_ids, chances) in zip(names, self.drafting.now, strict=True):
+            live, rows = self._live[name], logits[row : row + 1 + len(token_ids)]
             row += len(rows)
             runs.append(sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids))
         return runs
@@ -360,44 +336,27 @@ class Engine:
         """The next piece of one answer, from its new tokens. Tokens after a stop string are dropped."""
         request_id = outs[0].request_id
         live = self._live[request_id]
-        scored = None if live.scores is None else live.scores.tokens
-        live.scores = None
+        scored, live.scores = None if live.scores is None else live.scores.tokens, None
         if live.message.max_tokens == 0:
             self._forget(request_id)
-            counts = self._counts(0, 0)
+            counts = self.drafting.counts(0)
             return Answer(request_id, "", (), 0, now_ns, "length", outs[0].n_reused, counts, prompt=scored)
-        n_new = 0
-        for token in run:
-            n_new += 1
-            if token.token_id in live.end_token_ids:
-                live.text.push_end(token)
-            else:
-                live.text.push(token)
-            if live.text.stopped:
-                break
+        n_new = live.push(run)
         out = outs[n_new - 1]
         text, tokens = live.text.take(finished=out.finish_reason is not None)
         if drafted:
-            n_accepted = sum(
-                token.token_id == draft for token, draft in zip(run[:n_new], drafted, strict=False)
-            )
+            right = (token.token_id == draft for token, draft in zip(run[:n_new], drafted, strict=False))
+            n_accepted = sum(right)
             live.n_drafted += len(drafted)
             live.n_accepted += n_accepted
-            self._n_drafted += len(drafted)
-            self._n_accepted += n_accepted
+            self.drafting.accepted(len(drafted), n_accepted)
         reason = "stop" if live.text.stopped else out.finish_reason
         if reason is not None:
             self.scheduler.finish(request_id, out.n_generated)
             self._forget(request_id)
             if live.sampler.cut_short:  # its guide could not go on: the answer is not whole
                 reason = "length"
-        counts = self._counts(live.n_drafted, live.n_accepted)
-        evidence, digests = None, tuple[str, ...]()
-        if live.chain is not None:
-            live.token_ids += [token.token_id for token in run[:n_new]]
-            digests = live.chain.take_new()
-            if reason is not None:
-                evidence = Evidence(tuple(live.token_ids), live.chain.digests(len(live.token_ids)))
+        evidence, digests = live.evidence(run[:n_new], is_last=reason is not None)
         n_cached = live.given.n_cached
         answer = Answer(
             request_id,
@@ -407,7 +366,7 @@ class Engine:
             now_ns,
             reason,
             out.n_reused if n_cached is None else n_cached,
-            counts,
+            self.drafting.counts(live.n_drafted, live.n_accepted),
             evidence,
             live.text.stop_text,
             scored,
@@ -416,18 +375,11 @@ class Engine:
         live.given.add(answer)
         return answer
 
-    def _counts(self, n_drafted: int, n_accepted: int) -> DraftCounts | None:
-        return None if self.drafter is None else DraftCounts(n_accepted, n_drafted - n_accepted)
-
     def _forget(self, request_id: str) -> None:
         """Forget a request whose block is about to be freed: it gives out nothing more."""
-        if self.prefixes is not None:
-            self.prefixes.cancel(request_id)
         self._live.pop(request_id, None)
-        self._progress.forget(request_id)
-        self.hand_over.forget(request_id)
-        if self.drafter is not None:
-            self.drafter.ended(request_id)
+        for part in self._parts:
+            part.forget(request_id)
 
     def _fail(self, batch: Batch, error: Exception) -> tuple[Failure, ...]:
         if not isinstance(error, ServingError):
@@ -439,7 +391,6 @@ class Engine:
         return tuple(Failure(request_id, error) for request_id in batch.request_ids)
 
 
-def _wanting(batch: Batch) -> Iterator[str]:
+def _wanting(batch: Batch) -> list[str]:
     """Ids of the requests whose slices want logits."""
-    pieces = zip(batch.request_ids, batch.slices, strict=True)
-    return (name for name, piece in pieces if piece.wants_logits)
+    return [name for name, piece in zip(batch.request_ids, batch.slices, strict=True) if piece.wants_logits]

@@ -23,9 +23,8 @@ from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Rings
 from phasewise.serving.pools.opening import DEFAULT_POLICY
 from phasewise.serving.processes.headroom import available_bytes
-from phasewise.serving.ranks.first_rank import room_for
+from phasewise.serving.ranks.first_rank import KvSettings, RankOptions, room_for
 from phasewise.serving.ranks.rank_layout import teams_of
-from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.tuner.plans import Phase, ServicePlan

@@ -16,8 +16,7 @@ from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import (
     OWN_CORES,
-    EngineState,
-    InstanceState,
+    EngineHost,
     Recoveries,
     SharedCores,
 )
@@ -25,9 +24,7 @@ from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
     Arrived,
-    Compute,
     Delivery,
-    Expect,
     Failure,
     KvTargetReady,
     Message,
@@ -55,7 +52,7 @@ CHECK = "PHASEWISE_CHECK"
 """Name of an environment variable: if not empty, scheduler and KV pool are checked after every step."""
 
 
-class EngineThread:
+class EngineThread(EngineHost):
     """Runs `engine` until `stop`. `deliver`: called on this thread, must only pass the delivery on.
     `on_lost`: called on this thread once the engine has given up; later requests are refused. `ends_on_bugs`:
     True: give up on an internal error too; False: end all requests and go on."""
@@ -77,9 +74,6 @@ class EngineThread:
         self._ends_on_bugs = ends_on_bugs
         self._cores = cores
         self._checks = bool(os.environ.get(CHECK))
-        self.state: EngineState = "starting"
-        self.lost: EngineLost | None = None
-        """The reason why the engine has given up for good; None: it has not."""
         self.n_turns = 0
         """Number of turns so far: if it stands still while there is work, the engine hangs."""
         self._n_ranks_replaced = 0
@@ -117,10 +111,6 @@ class EngineThread:
         """Identity of the engine's arithmetic, whatever `model` is."""
         return self._engine.fingerprint
 
-    def instances(self) -> tuple[InstanceState, ...]:
-        """Empty: one engine does everything."""
-        return ()
-
     def start(self) -> None:
         self._engine.ranks.watch(lambda: self._inbox.put("look"))
         if self._engine.prefixes is not None:
@@ -130,7 +120,6 @@ class EngineThread:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message, from any thread. Results arrive through `deliver`."""
         self._inbox.put(message)
 
     def between_steps(self, act: Callable[[], None]) -> None:
@@ -243,23 +232,19 @@ class EngineThread:
     def _handle(self, message: Message) -> None:
         match message:
             case Submit():
-                self._take_on(message, self._engine.submit)
-            case Compute(request):
-                self._take_on(request, self._engine.compute)
+                self._take_on(message)
             case KvTargetReady(request_id):
                 self._engine.hand_over.target_ready(request_id)
-            case Expect(request):
-                self._take_on(request, self._engine.expect)
             case Abort(request_id):
                 self._engine.abort(request_id)
             case Arrived(request_id, logits):
                 self._deliver(self._engine.arrived(request_id, logits))
 
-    def _take_on(self, request: Submit, take: Callable[[Submit], None]) -> None:
+    def _take_on(self, request: Submit) -> None:
         try:
             if self.lost is not None:
                 raise self.lost
-            take(request)
+            self._engine.submit(request)
         except ServingError as error:
             self._refuse(request, error)
         except Exception as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.engine.messages import Placed, Submit
+from phasewise.serving.engine.messages import Delivery, Placed, Submit
+from phasewise.serving.engine.step_parts import StepPart
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.scheduling.scheduler import Scheduler
 
@@ -40,7 +40,7 @@ class Outbox(Protocol):
         ...
 
 
-class HandOver:
+class HandOver(StepPart):
     """Hand-over of one engine's prompts. `outbox`: receives prompts that others answer; None: no prompts."""
 
     outbox: Outbox | None = None
@@ -55,7 +55,12 @@ class HandOver:
         self._started: set[str] = set()
         """Ids of prompts whose blocks the outbox reads."""
         self._unplaced: set[str] = set()
-        """Ids of expected requests that `newly_placed` has not returned yet."""
+        """Ids of expected requests whose block was not told yet."""
+        self._passing: list[str] = []
+        """Ids of prompts in the step under way that no engine has a block for yet: their blocks stay for this
+        step, and can be sent as soon as one has."""
+        self._whole: list[str] = []
+        """Ids of prompts whose last step is under way, or has ended since the last delivery."""
 
     @property
     def _box(self) -> Outbox:
@@ -80,49 +85,48 @@ class HandOver:
             if not self._start(request_id):
                 self._box.lost(request_id)
 
-    def begin_step(self, batch: Batch) -> Sequence[str]:
-        """Tell the outbox the blocks of a step's prompts. Returns the ids of prompts that no engine has a
-        block for yet: their blocks stay for this step, and can be sent as soon as one has."""
-        passing = []
+    def begins(self, batch: Batch) -> Batch:
+        """Tell the outbox the blocks of a step's prompts."""
+        self._passing, self._whole = [], []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True) if self.prompts else ():
             if name in self._aimed:
                 self._start(name)
             elif name in self.prompts:
-                placement, n_prompt = (
-                    self._scheduler.placement(name),
-                    len(self.prompts[name].prompt_token_ids),
-                )
-                self._box.starts(name, placement, n_prompt, piece.start)
-                passing.append(name)
-        return passing
+                n_prompt = len(self.prompts[name].prompt_token_ids)
+                self._box.starts(name, self._scheduler.placement(name), n_prompt, piece.start)
+                self._passing.append(name)
+        return batch
 
-    def end_step(self, passing: Sequence[str]) -> None:
+    def takes(self, request_id: str, logits: npt.NDArray[np.float32]) -> bool:
+        """Give a prompt's logits (float32 [vocab]) to the outbox. False: the answer is made here."""
+        if request_id not in self.prompts:
+            return False
+        self._box.computed(request_id, logits)
+        self._whole.append(request_id)
+        return True
+
+    def computed(self, batch: Batch, began_ns: int) -> None:
         """Pin the prompts for which an engine has a block by now."""
-        for request_id in passing:
+        for request_id in self._passing:
             if self._box.rests(request_id):
                 self._aimed.add(request_id)
                 self._started.add(request_id)
                 self._scheduler.hand_over(request_id)
 
-    def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> bool:
-        """Give a prompt's logits (float32 [vocab]) to the outbox. False: the answer is made here."""
-        if request_id not in self.prompts:
-            return False
-        self._box.computed(request_id, logits)
-        return True
-
-    def newly_placed(self) -> tuple[Placed, ...]:
-        """Expected requests that got a block since the last call."""
-        if not self._unplaced:
-            return ()
-        expected = self._scheduler.expected
+    def tells(self, delivery: Delivery) -> Delivery:
+        """Add expected requests that got a block, and prompts that are computed."""
+        if not (self._unplaced or self._whole):
+            return delivery
+        expected = self._scheduler.expected if self._unplaced else {}
         placed = tuple(Placed(name, expected[name]) for name in self._unplaced if name in expected)
         self._unplaced.difference_update(own.request_id for own in placed)
-        return placed
+        whole, self._whole = tuple(self._whole), []
+        return delivery._replace(placed=placed, computed=whole)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request whose block is about to be freed."""
         self._unplaced.discard(request_id)
+        if request_id in self._whole:
+            self._whole.remove(request_id)
         if self.prompts.pop(request_id, None) is not None:
             self._aimed.discard(request_id)
             self._started.discard(request_id)

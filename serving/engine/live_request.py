@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,13 +12,51 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.engine.logit_chain import LogitChain, n_digests
-from phasewise.serving.engine.messages import Answer, GivenOut, Progress, Submit
+from phasewise.serving.engine.messages import Answer, Evidence, GivenOut, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.processes.restarts import MOST_RERUNS
-from phasewise.serving.ranks.ranks_contract import Ranks
+from phasewise.serving.ranks.first_rank import Ranks
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, Sampler, score_rows
 from phasewise.serving.scheduling.request import Request, space_of
+
+CHECKPOINT_TOKENS = 16
+"""Tokens of an answer for each digest of logits."""
+
+
+class LogitChain:
+    """Digests of the logits that one answer was sampled from, each of a row and the digest before it. Of
+    every CHECKPOINT_TOKENS rows only the first is digested: the others follow from the same keys and values,
+    and digesting all would slow a small model by percents. Rows are the model's own: before penalties, bias,
+    temperature and grammar."""
+
+    def __init__(self, n_rows: int = 0, digests: Sequence[str] = ()) -> None:
+        """Continue a chain of `n_rows` rows, which had these digests."""
+        self._links = list(digests)
+        self._n_rows = n_rows
+        self._n_told = len(self._links)
+
+    def add(self, logits: npt.NDArray[np.float32]) -> None:
+        """Add the row of the next token, float32 [vocab]."""
+        if self._n_rows % CHECKPOINT_TOKENS == 0:
+            link = hashlib.sha256(self._links[-1].encode() if self._links else b"")
+            link.update(np.ascontiguousarray(logits, dtype="<f4").data)
+            self._links.append(link.hexdigest())
+        self._n_rows += 1
+
+    def take_new(self) -> tuple[str, ...]:
+        """The digests made since the last call."""
+        new = tuple(self._links[self._n_told :])
+        self._n_told = len(self._links)
+        return new
+
+    def digests(self, n_tokens: int) -> tuple[str, ...]:
+        """The digests of the first `n_tokens` tokens."""
+        return tuple(self._links[: n_digests(n_tokens)])
+
+
+def n_digests(n_tokens: int) -> int:
+    return -(-n_tokens // CHECKPOINT_TOKENS)
+
 
 ROWS_AT_ONCE = 64
 """Most rows of logits in memory at a time."""
@@ -72,46 +111,6 @@ def _scored(ranks: Ranks, piece: SequenceSlice, scores: PromptScores) -> npt.NDA
         scores.add(part.start, rows)
     last: npt.NDArray[np.float32] = rows[-1].copy()
     return last
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt being computed. `n_cached`: tokens that were reused when its first step began."""
-
-    n_tokens: int
-    n_cached: int = 0
-    began_ns: int | None = None
-
-
-class PromptProgress:
-    """Progress of all prompts that an engine is computing."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[str, _Prompt] = {}
-
-    def expect(self, request_id: str, n_prompt: int) -> None:
-        """Follow a prompt that will be computed from the start."""
-        self._prompts[request_id] = _Prompt(n_prompt)
-
-    def forget(self, request_id: str) -> None:
-        """Stop following a prompt."""
-        self._prompts.pop(request_id, None)
-
-    def of(self, batch: Batch, began_ns: int, now_ns: int) -> tuple[Progress, ...]:
-        """Progress of each prompt of a prefill step that ran from `began_ns` to `now_ns`."""
-        out = []
-        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
-            prompt = self._prompts.get(name)
-            if prompt is None:
-                continue
-            if prompt.began_ns is None:
-                prompt.began_ns, prompt.n_cached = began_ns, piece.start
-            n_computed = min(prompt.n_tokens, piece.start + len(piece.token_ids))
-            took_ns = now_ns - prompt.began_ns
-            out.append(Progress(name, prompt.n_tokens, prompt.n_cached, n_computed, took_ns))
-            if n_computed == prompt.n_tokens:
-                self.forget(name)
-        return tuple(out)
 
 
 _NOTHING = GivenOut()
@@ -279,7 +278,7 @@ class LiveRequest:
     ) -> LiveRequest:
         """A request at the beginning of its answer, or after the part that was given out."""
         message = given.request
-        guide = None if message.guide is None else message.guide.fresh()
+        guide = None if message.compiled is None else message.compiled.fresh()
         before = message.given
         chain = LogitChain() if message.receipt else None
         if message.receipt and before is not None:
@@ -300,19 +299,42 @@ class LiveRequest:
     def message(self) -> Submit:
         return self.given.request
 
+    def push(self, run: Sequence[SampledToken]) -> int:
+        """Add sampled tokens up to a stop string, and return their number."""
+        for n_new, token in enumerate(run, start=1):
+            if token.token_id in self.end_token_ids:
+                self.text.push_end(token)
+            else:
+                self.text.push(token)
+            if self.text.stopped:
+                return n_new
+        return len(run)
+
+    def evidence(
+        self, run: Sequence[SampledToken], *, is_last: bool
+    ) -> tuple[Evidence | None, tuple[str, ...]]:
+        """The evidence for a receipt, with the answer's last tokens, and the digests made for `run`."""
+        if self.chain is None:
+            return None, ()
+        self.token_ids += [token.token_id for token in run]
+        whole = Evidence(tuple(self.token_ids), self.chain.digests(len(self.token_ids)))
+        return whole if is_last else None, self.chain.take_new()
+
     @property
     def request(self) -> Request:
         """The request as the scheduler sees it."""
         message = self.message
         adapter, adapter_hash = self.adapter
+        is_prompt = message.part == "prompt"
         return Request(
             message.request_id,
             message.prompt_token_ids,
-            self.max_tokens,
+            1 if is_prompt else self.max_tokens,
             self.end_token_ids,
-            message.estimate,
+            None if is_prompt else message.estimate,
             space_of(message.cache_space, adapter_hash),
-            client=message.client,
+            is_prompt,
+            message.client,
             takes_over=message.prompt_logprobs is None,
             in_shadow=message.in_shadow,
             adapter=adapter,

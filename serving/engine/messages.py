@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
-from phasewise.serving.grammar.guides import Guide
+from phasewise.serving import errors
+from phasewise.serving.errors import RequestError, ServingError, StepFailed
+from phasewise.serving.grammar.guides import Guide, GuideRecipe
 from phasewise.serving.pools.contract import Estimate, Placement, PoolStats
 from phasewise.serving.prefix_store.store import StoreCounts
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
+from phasewise.serving.scheduling.held_prefixes import HeldReport
 from phasewise.serving.scheduling.request import FinishReason
 from phasewise.tuner.plans import Phase
 
@@ -27,6 +31,10 @@ class GivenOut(NamedTuple):
     """Number of prompt tokens whose keys and values were reused."""
     logit_digests: tuple[str, ...] = ()
     """Digests of the logits that the tokens were sampled from, if a receipt is asked for."""
+
+
+Part = Literal["whole", "prompt", "answer"]
+_recipe = TypeAdapter(GuideRecipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,8 @@ class Submit:
     """End tokens of the chat template, beside the model's own."""
     estimate: Estimate | None = None
     """Expected length of the answer, made before the engine's thread sees the request."""
-    guide: Guide | None = None
-    """Required form of the answer. Each answer runs its own `fresh()` copy."""
+    guide: Annotated[Guide | GuideRecipe, PlainValidator(_recipe.validate_python)] | None = None
+    """Required form of the answer. Each answer runs its own `fresh()` copy. Between processes: its recipe."""
     cache_space: str = ""
     """Prefix-cache space: only requests of one space reuse each other's keys and values."""
     client: str = ""
@@ -71,6 +79,15 @@ class Submit:
     """Number of messages of the conversation; 1 for a completion."""
     system_prompt_id: str | None = None
     """Digest of the system prompt; None: there is none."""
+    part: Part = "whole"
+    """`prompt`: compute the prompt, and hold its keys and values for the engine that answers. `answer`:
+    answer once they have arrived from another engine."""
+
+    @property
+    def compiled(self) -> Guide | None:
+        """The guide, in the process that runs it."""
+        assert not isinstance(self.guide, GuideRecipe), "a recipe is compiled before its request begins"
+        return self.guide
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:
@@ -80,7 +97,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The client no longer waits for the answer."""
+    """Free what a request holds: nobody waits for the answer, or it is given elsewhere."""
 
     request_id: str
 
@@ -107,20 +124,6 @@ class HandOverCounts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """Compute the prompt of a request, and hold its keys and values for the instance that answers."""
-
-    request: Submit
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """Answer a request once keys and values of its prompt have arrived from another instance."""
-
-    request: Submit
-
-
-@dataclass(frozen=True, slots=True)
 class Arrived:
     """Keys and values of an expected request are in its block."""
 
@@ -136,7 +139,7 @@ class KvTargetReady:
     request_id: str
 
 
-Message = Submit | Abort | Compute | KvTargetReady | Expect | Arrived
+Message = Submit | Abort | KvTargetReady | Arrived
 
 
 class Evidence(NamedTuple):
@@ -176,11 +179,24 @@ class Answer(NamedTuple):
         return self._replace(text="", tokens=(), prompt=None)
 
 
+def _written(error: Exception) -> tuple[str, str, str | None]:
+    """The name of an error's class, its message, and the field at fault."""
+    return type(error).__name__, str(error), error.param if isinstance(error, RequestError) else None
+
+
+def _read(written: Any) -> Exception:
+    """The error that another process has written; an unknown one is a failed step."""
+    name, message, param = TypeAdapter(tuple[str, str, str | None]).validate_python(written)
+    named = getattr(errors, name, None)
+    kind = named if isinstance(named, type) and issubclass(named, ServingError) else StepFailed
+    return kind(message, param) if issubclass(kind, RequestError) else kind(message)
+
+
 class Failure(NamedTuple):
     """The request ends with this error, without the rest of its answer."""
 
     request_id: str
-    error: Exception
+    error: Annotated[Exception, PlainSerializer(_written), PlainValidator(_read)]
 
 
 class Progress(NamedTuple):
@@ -240,10 +256,22 @@ class EngineLoad(NamedTuple):
     best_token_ns: float = 0.0
     """Time per prompt token in the fastest large step so far; 0: there was none."""
 
+    @staticmethod
+    def total(loads: Sequence[EngineLoad]) -> EngineLoad:
+        """The load of several engines: counts are summed, all else is the first one's."""
+        sums = {name: sum(getattr(load, name) for load in loads) for name in _COUNTED}
+        return (loads[0] if loads else EngineLoad(0, 0, 0, 0))._replace(**sums, pool=None)
+
     @property
     def kv_use(self) -> float:
         """Share of the KV slots in use, from 0 to 1."""
         return self.kv_slots_used / self.kv_slots if self.kv_slots else 0.0
+
+
+_COUNTED = (
+    *("n_waiting", "n_running", "kv_slots_used", "kv_slots", "preemptions", "prefix_hits"),
+    *("prefix_tokens_reused", "phase_switches", "n_clients_waiting", "steps_over_tpot", "n_in_shadow"),
+)
 
 
 class Placed(NamedTuple):
@@ -266,3 +294,5 @@ class Delivery(NamedTuple):
     """Ids of expected requests that have started."""
     progress: tuple[Progress, ...] = ()
     """Progress of each prompt in the step."""
+    held: HeldReport | None = None
+    """Changes of the prefixes that an instance holds since its last delivery."""

@@ -19,12 +19,11 @@ from phasewise.serving.errors import RequestError, ServingError
 from phasewise.serving.models.forward import check_generates, kv_bytes_by_reach
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import KvPool, PoolSettings
+from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.pools.wrapped import RingedPool, StatefulPool
-from phasewise.serving.prefix_store.opening import PrefixSettings, open_store
-from phasewise.serving.prefix_store.store import PrefixStore
+from phasewise.serving.prefix_store.store import PrefixSettings, PrefixStore
 from phasewise.serving.ranks.kv_share import KvShape
 from phasewise.serving.ranks.open_ranks import RankOptions, open_ranks
 from phasewise.serving.ranks.rank_layout import teams_of
@@ -181,10 +180,8 @@ def open_engine(
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     if pool is None:
         pool = open_pool(size.kv_policy, kv.slots, PoolSettings(longest_request=limits.context_length))
-    if kv.rings is not None:
-        pool = RingedPool(pool, kv.rings)
-    if model.config.state is not None:
-        pool = StatefulPool(pool, StatePlaces(kv.states, aligned(kv.slots) + kv.ring_slots))
+    has_state = model.config.state is not None
+    pool.beside(kv.rings, StatePlaces(kv.states, aligned(kv.slots) + kv.ring_slots) if has_state else None)
     pacing = Pacing(int(size.tpot_ms * 1e6), limits.max_batch_tokens)
     engine = Engine(ranks, vocabulary, Scheduler(pool, limits), pacing, drafter)
     engine.fingerprint = fingerprint
@@ -199,7 +196,7 @@ def open_engine(
 def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: PackedModel) -> PrefixStore:
     """Open and start the prefix store, before ranks pin threads: its threads run on any core."""
     shape = shape_of(KvShape.of(model.config, fingerprint.kv_format))
-    store = open_store(prefixes, model.name, fingerprint.of_keys_and_values, shape)
+    store = PrefixStore.open(prefixes, model.name, fingerprint.of_keys_and_values, shape)
     store.start()
     return store
 

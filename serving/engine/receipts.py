@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from phasewise._words import counted
 from phasewise.serving.engine.fingerprint import Fingerprint, digest_of
-from phasewise.serving.engine.logit_chain import LogitChain, n_digests
+from phasewise.serving.engine.live_request import LogitChain, n_digests
 from phasewise.serving.engine.messages import Evidence, Submit
 from phasewise.serving.errors import RequestError, ServingError
 from phasewise.serving.grammar.guides import GuideRecipe
@@ -48,7 +48,7 @@ class AskedSettings:
 
     @classmethod
     def of(cls, request: Submit) -> AskedSettings:
-        guide = None if request.guide is None else request.guide.recipe
+        guide = None if request.compiled is None else request.compiled.recipe
         shown, ends = tuple(sorted(request.shown)), tuple(sorted(request.ends))
         return cls(request.sampling, request.max_tokens, request.stop, request.ignore_eos, shown, guide, ends)
 

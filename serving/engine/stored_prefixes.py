@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.engine.step_parts import StepPart
 from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.prefix_store.blocks import RecordShape
 from phasewise.serving.prefix_store.store import PrefixStore, Restored, StoreCounts
 from phasewise.serving.ranks.kv_share import KvShape
 
 if TYPE_CHECKING:
-    from phasewise.serving.engine.messages import StepStats
-    from phasewise.serving.ranks.ranks_contract import Ranks
+    from phasewise.serving.engine.messages import Delivery
+    from phasewise.serving.ranks.first_rank import Ranks
     from phasewise.serving.scheduling.scheduler import Scheduler
 
 MOST_CHECKED_TOKENS = 64
@@ -30,7 +31,7 @@ def shape_of(kv: KvShape) -> RecordShape:
     return RecordShape(kv.n_layers, slot_bytes, kv.state_bytes)
 
 
-class StoredPrefixes:
+class StoredPrefixes(StepPart):
     """Passes prefixes between an engine and its store. `rng`: draws the rows to compute again as a check."""
 
     def __init__(
@@ -43,7 +44,7 @@ class StoredPrefixes:
         self._rng = rng or random.SystemRandom()
         self._token_s = 0.0
         self.watch = store.watch
-        self.cancel = store.cancel
+        self.forget = store.cancel  # type: ignore[method-assign]
         self.kept = store.kept
         self.close = store.close
 
@@ -63,19 +64,21 @@ class StoredPrefixes:
                 self._store.believe(restored)
             self._scheduler.restored(restored.request_id, n_tokens)
 
-    def follow(self, stats: StepStats | None) -> None:
-        """After a step: let the store read computed prefixes, and fill the blocks that wait for it."""
+    def tells(self, delivery: Delivery) -> Delivery:
+        """Let the store read computed prefixes, and fill the blocks that wait for it."""
+        stats = delivery.stats
         if stats is not None and stats.phase == "prefill" and stats.n_tokens:
             token_s = stats.duration_ns / 1e9 / stats.n_tokens
             self._token_s += (token_s - self._token_s) * (_OF_THE_NEWEST if self._token_s else 1.0)
         computed, wanted = self._beginnings.take_computed(), self._beginnings.take_wanted()
         if not (computed or wanted):
-            return
+            return delivery
         rows = self._ranks.kv_share.memory
         for beginning in computed:
             self._store.keep(beginning, rows, self._token_s)
         for request_id, token_ids, space, placement in wanted:
             self._store.restore(Restored(request_id, token_ids, space, placement, rows))
+        return delivery
 
     def _is_right(self, restored: Restored) -> bool:
         """True if rows computed again equal the rows read: one row, or, for models with states (which begin

@@ -11,21 +11,15 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.parts.mixture import STACKS
+from phasewise.serving.ranks.first_rank import Ranks
 
 COMPUTE_KIND = {"f32": "f32", "f16": "f32", "bf16": "bf16"}  # all others: int8
-
-
-class Forward(Protocol):
-    """The part of the ranks that is timed."""
-
-    def forward(self, batch: Batch) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class Throughput:
 
 
 def measure(
-    ranks: Forward,
+    ranks: Ranks,
     workload: Workload,
     vocab_size: int,
     max_batch_tokens: int,

@@ -16,7 +16,7 @@ from collections import deque
 from itertools import accumulate
 from typing import NamedTuple
 
-from phasewise.serving.pools.contiguous import Size
+from phasewise.serving.pools.contiguous import Size, Sizes
 from phasewise.serving.pools.contract import ALIGNMENT, Demand, PoolSettings
 
 FEWEST = 16
@@ -89,7 +89,7 @@ UNLEARNT_ANSWER_TOKENS = 128
 """Answer tokens to reserve at least in the large bucket before any answer has ended."""
 
 
-class LearntSizes:
+class LearntSizes(Sizes):
     """Block sizes by buckets, whose bounds `refresh` learns from ended answers."""
 
     policy = "odma"
@@ -98,19 +98,11 @@ class LearntSizes:
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self.reserve_share = settings.reserve_share
+        self.large_bound = settings.longest_request
         self._news: deque[int] = deque()  # ended, not yet looked at; one thread appends, one pops
         self._lengths = LengthWindow(settings.window)  # refresh's own
         self._learnt = PoolBounds()  # swapped as a whole by refresh
         self._estimated = self._mispredicted = self._refreshes = 0
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        return self._learnt.buckets
-
-    @property
-    def large_bound(self) -> int:
-        lengths = self._learnt.lengths
-        return max(lengths[-1], self.bounds[-1]) if lengths else self._settings.longest_request
 
     def first(self, demand: Demand) -> Size:
         return self._size(demand, demand.held_tokens - demand.prompt_tokens + 1)
@@ -129,12 +121,14 @@ class LearntSizes:
     def refresh(self) -> bool:
         if len(self._news) < self._settings.refresh_every:
             return False
-        for _ in range(len(self._news)):
+        while self._news:
             self._lengths.add(self._news.popleft())
-        before = self._learnt.buckets
-        bounds = learnt(self._lengths.frozen(), self._settings.n_buckets, self._settings.top_level)
-        is_new = bounds.buckets != before
-        self._learnt = bounds if is_new else bounds._replace(buckets=before)  # the same object: no change
+        learnt_now = learnt(self._lengths.frozen(), self._settings.n_buckets, self._settings.top_level)
+        is_new = learnt_now.buckets != self.bounds
+        if is_new:  # else the same object: no change
+            self.bounds = learnt_now.buckets
+        self._learnt = learnt_now._replace(buckets=self.bounds)
+        self.large_bound = max((*self.bounds, *learnt_now.lengths[-1:]), default=self.large_bound)
         self._refreshes += is_new
         return is_new
 

@@ -4,14 +4,14 @@ its expected end, fit beside the reserve (`peak`)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.arena import STALE, Arena, Block, Bucket, Shelves, aligned
 from phasewise.serving.pools.contract import (
@@ -22,8 +22,8 @@ from phasewise.serving.pools.contract import (
     Placement,
     PoolError,
     PoolStats,
-    check_demand,
 )
+from phasewise.serving.pools.pool import BlockPool, SlotHolding
 
 
 class Shift(NamedTuple):
@@ -114,60 +114,45 @@ class Size(NamedTuple):
     """Bucket that the request belongs to."""
 
 
-class Sizes(Protocol):
+class Sizes(ABC):
     """Block sizes of a policy of contiguous blocks."""
 
-    @property
-    def policy(self) -> str: ...
+    policy: str
+    bounds: tuple[int, ...] = ()
+    """Bounds of the buckets for new requests, ascending; a new object whenever they change."""
+    large_bound: int
+    """Longest answer expected in the large bucket."""
+    reserve_share = 0.0
+    """Share of all slots that is never promised to requests."""
+    squeezes = False
+    """True if requests are moved to join free slots that lie apart."""
 
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """Bounds of the buckets for new requests, ascending; a new object whenever they change."""
-        ...
-
-    @property
-    def large_bound(self) -> int:
-        """Longest answer expected in the large bucket."""
-        ...
-
-    @property
-    def reserve_share(self) -> float:
-        """Share of all slots that is never promised to requests."""
-        ...
-
-    @property
-    def squeezes(self) -> bool:
-        """True if requests are moved to join free slots that lie apart."""
-        ...
-
+    @abstractmethod
     def first(self, demand: Demand) -> Size:
         """Size of the block for a request that begins, or begins again."""
-        ...
 
+    @abstractmethod
     def next(self, demand: Demand, n_positions: int) -> Size:
         """Size of the next block for a request whose block is full and that needs `n_positions`."""
-        ...
 
-    def ended(self, demand: Demand, answer_tokens: int) -> None:
+    def ended(self, demand: Demand, answer_tokens: int) -> None:  # noqa: B027 - most learn nothing
         """Learn from a request that ended by itself."""
 
     def refresh(self) -> bool:
         """Learn from ended requests, like `KvPool.refresh`."""
-        ...
+        return False
 
     def counts(self) -> dict[str, Any]:
         """The fields of PoolStats that depend on the sizes."""
-        ...
+        return {}
 
 
-@dataclass(slots=True)
-class _Holding:
+@dataclass(slots=True, kw_only=True)
+class _Holding(SlotHolding):
     block: Block
     size: Size
     bounds: tuple[int, ...]
     """The buckets' bounds when the block was taken."""
-    demand: Demand
-    is_pinned: bool = False
 
     @property
     def n_to_come(self) -> int:
@@ -180,38 +165,21 @@ class _Holding:
         return max(0, self.demand.most_tokens - self.block.n_slots)
 
 
-class ContiguousPool:
+class ContiguousPool(BlockPool[_Holding]):
     """A KvPool whose placements are one contiguous block each."""
 
     def __init__(self, n_slots: int, sizes: Sizes) -> None:
         self._arena = Arena(n_slots)
+        super().__init__(self._arena.n_slots)
         self._shelves = Shelves(self._arena)
         self._sizes = sizes
         self._bounds = sizes.bounds
-        self._held: dict[str, _Holding] = {}
         self._is_pressed = False  # a growth found no room, and no request has ended since
         self._slots_ended: Counter[Bucket] = Counter()
         self._slots_wasted: Counter[Bucket] = Counter()
         self._migrations = self._overflows = self._to_large = 0
 
-    @property
-    def n_slots(self) -> int:
-        return self._arena.n_slots
-
-    @property
-    def longest(self) -> int:
-        return self._arena.n_slots
-
-    @property
-    def rings(self) -> None:
-        return None
-
-    @property
-    def states(self) -> None:
-        return None
-
-    def reserve(self, owner: str, demand: Demand) -> Grant | None:
-        check_demand(owner, demand, self._held)
+    def _reserve(self, owner: str, demand: Demand) -> Grant | None:
         self._follow_bounds()
         size = self._sizes.first(demand)
         n_positions = self._possible(size, demand.held_tokens)
@@ -223,44 +191,33 @@ class ContiguousPool:
             moves, block = self._opened(n_positions)
         if block is None:
             return None
-        self._held[owner] = _Holding(block, size, self._bounds, demand)
+        self._held[owner] = _Holding(demand, block=block, size=size, bounds=self._bounds)
         self._to_large += bool(self._bounds) and size.bucket is None
         return Grant(Placement(*block), moves)
 
-    def grow(self, owner: str, n_positions: int) -> Grant | None:
-        held = self._holding(owner)
-        if n_positions > held.demand.most_tokens or held.is_pinned:
-            pinned = " while it is pinned" if held.is_pinned else ""
-            raise PoolError(f"{owner!r} of {held.demand} asks for {counted(n_positions, 'position')}{pinned}")
-        before = held.block
-        moves: tuple[Move, ...] = ()
-        if n_positions > before.n_slots:
-            opened_up = self._enlarge(owner, held, n_positions)
-            if opened_up is None:
-                self._is_pressed = True
-                return None
-            moves = opened_up
-        return Grant(Placement(*held.block), moves)
+    def _grow(self, owner: str, held: _Holding, n_positions: int) -> Grant | None:
+        moves: tuple[Move, ...] | None = ()
+        if n_positions > held.block.n_slots:
+            moves = self._enlarge(owner, held, n_positions)
+            self._is_pressed = self._is_pressed or moves is None
+        return None if moves is None else Grant(Placement(*held.block), moves)
 
-    def release(self, owner: str, answer_tokens: int | None = None) -> None:
-        held = self._holding(owner)
-        del self._held[owner]
+    def _release(self, held: _Holding, answer_tokens: int | None) -> None:
         self._follow_bounds()
         if held.bounds is self._bounds and held.size.bucket is not None:
             self._shelves.keep(held.size.bucket, held.block)
         else:
             self._arena.give(held.block)
-        if answer_tokens is not None:
-            self._end(held, answer_tokens)
+        if answer_tokens is None:
+            return
+        self._is_pressed = False
+        self._sizes.ended(held.demand, answer_tokens)
+        self._slots_ended[held.size.bucket] += held.block.n_slots
+        filled = held.demand.prompt_tokens + answer_tokens
+        self._slots_wasted[held.size.bucket] += max(0, held.block.n_slots - filled)
 
-    def pin(self, owner: str) -> None:
-        self._holding(owner).is_pinned = True
-
-    def unpin(self, owner: str) -> None:
-        self._holding(owner).is_pinned = False
-
-    def placements(self) -> dict[str, Placement]:
-        return {owner: Placement(*held.block) for owner, held in self._held.items()}
+    def _placement(self, held: _Holding) -> Placement:
+        return Placement(*held.block)
 
     def refresh(self) -> bool:
         return self._sizes.refresh()
@@ -278,7 +235,7 @@ class ContiguousPool:
             **self._sizes.counts(),
         )
 
-    def check(self) -> None:
+    def _check(self) -> None:
         used = [held.block for held in self._held.values()]
         self._arena.check([*used, *self._shelves.blocks()])
         n_used = sum(block.n_slots for block in used)
@@ -389,45 +346,25 @@ class ContiguousPool:
     def _possible(self, size: Size, at_least: int) -> int:
         return max(at_least, min(size.n_positions, self.n_slots))
 
-    def _end(self, held: _Holding, answer_tokens: int) -> None:
-        self._is_pressed = False
-        self._sizes.ended(held.demand, answer_tokens)
-        self._slots_ended[held.size.bucket] += held.block.n_slots
-        filled = held.demand.prompt_tokens + answer_tokens
-        self._slots_wasted[held.size.bucket] += max(0, held.block.n_slots - filled)
-
     def _follow_bounds(self) -> None:
         """Return idle blocks to the arena when the bounds have changed."""
         if self._bounds is not self._sizes.bounds:
             self._bounds = self._sizes.bounds
             self._shelves.clear()
 
-    def _holding(self, owner: str) -> _Holding:
-        try:
-            return self._held[owner]
-        except KeyError:
-            raise PoolError(f"{owner!r} holds no slots") from None
-
     def _bucket_stats(self) -> tuple[BucketStats, ...]:
-        bounds = self._sizes.bounds
-        blocks: Counter[Bucket] = Counter(held.size.bucket for held in self._held.values())
+        blocks: Counter[Bucket] = Counter()
         slots: Counter[Bucket] = Counter()
         for held in self._held.values():
+            blocks[held.size.bucket] += 1
             slots[held.size.bucket] += held.block.n_slots
-        named: list[tuple[str, Bucket, int]] = [
-            (str(level + 1), level, bound) for level, bound in enumerate(bounds)
-        ]
-        return tuple(
-            BucketStats(
-                name,
-                bound,
-                blocks[bucket],
-                slots[bucket],
-                self._slots_ended[bucket],
-                self._slots_wasted[bucket],
-            )
-            for name, bucket, bound in [*named, ("large", None, self._sizes.large_bound)]
-        )
+        stats = []
+        for level, bound in enumerate([*self._sizes.bounds, self._sizes.large_bound]):
+            is_large = level == len(self._sizes.bounds)
+            bucket, name = (None, "large") if is_large else (level, str(level + 1))
+            ended = self._slots_ended[bucket], self._slots_wasted[bucket]
+            stats.append(BucketStats(name, bound, blocks[bucket], slots[bucket], *ended))
+        return tuple(stats)
 
 
 def peak(requests: Iterable[tuple[int, int]]) -> int:

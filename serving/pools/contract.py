@@ -3,7 +3,7 @@
 A slot holds one position of the KV cache. Every block begins at a multiple of `ALIGNMENT` slots, and its
 length is a multiple too. Five promises, which `tests/serving/pools` checks for every policy:
 - no slot has two owners, and free + used = all, after every call;
-- an empty pool takes any request of at most `longest` positions and lets it grow to its end;
+- an empty pool takes any request of at most `n_slots` positions and lets it grow to its end;
 - a call that returns None has changed nothing;
 - a pinned block stays where it is;
 - the copies of successive grants may be done later, in order, if nothing is computed in between: a copy's
@@ -12,12 +12,10 @@ length is a multiple too. Five promises, which `tests/serving/pools` checks for 
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from phasewise.serving.batch import KvCopy
-from phasewise.serving.pools.state_places import StatePlaces
 
 ALIGNMENT = 16
 """Slots of a panel of keys: blocks begin and end at its multiples."""
@@ -58,9 +56,9 @@ class Placement(NamedTuple):
     table: tuple[int, ...] | None = None
     """First slots of the runs of `KV_CHUNK` positions; None: one contiguous run."""
     ring: tuple[int, int] | None = None
-    """First slot and number of slots of the request's ring (`pools.wrapped`), which never moves."""
+    """First slot and number of slots of the request's ring (`pools.pool`), which never moves."""
     state: int | None = None
-    """Place of the request's state, in layers that keep one (`pools.wrapped`)."""
+    """Place of the request's state, in layers that keep one (`pools.pool`)."""
 
     def slot(self, position: int) -> int:
         if self.table is None:
@@ -162,61 +160,3 @@ class PoolSettings:
     """odma: number of new answers before bounds are learnt again."""
     page_slots: int = KV_CHUNK
     """paged: positions of a page."""
-
-
-def check_demand(owner: str, demand: Demand, owners: Container[str]) -> None:
-    """Raise PoolError unless this is a possible demand of a new owner."""
-    if owner in owners:
-        raise PoolError(f"{owner!r} holds slots already")
-    if not 1 <= demand.held_tokens <= demand.most_tokens or demand.prompt_tokens > demand.held_tokens:
-        raise PoolError(f"no request of {owner!r} can need {demand}")
-
-
-class KvPool(Protocol):
-    """`n_slots` KV slots under one policy. All calls but `refresh` are on one thread."""
-
-    @property
-    def n_slots(self) -> int: ...
-
-    @property
-    def longest(self) -> int:
-        """Positions of the longest request that the empty pool holds to its end."""
-        ...
-
-    @property
-    def rings(self) -> Rings | None:
-        """Rings of the pool's placements; None: there are none."""
-        ...
-
-    @property
-    def states(self) -> StatePlaces | None:
-        """State places of the pool's placements; None: there are none."""
-        ...
-
-    def reserve(self, owner: str, demand: Demand) -> Grant | None:
-        """Give a new owner room for at least `demand.held_tokens`; None: there is no room now."""
-
-    def grow(self, owner: str, n_positions: int) -> Grant | None:
-        """Give `owner` room for `n_positions` (at most the demand's `most_tokens`); None: no room now."""
-
-    def release(self, owner: str, answer_tokens: int | None = None) -> None:
-        """Free all slots of `owner`. `answer_tokens`: to learn from; None: it did not end by itself."""
-
-    def pin(self, owner: str) -> None:
-        """Keep the block of `owner` in place until `unpin` or `release`; it must not grow meanwhile."""
-
-    def unpin(self, owner: str) -> None:
-        """Allow the block of `owner` to move again."""
-
-    def placements(self) -> dict[str, Placement]:
-        """The placement of each owner, as a copy."""
-        ...
-
-    def stats(self) -> PoolStats: ...
-
-    def check(self) -> None:
-        """Raise PoolError, with the numbers, unless every slot is either free or has exactly one owner."""
-
-    def refresh(self) -> bool:
-        """Learn from released requests; return True if anything changed. Cheap if nothing is new."""
-        ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phasewise._words import counted
 from phasewise.serving.errors import ServingError
@@ -16,22 +16,20 @@ from phasewise.serving.pools.contract import (
     BucketStats,
     Demand,
     Grant,
-    KvPool,
     Placement,
     PoolError,
     PoolSettings,
     PoolStats,
-    check_demand,
 )
+from phasewise.serving.pools.pool import BlockPool, KvPool, SlotHolding
 
 
 @dataclass(slots=True)
-class _Pages:
-    bases: list[int]
-    demand: Demand
+class _Pages(SlotHolding):
+    bases: list[int] = field(default_factory=list)
 
 
-class PagedPool:
+class PagedPool(BlockPool[_Pages]):
     """A KvPool of pages of equal size. Kernels read pages of KV_CHUNK; other sizes are for simulation."""
 
     def __init__(self, n_slots: int, page_slots: int = KV_CHUNK) -> None:
@@ -44,75 +42,39 @@ class PagedPool:
             raise PoolError(
                 f"a pool of pages of {page_slots} needs one at least, not {counted(n_slots, 'slot')}"
             )
-        self.n_slots = len(self._free) * page_slots
-        self._held: dict[str, _Pages] = {}
+        super().__init__(len(self._free) * page_slots)
         self._slots_ended = self._slots_wasted = 0
 
-    @property
-    def longest(self) -> int:
-        return self.n_slots
+    def _reserve(self, owner: str, demand: Demand) -> Grant | None:
+        pages = _Pages(demand)
+        grant = self._grow(owner, pages, demand.held_tokens)
+        if grant is not None:
+            self._held[owner] = pages
+        return grant
 
-    @property
-    def rings(self) -> None:
-        return None
-
-    @property
-    def states(self) -> None:
-        return None
-
-    def reserve(self, owner: str, demand: Demand) -> Grant | None:
-        check_demand(owner, demand, self._held)
-        pages = _Pages([], demand)
-        if not self._add(pages, demand.held_tokens):
+    def _grow(self, owner: str, held: _Pages, n_positions: int) -> Grant | None:
+        missing = -(-n_positions // self._page_slots) - len(held.bases)
+        if missing > len(self._free):
             return None
-        self._held[owner] = pages
-        return Grant(self._placement(pages))
+        held.bases.extend(self._free.popleft() for _ in range(missing))
+        return Grant(self._placement(held))
 
-    def grow(self, owner: str, n_positions: int) -> Grant | None:
-        pages = self._pages(owner)
-        if n_positions > pages.demand.most_tokens:
-            raise PoolError(
-                f"{owner!r} asks for {counted(n_positions, 'position')}, more than its {pages.demand}"
-            )
-        return Grant(self._placement(pages)) if self._add(pages, n_positions) else None
-
-    def release(self, owner: str, answer_tokens: int | None = None) -> None:
-        pages = self._pages(owner)
-        del self._held[owner]
-        self._free.extend(reversed(pages.bases))
+    def _release(self, held: _Pages, answer_tokens: int | None) -> None:
+        self._free.extend(reversed(held.bases))
         if answer_tokens is not None:
-            n_slots = len(pages.bases) * self._page_slots
+            n_slots = len(held.bases) * self._page_slots
             self._slots_ended += n_slots
-            self._slots_wasted += n_slots - pages.demand.prompt_tokens - answer_tokens
-
-    def pin(self, owner: str) -> None:
-        """Do nothing: pages never move."""
-        self._pages(owner)
-
-    def unpin(self, owner: str) -> None:
-        self._pages(owner)
-
-    def placements(self) -> dict[str, Placement]:
-        return {owner: self._placement(pages) for owner, pages in self._held.items()}
-
-    def refresh(self) -> bool:
-        """False: nothing is learnt."""
-        return False
+            self._slots_wasted += n_slots - held.demand.prompt_tokens - answer_tokens
 
     def stats(self) -> PoolStats:
         n_free = len(self._free) * self._page_slots
         n_used = self.n_slots - n_free
-        pages = BucketStats(
-            "page",
-            self._page_slots,
-            n_used // self._page_slots,
-            n_used,
-            self._slots_ended,
-            self._slots_wasted,
-        )
+        n_pages = n_used // self._page_slots
+        ended = self._slots_ended, self._slots_wasted
+        pages = BucketStats("page", self._page_slots, n_pages, n_used, *ended)
         return PoolStats("paged", n_used, n_free, n_free, (pages,))
 
-    def check(self) -> None:
+    def _check(self) -> None:
         seen = Counter(self._free)
         for pages in self._held.values():
             seen.update(pages.bases)
@@ -120,21 +82,8 @@ class PagedPool:
         if seen != expected:
             raise PoolError(f"pages lost {expected - seen}, pages with two owners {seen - expected}")
 
-    def _add(self, pages: _Pages, n_positions: int) -> bool:
-        missing = -(-n_positions // self._page_slots) - len(pages.bases)
-        if missing > len(self._free):
-            return False
-        pages.bases.extend(self._free.popleft() for _ in range(missing))
-        return True
-
-    def _placement(self, pages: _Pages) -> Placement:
-        return Placement(pages.bases[0], len(pages.bases) * self._page_slots, tuple(pages.bases))
-
-    def _pages(self, owner: str) -> _Pages:
-        try:
-            return self._held[owner]
-        except KeyError:
-            raise PoolError(f"{owner!r} holds no slots") from None
+    def _placement(self, held: _Pages) -> Placement:
+        return Placement(held.bases[0], len(held.bases) * self._page_slots, tuple(held.bases))
 
 
 DEFAULT_POLICY = "odma"

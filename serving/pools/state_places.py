@@ -5,26 +5,12 @@ copies give way to requests. Integers only."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from phasewise._words import counted
 
 
 class StatesError(AssertionError):
     """Places were misused or have lost count: a bug, never a user's mistake."""
-
-
-class KeptCopy(Protocol):
-    """A copy of a sequence's state after its first `n_tokens` (`scheduling.sequence_states.KeptState`)."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def place(self) -> int: ...
-
-    @property
-    def is_there(self) -> bool: ...
 
 
 class StatePlaces:

@@ -16,12 +16,15 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement
-from phasewise.serving.pools.state_places import KeptCopy
+from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
+from phasewise.serving.scheduling.prefixes import Computed
+
+if TYPE_CHECKING:
+    from phasewise.cython_kernels._native import KvMemory
 
 BLOCK_TOKENS = KV_CHUNK
 NAME_BYTES = 32
@@ -261,33 +264,8 @@ def _tag(key: bytes, parts: Sequence[Bytes]) -> bytes:
     return tag.digest()
 
 
-class KvRows(Protocol):
-    """Keys and values of an engine (`cython_kernels._native.KvMemory`)."""
-
-    def read(self, layer: int, slot: int, n_slots: int, out: memoryview, /) -> None: ...
-
-    def write(self, layer: int, slot: int, n_slots: int, data: memoryview, /) -> None: ...
-
-    def read_state(self, place: int, begin: int, out: bytearray, /) -> None: ...
-
-    def write_state(self, place: int, begin: int, data: memoryview, /) -> None: ...
-
-
-class ComputedRows(Protocol):
-    """A sequence that an engine has computed (`scheduling.prefixes.Computed`)."""
-
-    space: str
-    placement: Placement
-    token_ids: tuple[int, ...]
-
-    @property
-    def states(self) -> Sequence[KeptCopy]: ...
-
-    def is_there(self, begin: int, end: int) -> bool: ...
-
-
 def copied(
-    computed: ComputedRows, block: PrefixBlock, shape: RecordShape, rows: KvRows, buffer: memoryview
+    computed: Computed, block: PrefixBlock, shape: RecordShape, rows: KvMemory, buffer: memoryview
 ) -> Bytes | None:
     """Copy a block's rows into `buffer`, or its state. None: they were overwritten before or meanwhile."""
     if block.is_state:
@@ -301,10 +279,10 @@ def copied(
     return buffer[: shape.n_layers * n_layer] if computed.is_there(block.begin, block.end) else None
 
 
-def _copied_state(computed: ComputedRows, end: int, shape: RecordShape, rows: KvRows) -> Bytes | None:
+def _copied_state(computed: Computed, end: int, shape: RecordShape, rows: KvMemory) -> Bytes | None:
     copies = [state for state in computed.states if state.n_tokens == end]
-    if not copies or not copies[0].is_there:
+    if not copies or not copies[0].is_there():
         return None
     state = bytearray(shape.state_bytes)
     rows.read_state(copies[0].place, 0, state)
-    return state if copies[0].is_there else None
+    return state if copies[0].is_there() else None

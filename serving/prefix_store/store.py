@@ -14,23 +14,24 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phasewise._words import counted
+from phasewise.serving.errors import ServingError
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.prefix_store.blocks import (
     BLOCK_TOKENS,
     BadRecord,
     BlockNames,
-    ComputedRows,
-    KvRows,
     PrefixBlock,
     RecordShape,
     copied,
+    identity_digest,
     read_record,
     tails,
     through_states,
@@ -38,56 +39,11 @@ from phasewise.serving.prefix_store.blocks import (
     write_record,
 )
 from phasewise.serving.prefix_store.folder import PrefixFolder
+from phasewise.serving.scheduling.held_prefixes import KeptBeginnings
+from phasewise.serving.scheduling.prefixes import Computed
 
-MOST_KEPT = 64
-"""Most sequences that an engine remembers as written to the folder."""
-
-
-@dataclass(slots=True, eq=False)
-class KeptBeginning:
-    """A sequence whose first `n_tokens` tokens can be read from the folder."""
-
-    token_ids: tuple[int, ...]
-    space: str
-    n_tokens: int
-
-
-class KeptBeginnings:
-    """Sequences that this engine wrote to the folder. `n_stored`: number of first tokens that the folder has.
-    `note` and `look_again` are called on the writer's thread."""
-
-    def __init__(self, n_stored: Callable[[tuple[int, ...], str], int]) -> None:
-        self._n_stored = n_stored
-        self._kept: list[KeptBeginning] = []
-        self._lock = threading.Lock()
-        self.n_changes = 0
-
-    def note(self, token_ids: tuple[int, ...], space: str) -> None:
-        """Add a sequence whose records are all in the folder."""
-        n_tokens = self._n_stored(token_ids, space)
-        with self._lock:
-            self._kept = [
-                kept
-                for kept in self._kept
-                if kept.space != space or token_ids[: kept.n_tokens] != kept.token_ids[: kept.n_tokens]
-            ]
-            self._kept.append(KeptBeginning(token_ids, space, n_tokens))
-            del self._kept[:-MOST_KEPT]
-            self.n_changes += 1
-
-    def look_again(self) -> None:
-        """Count the readable tokens again, after records were removed from the folder."""
-        for kept in self.now():
-            n_tokens = self._n_stored(kept.token_ids, kept.space)
-            if n_tokens != kept.n_tokens:
-                kept.n_tokens = n_tokens
-                self.n_changes += 1
-
-    def now(self) -> list[KeptBeginning]:
-        """All remembered sequences; may be called from any thread."""
-        with self._lock:
-            return list(self._kept)
-
+if TYPE_CHECKING:
+    from phasewise.cython_kernels._native import KvMemory
 
 MOST_JOBS = 1024
 """Most sequences that wait to be written; the one waiting longest is dropped."""
@@ -98,6 +54,18 @@ CLOSE_S = 5.0
 _LOW = 10
 
 log = logging.getLogger(__name__)
+
+
+LEAST_BLOCKS = 4
+"""Fewest blocks that a folder must have room for: a smaller one would evict what it has just written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSettings:
+    """Settings of the folder for prompt prefixes, a path on the host that computes."""
+
+    folder: str
+    limit_bytes: int = 8 << 30
 
 
 class StoreCounts(NamedTuple):
@@ -135,7 +103,7 @@ class Restored:
     token_ids: tuple[int, ...]
     space: str
     placement: Placement
-    rows: KvRows
+    rows: KvMemory
     n_tokens: int = 0
     names: list[bytes] = field(default_factory=list)
     """Names of the records read into the block."""
@@ -145,8 +113,8 @@ class Restored:
 class _Job(NamedTuple):
     """A sequence to write. `token_s`: seconds to compute a prompt token."""
 
-    computed: ComputedRows
-    rows: KvRows
+    computed: Computed
+    rows: KvMemory
     token_s: float
 
 
@@ -177,6 +145,22 @@ class PrefixStore:
             threading.Thread(target=self._read, name="phasewise-prefix-reader", daemon=True),
             threading.Thread(target=self._write, name="phasewise-prefix-writer", daemon=True),
         ]
+
+    @classmethod
+    def open(
+        cls, settings: PrefixSettings, model: str, identity: Mapping[str, Any], shape: RecordShape
+    ) -> PrefixStore:
+        """A store for this identity and shape, which the caller starts. ServingError: the folder cannot be
+        used."""
+        if settings.limit_bytes < LEAST_BLOCKS * shape.most_bytes:
+            least = -(-LEAST_BLOCKS * shape.most_bytes >> 20)
+            raise ServingError(
+                f"a prefix cache of {settings.limit_bytes} bytes is too small: a block of this model has "
+                f"{shape.most_bytes}; prefix_cache_bytes = '{least}M' is the least"
+            )
+        folder = PrefixFolder.open(Path(settings.folder), settings.limit_bytes)
+        folder.describe_identity(identity_digest(identity), model, identity)
+        return cls(identity_digest(identity), shape, folder)
 
     def start(self) -> None:
         """Start the threads, which run on the caller's cores."""
@@ -253,7 +237,7 @@ class PrefixStore:
         for name in restored.names:
             self.folder.remove(name)
 
-    def keep(self, computed: ComputedRows, rows: KvRows, token_s: float) -> None:
+    def keep(self, computed: Computed, rows: KvMemory, token_s: float) -> None:
         """Queue a computed sequence for writing. `token_s`: seconds to compute a prompt token."""
         with self._changed:
             self._to_write.append(_Job(computed, rows, token_s))
@@ -405,18 +389,18 @@ class PrefixStore:
             self.kept.look_again()
         return True
 
-    def _to_keep(self, computed: ComputedRows) -> tuple[int, ...]:
+    def _to_keep(self, computed: Computed) -> tuple[int, ...]:
         """The tokens worth writing: not a prompt's last one, which is computed, except with states."""
         return computed.token_ids if self.shape.state_bytes else computed.token_ids[:-1]
 
-    def _worth_keeping(self, computed: ComputedRows, token_s: float) -> Iterator[tuple[PrefixBlock, float]]:
+    def _worth_keeping(self, computed: Computed, token_s: float) -> Iterator[tuple[PrefixBlock, float]]:
         """The blocks to write, each with the seconds that it saves. With states, a state saves the time since
         the state before it, and the blocks that lead to it are worth as much."""
         if not self.shape.state_bytes:
             for block in self._naming.all_blocks(self._to_keep(computed), computed.space):
                 yield block, token_s * block.n_tokens
             return
-        ends, before = [state.n_tokens for state in computed.states if state.is_there], 0
+        ends, before = [state.n_tokens for state in computed.states if state.is_there()], 0
         for block in through_states(self._naming, computed.token_ids, computed.space, ends):
             yield block, token_s * (block.end - before) if block.is_state else 0.0
             before = block.end if block.is_state else before

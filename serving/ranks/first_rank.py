@@ -4,23 +4,77 @@ other ranks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, Team
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.batch import STEP_TOKENS, Batch, SequenceSlice
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.draft_head import FedRows, RowVectors
-from phasewise.serving.models.forward import Capacity
+from phasewise.serving.models.forward import AUTO, Capacity
+from phasewise.serving.pools.contract import Rings
+from phasewise.serving.ranks.kv_share import KvShare
 from phasewise.serving.ranks.rank_memory import Nodes
 from phasewise.serving.ranks.rank_teams import TABLES, tell_if_moved
-from phasewise.serving.ranks.ranks_contract import Follower, RankOptions
-from phasewise.tuner.plans import PHASES, Phase
+from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
 Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """Settings of the memory for keys and values."""
+
+    slots: int
+    """Positions that all sequences together may hold."""
+    format: str = AUTO
+    """Format of keys and values, or `auto`: `forward.resolve_kv_format`."""
+    touched: bool = False
+    """True if all memory is touched at the start; False: pages come with use, and may be missing then."""
+    shared: bool = False
+    """True if other processes may map the keys and values, as in an instance of a pool."""
+    rings: Rings | None = None
+    """Slots of layers with windows, which keep only their window; None: all layers have `slots`."""
+
+    states: int = 1
+    """Places for states, if the model has layers that keep them."""
+
+    @property
+    def ring_slots(self) -> int:
+        return self.rings.n_slots if self.rings else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """Options of ranks: memory, size of steps, schedules and threads."""
+
+    kv: KvSettings
+    max_batch_tokens: int
+    max_sequences: int
+    schedules: Mapping[Phase, ScheduleLookup] | None = None
+    """Schedule lookup of each phase; prefill's decides every weight's arithmetic in both phases."""
+    pinned: bool = True
+    """False: the system may move the threads, so that there may be more threads than cores (for tests)."""
+    feeds: bool = False
+    """True if a draft head reads rows of every step."""
+    threads: int = 0
+    """Most threads of one rank after a move to other plans, if more than at the start."""
+
+
+class Follower(Protocol):
+    """Is told which slices a step computes, to follow it layer by layer."""
+
+    def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
+        """Called before a step; `step` is the number that `Ranks.progress` will report for it."""
+        ...
+
 
 ALL_LOGITS_ROWS = 64
 """Most rows of logits that `all_logits` computes at once."""
@@ -220,6 +274,87 @@ class FirstRank:
             self._fed_parts.append(self._fed.read(sum(len(piece.token_ids) for piece in slices)))
         self._warned = self._warned or tell_if_moved(team)
         return n_rows
+
+
+class Ranks(ABC):
+    """Computes a model's steps. Calls are for one thread at a time, which they may pin."""
+
+    kv_slots: int
+    kv_format: str
+    """Resolved format of keys and values: `forward.resolve_kv_format`."""
+    kv_bytes_per_slot: int
+    """Bytes of the keys and values of one position, in all copies that ranks keep."""
+    moves_in_place = False
+    """True if `move` keeps keys and values: for one rank of at most `RankOptions.threads` threads."""
+    lost: str | None = None
+    """One line on why these ranks cannot be used until `reopen`; None: all are well."""
+    _followed_by: Follower | None = None
+
+    @property
+    @abstractmethod
+    def first_rank(self) -> FirstRank:
+        """The rank in this process; `reopen` replaces it."""
+
+    @property
+    @abstractmethod
+    def kv_share(self) -> KvShare:
+        """Location of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
+
+    def forward(self, batch: Batch) -> Logits:
+        """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call.
+        ValueError: a token, position or slot is out of range, or slices overlap or are too many."""
+        return self._step(self.first_rank.forward, batch)
+
+    def all_logits(self, batch: Batch) -> Logits:
+        """Logits after every token of the batch, float32 [tokens, vocab]; valid until the next call."""
+        return self._step(self.first_rank.all_logits, batch)
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        """Copy keys and values of all layers; the ranges may overlap. ValueError: a slot is out of range."""
+        self.first_rank.copy_kv(source_slot, target_slot, n_slots)
+
+    @abstractmethod
+    def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
+        """CPUs on which each phase's threads were last seen working, by rank; -1: no step yet."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps begun, and layers of the last step whose keys and values all ranks have stored.
+        Thread-safe."""
+        return self.first_rank.progress
+
+    def follow(self, follower: Follower | None) -> None:
+        """Set the follower that is told of every step, also after `reopen`; None: nobody is."""
+        self._followed_by = follower
+        self.first_rank.follow(follower)
+
+    @property
+    def native_ns(self) -> int:
+        """Nanoseconds spent computing steps outside Python since the start. RanksError after `close`."""
+        return self.first_rank.native_ns
+
+    @abstractmethod
+    def move(
+        self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
+    ) -> None:
+        """Use other plans from the next step on. `schedules`: kernel schedules with the arithmetic of the
+        ranks' start. RanksError: the plans cannot be run, and the former ones stay. CoresMoved: `reopen` must
+        be called, and keys and values are lost."""
+
+    def watch(self, on_loss: Callable[[], None]) -> None:  # noqa: B027 - a rank alone cannot be lost
+        """Set the function that is called, on any thread, when a rank has died."""
+
+    def reopen(self) -> None:
+        """Start the ranks again with the same weights and the present plans; keys and values are lost.
+        RanksError: that cannot be done, or not now."""
+        raise RanksError("the only rank is this process; it cannot be started anew")
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and processes; logits still held stay valid. May be called twice."""
+
+    def _step(self, compute: Callable[[Batch], Logits], batch: Batch) -> Logits:
+        return compute(batch)
 
 
 def slices_at_once(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[SequenceSlice]]:

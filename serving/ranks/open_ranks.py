@@ -4,7 +4,7 @@ nothing. Teams on the same cores are one team."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
@@ -18,7 +18,15 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.headroom import check_memory
 from phasewise.serving.processes.segments import Segment
-from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank, Teams, room_for
+from phasewise.serving.ranks.first_rank import (
+    ALL_LOGITS_ROWS,
+    FirstRank,
+    KvSettings,
+    RankOptions,
+    Ranks,
+    Teams,
+    room_for,
+)
 from phasewise.serving.ranks.kv_share import KvShape, KvShare
 from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.serving.ranks.rank_memory import tell_of_others
@@ -30,7 +38,6 @@ from phasewise.serving.ranks.rank_teams import (
     starts_of,
     touch_memory,
 )
-from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions, Ranks
 from phasewise.serving.ranks.shared_weights import weights_near
 from phasewise.tuner.plans import Phase, ServicePlan
 
@@ -52,8 +59,10 @@ def open_ranks(
     return ProcessRanks(model, plans, options)
 
 
-class LocalRanks(FirstRank):
+class LocalRanks(FirstRank, Ranks):
     """The only rank of a plan, in this process. Arguments and errors: as `open_ranks`."""
+
+    moves_in_place = True
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
         cores = _of_only_rank(plans)
@@ -100,12 +109,10 @@ class LocalRanks(FirstRank):
 
     @property
     def first_rank(self) -> FirstRank:
-        """The rank itself."""
         return self
 
     @property
     def kv_share(self) -> KvShare:
-        """Location of keys and values. RanksError unless `KvSettings.shared`."""
         if self._kv_share is None:
             raise RanksError("these ranks do not share their keys and values")
         return self._kv_share
@@ -115,15 +122,9 @@ class LocalRanks(FirstRank):
         lookups = _lookups_of_all_tables(schedules)
         reschedule(self.program, self._model, self._capacity, lookups, self._placed)
 
-    @property
-    def moves_in_place(self) -> bool:
-        """True: the threads move to other cores, and keys and values stay."""
-        return True
-
     def move(
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
-        """Use other plans and schedules from the next step on. RanksError: they cannot be run."""
         cores = _of_only_rank(plans)
         most = max(len(members) for members in cores.values())
         if most > self._capacity.threads:
@@ -134,25 +135,12 @@ class LocalRanks(FirstRank):
             self.reschedule(schedules)
 
     def close(self) -> None:
-        """End the threads and release the memory; logits still held stay valid. May be called twice."""
         super().close()
         self._close_kv()
 
     def _close_kv(self) -> None:
         if self._kv_share is not None:
             self._kv_share.segment.close()
-
-    @property
-    def lost(self) -> str | None:
-        """None: the only rank ends with its process."""
-        return None
-
-    def watch(self, on_loss: Callable[[], None]) -> None:
-        """Do nothing: there is no other process to lose."""
-
-    def reopen(self) -> None:
-        """Raise RanksError: the only rank is this process, which cannot be restarted."""
-        raise RanksError("the only rank is this process; it cannot be started anew")
 
 
 def _lookups_of_all_tables(schedules: Mapping[Phase, ScheduleLookup] | None) -> list[ScheduleLookup]:
@@ -163,13 +151,11 @@ def _lookups_of_all_tables(schedules: Mapping[Phase, ScheduleLookup] | None) -> 
 
 def _of_only_rank(plans: Mapping[Phase, ServicePlan]) -> dict[int, tuple[int, ...]]:
     """Cores of the only rank, by schedule table."""
-    return {table: _only_rank(plan) for table, plan in plans_by_table(plans).items()}
-
-
-def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
-    if len(plan.ranks) != 1:
-        raise RanksError(
-            f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')};"
-            " those run in processes: `open_ranks`"
-        )
-    return plan.ranks[0].cores
+    for plan in plans.values():
+        for own in plan.each:
+            if len(own.ranks) != 1:
+                raise RanksError(
+                    f"the {plan.phase} plan has {counted(len(own.ranks), 'rank')};"
+                    " those run in processes: `open_ranks`"
+                )
+    return {table: plan.ranks[0].cores for table, plan in plans_by_table(plans).items()}

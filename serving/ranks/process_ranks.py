@@ -33,9 +33,9 @@ from phasewise.serving.models.parts.attention import Attending
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.headroom import check_memory
 from phasewise.serving.processes.segments import Segment
-from phasewise.serving.ranks.first_rank import FirstRank, Logits, Teams, room_for
+from phasewise.serving.ranks.first_rank import FirstRank, Logits, RankOptions, Ranks, Teams, room_for
 from phasewise.serving.ranks.kv_share import KvShape, KvShare
-from phasewise.serving.ranks.rank_instructions import Instructions
+from phasewise.serving.ranks.rank_instructions import Instructions, WrittenSchedules
 from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.serving.ranks.rank_memory import (
     ByNode,
@@ -45,10 +45,8 @@ from phasewise.serving.ranks.rank_memory import (
     warn_of_strays,
 )
 from phasewise.serving.ranks.rank_teams import TABLES, lookups_by_table, open_teams, tell_moved, touch_memory
-from phasewise.serving.ranks.ranks_contract import Follower, RankOptions
 from phasewise.serving.ranks.shared_weights import SharedWeights, share_weights
 from phasewise.serving.ranks.worker_processes import START_S, WorkerProcesses
-from phasewise.serving.ranks.written_schedules import WrittenSchedules
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 
 LEARN_S = 5.0
@@ -79,7 +77,7 @@ class _Listener:
     on_loss: Callable[[], None] = lambda: None
 
 
-class ProcessRanks:
+class ProcessRanks(Ranks):
     """Ranks in processes of their own. Arguments and errors: as `open_ranks`. When a rank dies, the step
     under way and all later ones raise RankLost until `reopen`."""
 
@@ -92,7 +90,6 @@ class ProcessRanks:
         self._warned = not options.pinned
         self._listener = _Listener()
         self._former_native_ns = 0
-        self._follower: Follower | None = None
         layout.check_divides(model)
         began = time.monotonic()
         self._life = ExitStack()
@@ -149,7 +146,7 @@ class ProcessRanks:
             self._life.push(ending.pop_all())
         self._first, self._workers = first, workers
         self._step_memory: Segment | None = step
-        first.follow(self._follower)
+        first.follow(self._followed_by)
         if setup.shared.copied_bytes:
             copied = {**workers.copied_by_node, **setup.shared.by_node}
             _tell_of_memory(layout, {0: answer, **answers}, copied)
@@ -159,21 +156,17 @@ class ProcessRanks:
 
     @property
     def first_rank(self) -> FirstRank:
-        """The rank in this process; `reopen` replaces it."""
         return self._first
 
     @property
-    def kv_bytes_per_slot(self) -> int:
-        """Bytes of one position's keys and values, in all copies. RanksError after `close`."""
+    def kv_bytes_per_slot(self) -> int:  # type: ignore[override]
         return kv_bytes_per_slot(self._model, self.kv_format, self._layout.teams)
 
     @property
-    def lost(self) -> str | None:
-        """One line on why these ranks cannot be used until `reopen`; None: all are well."""
+    def lost(self) -> str | None:  # type: ignore[override]
         return self._workers.lost
 
     def watch(self, on_loss: Callable[[], None]) -> None:
-        """Set the function that a thread of the ranks calls when a rank has died."""
         self._listener.on_loss = on_loss
 
     def reopen(self) -> None:
@@ -196,11 +189,6 @@ class ProcessRanks:
             self._moves_to = None
         self._start(self._setup, START_S if self._setup.shared.copied_bytes else self._restart_s)
 
-    @property
-    def moves_in_place(self) -> bool:
-        """False: other ranks divide weights, keys and values differently."""
-        return False
-
     def move(
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
@@ -210,24 +198,11 @@ class ProcessRanks:
         self._moves_to = layout, schedules
         raise CoresMoved(f"the ranks move to cores {list_cores(sorted(layout.all_cores))}")
 
-    def forward(self, batch: Batch) -> Logits:
-        """Like `LocalRanks.forward`. RankLost, naming the rank: a rank has died."""
-        logits = self._step(self._first.forward, batch)
-        if not self._warned:
-            self._check_places(self._first.table_of(batch))
-        return logits
-
-    def all_logits(self, batch: Batch) -> Logits:
-        """Like `LocalRanks.all_logits`. RankLost, naming the rank: a rank has died."""
-        return self._step(self._first.all_logits, batch)
-
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
-        """Like `LocalRanks.copy_kv`; the first rank copies alone."""
         self._check_process()
-        self._first.copy_kv(source_slot, target_slot, n_slots)
+        super().copy_kv(source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """CPUs on which each phase's threads were last seen working, by rank; -1: no step yet."""
         program, layout = self._first.program, self._layout
         if layout.n_ranks == 1:
             return self._first.observed_cpus()
@@ -239,7 +214,6 @@ class ProcessRanks:
 
     @property
     def kv_share(self) -> KvShare:
-        """Location of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
         setup = self._setup
         if setup is None or self._step_memory is None or not setup.kv_shared:
             raise RanksError("these ranks do not share their keys and values")
@@ -251,18 +225,7 @@ class ProcessRanks:
         return KvShare(self._step_memory, offset, aligned(self.kv_slots), places, shape, copies)
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Like `LocalRanks.progress`; a layer counts as stored when every rank has stored its heads."""
-        return self._first.progress
-
-    def follow(self, follower: Follower | None) -> None:
-        """Set the follower that is told of every step, also after `reopen`; None: nobody is."""
-        self._follower = follower
-        self._first.follow(follower)
-
-    @property
     def native_ns(self) -> int:
-        """Nanoseconds that the first rank spent computing steps outside Python. RanksError after `close`."""
         return self._former_native_ns + self._first.native_ns
 
     @property
@@ -271,7 +234,6 @@ class ProcessRanks:
         return self._workers.pids
 
     def close(self) -> None:
-        """End threads and processes; logits still held stay valid. May be called twice."""
         self._close()
         self._setup = self._step_memory = None
 
@@ -294,9 +256,13 @@ class ProcessRanks:
             tell_moved(self._layout.cores_by(table), seen)
 
     def _step(self, compute: Callable[[Batch], Logits], batch: Batch) -> Logits:
+        """Compute a batch. RankLost, naming the rank: a rank has died."""
         self._check_process()
         try:
-            return compute(batch)
+            logits = compute(batch)
+            if not self._warned:
+                self._check_places(self._first.table_of(batch))
+            return logits
         except GroupFailed as error:
             said = str(error)
         # Not within the handler: a cause would hold frames that keep the lost ranks' memory mapped.

@@ -8,9 +8,9 @@ file, which the kernel ensures, reveals its death.
 from __future__ import annotations
 
 import os
+import pickle
 import selectors
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,17 +19,15 @@ from dataclasses import dataclass, field
 from phasewise._words import ending_of
 from phasewise.serving.errors import RanksError
 from phasewise.serving.processes.behind_others import keep_to
-from phasewise.serving.processes.secrets import environment_for_children
+from phasewise.serving.processes.children import END_S, end_children, start_child
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
 from phasewise.serving.ranks.rank_memory import ByNode
 from phasewise.serving.ranks.rank_teams import keeping_affinity
 
 START_S = 300.0
 """Seconds within which a worker must be ready. Most of the time is copying a large model's weights."""
-END_S = 3.0
-"""Seconds after which a worker that was told to stop is killed."""
 
-COMMAND = ("-P", "-m", "phasewise.serving.ranks.rank_worker")
+MODULE = "phasewise.serving.ranks.rank_worker"
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread for numpy's libraries, which compute nothing in a worker."""
 
@@ -138,7 +136,10 @@ class WorkerProcesses:
             self._lose(f"the ranks are not watched any more: {error!r}")
             raise
         finally:
-            _end(self._workers)
+            end_children(worker.process for worker in self._workers)
+            for worker in self._workers:
+                if worker.process.stdout is not None:
+                    worker.process.stdout.close()
 
     def _watch(self) -> None:
         """Watch the workers until `close`."""
@@ -190,23 +191,17 @@ def _nothing_more() -> None:
 
 
 def _start(told: Instructions) -> _Worker:
-    if not sys.executable:
-        raise RanksError("Python does not know its own path (sys.executable)")
-    written = told.write()
-    try:
-        with keeping_affinity():
-            if told.pinned:  # from its first import on: other cores may be those of engines that answer
-                keep_to({core for cores in told.cores.values() for core in cores})
-            process = subprocess.Popen(
-                [sys.executable, *COMMAND],
-                stdin=written,
-                stdout=subprocess.PIPE,
-                pass_fds=told.descriptors,
-                env={**environment_for_children(), **ONE_THREAD},
-                bufsize=0,
-            )
-    finally:
-        os.close(written)
+    with keeping_affinity():
+        if told.pinned:  # from its first import on: other cores may be those of engines that answer
+            keep_to({core for cores in told.cores.values() for core in cores})
+        process = start_child(
+            MODULE,
+            pickle.dumps(told),
+            more=ONE_THREAD,
+            stdout=subprocess.PIPE,
+            pass_fds=told.descriptors,
+            bufsize=0,
+        )
     return _Worker(told.rank, process)
 
 
@@ -221,16 +216,3 @@ def _last_words(worker: _Worker) -> str:
     if worker.report is None:
         return f"{worker.name} {how} while it started"
     return f"{worker.name} {how}"
-
-
-def _end(workers: Sequence[_Worker]) -> None:
-    """Wait for the processes to end, and kill those that do not."""
-    deadline = time.monotonic() + END_S
-    for worker in workers:
-        try:
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
-        if worker.process.stdout is not None:
-            worker.process.stdout.close()

@@ -6,9 +6,8 @@ and keys `general.sampling.*` of GGUF files (as llama.cpp writes them).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Source = Literal["default", "model"]
@@ -44,14 +43,7 @@ class SamplingDefaults:
 
     def to_json(self) -> dict[str, Any]:
         """JSON object for `/v1/models` and packed files."""
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "source": self.source,
-        }
+        return asdict(self)
 
 
 def stated_by_hf(generation_config: Mapping[str, Any]) -> SamplingDefaults:
@@ -87,17 +79,15 @@ def _number(value: Any) -> float | None:
     return round(float(value), 6)  # GGUF keeps float32: 0.95 reads as 0.949999988
 
 
+_BOUNDS = {
+    "temperature": (0, 100),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}
+
+
 def _usable(name: str, value: float) -> bool:
-    if not math.isfinite(value):
-        return False
-    match name:
-        case "temperature":
-            return 0 <= value <= 100
-        case "top_p":
-            return 0 < value <= 1
-        case "min_p":
-            return 0 <= value <= 1
-        case "top_k":
-            return -1 <= value < 2**31 and value == int(value)
-        case _:
-            return 0.01 <= value <= 100
+    least, most = _BOUNDS[name]
+    return least <= value <= most and (name != "top_k" or value == int(value))

@@ -1,18 +1,18 @@
 """Choices of admission, preemption and step members: the next request to admit, the one to preempt, the
-sequences to compute. Pure functions: `scheduler` carries the choices out, and its docstring has the policy.
-`running`: sequences that own a KV block, by age. A step serves interactive requests first; requests in shadow
-(those of batches) get the room that `ShadowRoom` leaves, and all of the step where nothing else can be
-computed."""
+sequences to compute. `scheduler` carries the choices out, and its docstring has the policy. A step serves
+interactive requests first; requests in shadow (those of batches) get the room that `ShadowRoom` leaves, and
+all of the step where nothing else can be computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.errors import RequestError, check_context
-from phasewise.serving.pools.contract import Demand, Grant, KvPool
+from phasewise.serving.pools.contract import Demand, Grant
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.pacing import ShadowRoom
 from phasewise.serving.scheduling.request import (
     MOST_PREEMPTIONS,
@@ -88,61 +88,79 @@ def _fill(
     return most - left
 
 
-def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[LiveSequence]:
-    return [sequence for sequence in running if sequence.request.in_shadow == in_shadow]
+class RequestLane:
+    """Requests of one kind, interactive ones or those in shadow: those that wait, those that own a KV block,
+    and the turns of their prompts."""
+
+    def __init__(self) -> None:
+        self.waiting = WaitingLine()
+        self.running: list[LiveSequence] = []  # by age
+        self.turns = PrefillTurns()
+
+    @property
+    def requests(self) -> list[LiveSequence]:
+        """All requests: running ones by age, then waiting ones."""
+        return [*self.running, *self.waiting]
+
+    def answering(self, most_rows: int | None) -> list[LiveSequence]:
+        """Up to `most_rows` sequences that wait for a token, those whose last is longest ago; None: all."""
+        answering = [sequence for sequence in self.running if not sequence.is_prefilling]
+        if most_rows is None or most_rows >= len(answering):
+            return answering
+        chosen = set(sorted(answering, key=lambda sequence: sequence.turn)[:most_rows])
+        return [sequence for sequence in answering if sequence in chosen]
+
+    @property
+    def computes(self) -> bool:
+        """True if any sequence has tokens that can be computed now."""
+        return any(
+            sequence.n_pending and not (sequence.awaits_kv or sequence.is_restored)
+            for sequence in self.running
+        )
+
+    def shares(self, limits: SchedulerLimits, n_slots: int) -> ClientShares:
+        """Equal shares of places (running sequences) and slots for each client that runs or waits."""
+        return ClientShares(limits.max_sequences, n_slots, self.running, self.waiting.clients)
 
 
-def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
-    """True if only background requests (in shadow) have tokens that can be computed now."""
-    return not any(
-        sequence.n_pending and not (sequence.request.in_shadow or sequence.awaits_kv or sequence.is_restored)
-        for sequence in running
-    )
+class RequestLanes(NamedTuple):
+    """The lanes of a scheduler."""
 
+    own: RequestLane
+    """Interactive requests."""
+    shadow: RequestLane
 
-def n_answering(running: Sequence[LiveSequence]) -> int:
-    """Number of answers that wait for a token. Background answers (in shadow) count only if nothing else can
-    be computed."""
-    counting = running if is_all_shadow(running) else running_of(running, in_shadow=False)
-    return sum(not sequence.is_prefilling for sequence in counting)
+    def of(self, sequence: LiveSequence) -> RequestLane:
+        return self.shadow if sequence.request.in_shadow else self.own
 
+    @property
+    def running(self) -> list[LiveSequence]:
+        return [*self.own.running, *self.shadow.running]
 
-def answers_in_step(
-    running: Sequence[LiveSequence], most_rows: int | None, shadow: ShadowRoom, most_sequences: int
-) -> list[LiveSequence]:
-    """The sequences that get a token in the next decode step. `most_rows`: most interactive answers; None:
-    all."""
-    in_shadow = running_of(running, in_shadow=True)
-    if is_all_shadow(running):
-        return _in_turn(in_shadow, most_rows)
-    answers = _in_turn(running_of(running, in_shadow=False), most_rows)
-    if not answers:  # prompts wait, which a step of shadows alone would hold up
-        return []
-    rows = most_sequences - len(answers)
-    return answers + _in_turn(in_shadow, rows if shadow.rows is None else min(rows, shadow.rows))
+    def answers_in_step(
+        self, most_rows: int | None, room: ShadowRoom, most_sequences: int
+    ) -> list[LiveSequence]:
+        """The sequences that get a token in the next decode step. `most_rows`: most interactive answers;
+        None: all."""
+        if not self.own.computes:
+            return self.shadow.answering(most_rows)
+        answers = self.own.answering(most_rows)
+        if not answers:  # prompts wait, which a step of shadows alone would hold up
+            return []
+        rows = most_sequences - len(answers)
+        return answers + self.shadow.answering(rows if room.rows is None else min(rows, room.rows))
 
-
-def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[LiveSequence]:
-    """Choose up to `most_rows` answers, those whose last token is longest ago first."""
-    answering = [sequence for sequence in running if not sequence.is_prefilling]
-    if most_rows is None or most_rows >= len(answering):
-        return answering
-    chosen = set(sorted(answering, key=lambda sequence: sequence.turn)[:most_rows])
-    return [sequence for sequence in answering if sequence in chosen]
-
-
-def prompts_in_step(
-    running: Sequence[LiveSequence], room: int, shadow: ShadowRoom
-) -> tuple[list[LiveSequence], int]:
-    """Sequences whose prompts the next prefill step may compute (all in shadow or none), and its most
-    tokens."""
-    prompts = [sequence for sequence in running if sequence.can_prefill]
-    own = running_of(prompts, in_shadow=False)
-    if own:
-        return own, room
-    if shadow.chunk_tokens is not None and not is_all_shadow(running):
-        room = min(room, shadow.chunk_tokens)
-    return (prompts, room) if room else ([], 0)
+    def prompts_in_step(
+        self, n_tokens: int, room: ShadowRoom, starts: Callable[[LiveSequence], bool]
+    ) -> dict[LiveSequence, int]:
+        """Divide the next prefill step, all in shadow or none. `n_tokens`: its most tokens."""
+        for lane in self:
+            prompts = [sequence for sequence in lane.running if sequence.can_prefill]
+            if lane is self.shadow and room.chunk_tokens is not None and self.own.computes:
+                n_tokens = min(n_tokens, room.chunk_tokens)
+            if prompts and n_tokens:
+                return lane.turns.divide(prompts, n_tokens, starts)
+        return {}
 
 
 def batch_of(
@@ -181,7 +199,7 @@ def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -
         raise RequestError("the prompt has no tokens", "prompt")
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
-    room = min(limits.context_length, pool.longest)
+    room = min(limits.context_length, pool.n_slots)
     whose = "" if room == limits.context_length else " here (the KV cache holds no more)"
     check_context(room, len(request.prompt_token_ids), request.max_tokens, whose)
 
@@ -250,122 +268,96 @@ def is_held(sequence: LiveSequence) -> bool:
     return sequence.request.prefill_only and not sequence.n_pending
 
 
-Place: TypeAlias = Callable[[LiveSequence, Grant], None]
-Preempt: TypeAlias = Callable[[LiveSequence], None]
-
-
 class Admitter:
-    """Admits waiting requests of one scheduler. `running`: the scheduler's running sequences, by age; the
-    scheduler changes the list. `lines`: the waiting line of interactive requests, then that of requests in
-    shadow."""
+    """Admits waiting requests of one scheduler. `place`: gives a sequence its KV block; `preempt`: takes the
+    block of a sequence back."""
 
     def __init__(
         self,
         pool: KvPool,
         limits: SchedulerLimits,
-        running: Sequence[LiveSequence],
-        lines: tuple[WaitingLine, WaitingLine],
+        lanes: RequestLanes,
+        place: Callable[[LiveSequence, Grant], None],
+        preempt: Callable[[LiveSequence], None],
     ) -> None:
-        self._pool = pool
-        self._limits = limits
-        self._running = running
-        self._waiting, self._shadow_waiting = lines
+        self._pool, self._limits, self._lanes = pool, limits, lanes
+        self._place, self._preempt = place, preempt
 
-    def admit(self, place: Place, preempt: Preempt) -> None:
-        """Admit waiting requests while there is room. `place`: gives a sequence its KV block; `preempt`:
-        takes the block of a sequence back."""
-        while len(self._waiting):
-            shares = self.shares(in_shadow=False)
-            running = self._own(in_shadow=False)
-            sequence, is_due = next_to_admit(self._waiting, running, shares)
+    def admit(self) -> None:
+        """Admit waiting requests while there is room; background ones (in shadow) to the room that others
+        leave."""
+        own = self._lanes.own
+        while len(own.waiting):
+            shares = own.shares(self._limits, self._pool.n_slots)
+            sequence, is_due = next_to_admit(own.waiting, own.running, shares)
             if sequence is None:
                 return
-            while not self._has_place(self._own(in_shadow=False)):
-                if not (is_due and self._gives_way(shares, preempt, shares.giver_of_place())):
+            while not self._has_place(own):
+                if not (is_due and self._gives_way(shares, shares.giver_of_place())):
                     return
             demand = demand_of(sequence)
             takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
             while (grant := self._pool.reserve(sequence.request_id, demand)) is None:
-                if self.shadow_gives_way(preempt):
+                if self.shadow_gives_way():
                     continue
                 giver = shares.giver_of_slots() if takes_slots else None
                 if giver is None and not sequence.request.prefill_only:
-                    giver = held_in_vain(self._own(in_shadow=False))
-                if not self._gives_way(shares, preempt, giver):
+                    giver = held_in_vain(own.running)
+                if not self._gives_way(shares, giver):
                     return
-            place(sequence, grant)
-        self._admit_in_shadow(place)
-
-    def _admit_in_shadow(self, place: Place) -> None:
-        """Admit background requests (in shadow) to the room that interactive requests leave."""
-        while len(self._shadow_waiting):
-            running = self._own(in_shadow=True)
-            sequence, _ = next_to_admit(self._shadow_waiting, running, self.shares(in_shadow=True))
-            if sequence is None or not self._has_place(running):
+            self._place(sequence, grant)
+        shadow = self._lanes.shadow
+        while len(shadow.waiting) and self._has_place(shadow):
+            shares = shadow.shares(self._limits, self._pool.n_slots)
+            sequence, _ = next_to_admit(shadow.waiting, shadow.running, shares)
+            if sequence is None:
                 return
             grant = self._pool.reserve(sequence.request_id, demand_of(sequence))
             if grant is None:
                 return
-            place(sequence, grant)
+            self._place(sequence, grant)
 
-    def shadow_gives_way(self, preempt: Preempt) -> bool:
+    def shadow_gives_way(self) -> bool:
         """Preempt the youngest background request (in shadow). False: there is none that is not pinned."""
-        for sequence in reversed(self._own(in_shadow=True)):
+        for sequence in reversed(self._lanes.shadow.running):
             if not sequence.is_pinned:
-                preempt(sequence)
+                self._preempt(sequence)
                 return True
         return False
 
-    def _own(self, *, in_shadow: bool) -> list[LiveSequence]:
-        return running_of(self._running, in_shadow=in_shadow)
+    def _has_place(self, lane: RequestLane) -> bool:
+        """True if `max_sequences` allows one more. Prompts that are held for a hand-over do not count: they
+        could otherwise block the requests that they wait for."""
+        return len(lane.running) - sum(map(is_held, lane.running)) < self._limits.max_sequences
 
-    def line_of(self, sequence: LiveSequence) -> WaitingLine:
-        """The waiting line that a request belongs to."""
-        return self._shadow_waiting if sequence.request.in_shadow else self._waiting
-
-    def _has_place(self, running: Sequence[LiveSequence]) -> bool:
-        """True if `max_sequences` allows one more. `running`: all running sequences that are in shadow, or
-        all that are not. Prompts that are held for a hand-over do not count: they could otherwise block the
-        requests that they wait for."""
-        return len(running) - sum(map(is_held, running)) < self._limits.max_sequences
-
-    def shares(self, *, in_shadow: bool) -> ClientShares:
-        """Equal shares of places (running sequences) and slots for each client that runs or waits."""
-        waiting = (self._shadow_waiting if in_shadow else self._waiting).clients
-        running = self._own(in_shadow=in_shadow)
-        return ClientShares(self._limits.max_sequences, self._pool.n_slots, running, waiting)
-
-    def _gives_way(self, shares: ClientShares, preempt: Preempt, giver: LiveSequence | None) -> bool:
+    def _gives_way(self, shares: ClientShares, giver: LiveSequence | None) -> bool:
         """Preempt `giver` in favour of another client's share, without counting the preemption against
         `giver`. False: `giver` is None."""
         if giver is None:
             return False
         shares.gave_way(giver)
-        preempt(giver)
+        self._preempt(giver)
         return True
 
 
-def check_laws(
-    pool: KvPool, running: Sequence[LiveSequence], lines: Sequence[WaitingLine], live: Collection[str]
-) -> None:
+def check_laws(pool: KvPool, lanes: RequestLanes, live: Collection[str]) -> None:
     """Raise SchedulerError, with the numbers, if slots are owned by anything but the running requests, or if
     a request both runs and waits or does neither. `pool.check` raises the pool's own errors."""
     pool.check()
-    placements = {sequence.request_id: sequence.placement for sequence in running}
+    placements = {sequence.request_id: sequence.placement for sequence in lanes.running}
     owned = pool.placements()
     if owned != placements:
         raise SchedulerError(f"the pool says {owned}, running requests say {placements}")
-    ages = [sequence.age for sequence in running]
-    if ages != sorted(ages):
-        raise SchedulerError(f"running requests of ages {ages} are not in order")
-    for line in lines:
-        if len(line) != len(list(line)):
-            raise SchedulerError(f"{counted(len(line), 'request')} wait, but {list(line)} do")
-    waiting = [sequence for line in lines for sequence in line]
-    names = sorted(sequence.request_id for sequence in (*running, *waiting))
+    for lane in lanes:
+        ages = [sequence.age for sequence in lane.running]
+        if ages != sorted(ages):
+            raise SchedulerError(f"running requests of ages {ages} are not in order")
+        if len(lane.waiting) != len(list(lane.waiting)):
+            raise SchedulerError(f"{counted(len(lane.waiting), 'request')} wait, but {[*lane.waiting]} do")
+    names = sorted(sequence.request_id for lane in lanes for sequence in lane.requests)
     if names != sorted(live):
         raise SchedulerError(f"{sorted(live)} live, {names} run or wait")
-    for sequence in running:
+    for sequence in lanes.running:
         _check_running(sequence, pool.n_slots)
 
 

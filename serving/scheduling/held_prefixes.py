@@ -9,12 +9,14 @@ called on the engine's thread.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.scheduling.prefixes import PrefixSource
@@ -59,30 +61,64 @@ class HeldReport(NamedTuple):
     removed: tuple[int, ...] = ()
 
 
-class StoredBeginning(Protocol):
-    """A sequence whose first `n_tokens` are in the prefix folder (`prefix_store.store.KeptBeginning`)."""
+MOST_KEPT = 64
+"""Most sequences that an engine remembers as written to the folder."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptBeginning:
+    """A sequence whose first `n_tokens` tokens can be read from the folder."""
 
     token_ids: tuple[int, ...]
     space: str
     n_tokens: int
 
 
-class Stored(Protocol):
-    """The sequences that an engine wrote to the prefix folder (`prefix_store.store.KeptBeginnings`)."""
+class KeptBeginnings:
+    """Sequences that this engine wrote to the folder. `n_stored`: number of first tokens that the folder has.
+    `note` and `look_again` are called on the writer's thread."""
 
-    n_changes: int
+    def __init__(self, n_stored: Callable[[tuple[int, ...], str], int]) -> None:
+        self._n_stored = n_stored
+        self._kept: list[KeptBeginning] = []
+        self._lock = threading.Lock()
+        self.n_changes = 0
 
-    def now(self) -> Sequence[StoredBeginning]: ...
+    def note(self, token_ids: tuple[int, ...], space: str) -> None:
+        """Add a sequence whose records are all in the folder."""
+        n_tokens = self._n_stored(token_ids, space)
+        with self._lock:
+            self._kept = [
+                kept
+                for kept in self._kept
+                if kept.space != space or token_ids[: kept.n_tokens] != kept.token_ids[: kept.n_tokens]
+            ]
+            self._kept.append(KeptBeginning(token_ids, space, n_tokens))
+            del self._kept[:-MOST_KEPT]
+            self.n_changes += 1
+
+    def look_again(self) -> None:
+        """Count the readable tokens again, after records were removed from the folder."""
+        for kept in self.now():
+            n_tokens = self._n_stored(kept.token_ids, kept.space)
+            if n_tokens != kept.n_tokens:
+                kept.n_tokens = n_tokens
+                self.n_changes += 1
+
+    def now(self) -> list[KeptBeginning]:
+        """All remembered sequences; may be called from any thread."""
+        with self._lock:
+            return list(self._kept)
 
 
 class HeldPrefixes:
     """The prefixes that one engine holds. `stored`: prefixes in its prefix folder; None: no folder."""
 
-    def __init__(self, scheduler: Scheduler, model_hash: str, stored: Stored | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, model_hash: str, stored: KeptBeginnings | None = None) -> None:
         self._scheduler = scheduler
         self._stored = stored
         self._model_hash = model_hash
-        self._keys: dict[PrefixSource | StoredBeginning, tuple[int, ...]] = {}
+        self._keys: dict[PrefixSource | KeptBeginning, tuple[int, ...]] = {}
         """Keys of the held blocks of each sequence."""
         self._n_holders: Counter[int] = Counter()
         """Number of sequences that hold the block of a key."""
@@ -143,7 +179,7 @@ class HeldPrefixes:
             if not self._n_holders[key]:
                 del self._n_holders[key]
 
-    def _all(self) -> Iterator[tuple[PrefixSource | StoredBeginning, int]]:
+    def _all(self) -> Iterator[tuple[PrefixSource | KeptBeginning, int]]:
         """Sequences held in memory and on disk, each with the number of its first tokens that are held."""
         yield from self._scheduler.held_prefixes()
         n_left = MOST_STORED_BLOCKS * BLOCK_TOKENS

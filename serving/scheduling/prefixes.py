@@ -9,14 +9,13 @@ only; copies are listed in the order in which they must be done, before anything
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement, Rings
-from phasewise.serving.pools.state_places import KeptCopy
 
 RUN_TOKENS = ALIGNMENT
 """Tokens in a run: one panel of keys, since copies move whole panels."""
@@ -35,6 +34,8 @@ class Match(NamedTuple):
     """Placement of the sequence to copy from; None if nothing is ready."""
     n_coming: int
     """Tokens that a running sequence will have computed soon; at least `n_ready`."""
+    state: int | None = None
+    """Place of the kept state to continue from; None: there is none."""
 
 
 NOTHING = Match(0, None, 0)
@@ -57,11 +58,20 @@ class PrefixSource:
     """First position stored in the sequence's ring: no later token sees earlier ones."""
 
 
+class KeptState(NamedTuple):
+    """A copy of a sequence's state after its first `n_tokens`, for a reader on any thread, which calls
+    `is_there` after reading the state and discards what it read if that is False: it was overwritten."""
+
+    n_tokens: int
+    place: int
+    is_there: Callable[[], bool]
+
+
 class Computed:
     """Keys and values of a sequence's first tokens, for a reader on any thread, which calls `is_there` after
     reading and discards what it read if that is False."""
 
-    states: tuple[KeptCopy, ...] = ()
+    states: tuple[KeptState, ...] = ()
     """Copies of the sequence's states, for layers that keep a state."""
 
     def __init__(self, index: PrefixIndex, source: PrefixSource) -> None:
@@ -169,11 +179,19 @@ class PrefixIndex:
             self.n_changes += 1
             self._stamp(source)
 
-    def advance(self, owner: str, n_ready: int) -> None:
-        """Record that the first `n_ready` tokens of `owner` have keys and values."""
+    def advance(self, owner: str, n_ready: int | None, n_written: int = 0, *, is_whole: bool = False) -> None:
+        """Record that the first `n_ready` tokens of `owner` have keys and values (None: of its answer, which
+        are recorded at its end), and the number of tokens ever stored, drafts included. `is_whole`: True with
+        the last step of its prompt."""
         source = self._live.get(owner)
-        if source is not None:
+        if source is None:
+            return
+        source.n_written = max(source.n_written, n_written)
+        if n_ready is not None:
             source.n_ready = n_ready
+        if is_whole:
+            self.n_changes += 1
+            self._note(source)
 
     def brought(self, owner: str, n_tokens: int) -> None:
         """Record that keys and values of the first `n_tokens` of `owner` were copied into its block; into a
@@ -183,22 +201,9 @@ class PrefixIndex:
             source.n_ready = n_tokens
             source.ring_begin = max(0, n_tokens - self._rings.window) if self._rings else 0
 
-    def wrote(self, owner: str, n_tokens: int) -> None:
-        """Record the number of tokens of `owner` whose keys and values were stored, drafts included."""
-        source = self._live.get(owner)
-        if source is not None:
-            source.n_written = max(source.n_written, n_tokens)
-
     def report_to(self, listener: list[Computed]) -> None:
         """Append computed prompts and ended sequences to `listener`, which its reader empties."""
         self._listener = listener
-
-    def completed(self, owner: str) -> None:
-        """Record that the whole prompt of `owner` has keys and values."""
-        source = self._live.get(owner)
-        if source is not None:
-            self.n_changes += 1
-            self._note(source)
 
     def holds(self, source: PrefixSource, placement: Placement, begin: int, end: int) -> bool:
         """True if positions [begin, end) of `source` are still in `placement`."""

@@ -14,7 +14,7 @@ later. A request that was preempted `MOST_PREEMPTIONS` times gets a block for it
 oldest request can take; after that it runs as the oldest itself. Decision 0021.
 
 A request can be divided between two schedulers. One computes the prompt (`Request.prefill_only`) and holds
-its keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other is told to
+its keys and values: `hand_over` pins them while they are sent, `abort` frees them. The other is told to
 `expect` the request, pins a block for it, and runs it once everything has `arrived`. A pinned block is
 neither moved nor preempted. A request whose prefix a store has (`reads_from`) waits in a pinned block until
 it is `restored`.
@@ -33,19 +33,16 @@ from phasewise._words import counted, plural
 from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import Grant, KvPool, Placement
+from phasewise.serving.pools.contract import Grant, Placement
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.admission import (
     Admitter,
-    PrefillTurns,
-    answers_in_step,
+    RequestLane,
+    RequestLanes,
     batch_of,
     check_laws,
-    is_all_shadow,
     last_to_come,
-    n_answering,
-    prompts_in_step,
     refuse_impossible,
-    running_of,
 )
 from phasewise.serving.scheduling.pacing import UNBOUNDED, ShadowRoom
 from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource
@@ -61,7 +58,6 @@ from phasewise.serving.scheduling.request import (
     TokenOut,
 )
 from phasewise.serving.scheduling.sequence_states import FindStored, SequenceStates, StoredBeginnings
-from phasewise.serving.scheduling.waiting_line import WaitingLine
 from phasewise.tuner.plans import Phase
 
 
@@ -75,12 +71,8 @@ class Scheduler:
         self.n_pool_changes = 0
         """Number of calls that changed the pool: a reader of the pool's figures can skip equal counts."""
         self._live: dict[str, LiveSequence] = {}
-        self._waiting = WaitingLine()
-        self._shadow_waiting = WaitingLine()
-        self._running: list[LiveSequence] = []  # by age
-        self._admitter = Admitter(pool, limits, self._running, (self._waiting, self._shadow_waiting))
-        self._turns = PrefillTurns()
-        self._shadow_turns = PrefillTurns()
+        self._lanes = RequestLanes(RequestLane(), RequestLane())
+        self._admitter = Admitter(pool, limits, self._lanes, self._place, self._preempt)
         self._prefixes = PrefixIndex(pool.n_slots, pool.rings)
         self._states = SequenceStates(pool, self._prefixes, reuses=limits.prefix_reuse)
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
@@ -93,21 +85,21 @@ class Scheduler:
 
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._lanes.own.waiting)
 
     @property
     def n_clients_waiting(self) -> int:
         """Number of clients with requests that were never admitted."""
-        return self._waiting.n_clients
+        return self._lanes.own.waiting.n_clients
 
     @property
     def n_running(self) -> int:
-        return len(running_of(self._running, in_shadow=False))
+        return len(self._lanes.own.running)
 
     @property
     def n_in_shadow(self) -> int:
         """Number of live background requests (in shadow); these count neither as waiting nor as running."""
-        return sum(sequence.request.in_shadow for sequence in self._live.values())
+        return len(self._lanes.shadow.running) + len(self._lanes.shadow.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -126,16 +118,17 @@ class Scheduler:
     def n_answering(self) -> int:
         """Number of answers that wait for a token; background ones (in shadow) count only if nothing else can
         be computed."""
-        return n_answering(self._running)
+        lane = self._lanes.shadow if self.is_all_shadow else self._lanes.own
+        return len(lane.answering(None))
 
     @property
     def is_all_shadow(self) -> bool:
         """True if only background requests (in shadow) have tokens that can be computed now."""
-        return is_all_shadow(self._running)
+        return not self._lanes.own.computes
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
-        n_waiting = len(self._waiting)
+        n_waiting = self.n_waiting
         if self.limits.max_waiting is not None and n_waiting >= self.limits.max_waiting:
             are_waiting = f"{counted(n_waiting, 'request')} {plural(n_waiting, 'is', 'are')} waiting"
             raise QueueFull(f"{are_waiting} already; try again later")
@@ -155,7 +148,7 @@ class Scheduler:
             return {}
         return {
             sequence.request_id: sequence.placement
-            for sequence in self._running
+            for sequence in self._lanes.running
             if sequence.awaits_kv and sequence.placement is not None
         }
 
@@ -219,10 +212,6 @@ class Scheduler:
         sequence = self._live.get(request_id)
         return 0 if sequence is None else sequence.n_computed
 
-    def acknowledge(self, request_id: str) -> bool:
-        """Free the block of a request that was handed over and has arrived. False: it is gone already."""
-        return self.abort(request_id)
-
     def take_copies(self) -> tuple[KvCopy, ...]:
         """Take the copies that no batch carries, to be done at once, after `next_batch` returned None."""
         copies = tuple(self._copies)
@@ -238,9 +227,9 @@ class Scheduler:
         sequence = self._live[request.request_id] = LiveSequence(request, generated=list(request.given))
         if request.given:  # its client waits for the next token: it comes in as if preempted here
             sequence.admission = self._next_admission()
-            self._admitter.line_of(sequence).rejoin(sequence)
+            self._lanes.of(sequence).waiting.rejoin(sequence)
         else:
-            self._admitter.line_of(sequence).join(sequence)
+            self._lanes.of(sequence).waiting.join(sequence)
 
     def next_batch(
         self, chunk_tokens: int | None = None, most_rows: int | None = None, shadow: ShadowRoom = UNBOUNDED
@@ -251,7 +240,7 @@ class Scheduler:
         requests beside others."""
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
-        self._admitter.admit(self._place, self._preempt)
+        self._admitter.admit()
         most_tokens = self.limits.max_batch_tokens
         chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
         if self._last_phase == "prefill" or chunk_tokens == 0:
@@ -288,7 +277,7 @@ class Scheduler:
         and the token sampled after them, none after a stop token. Positions of rejected drafts are computed
         again. Runs of `prefill_only` requests are ignored: the answering instance samples from the same
         logits."""
-        sequences = self._take_flight(batch).sequences
+        sequences, self._in_flight = self._flight_of(batch).sequences, None
         sampled = iter(runs)
         outs: list[TokenOut] = []
         for sequence, piece in zip(sequences, batch.slices, strict=True):
@@ -302,27 +291,28 @@ class Scheduler:
                 )
             n_written = sequence.n_computed + len(piece.token_ids)
             sequence.n_computed = n_written - piece.n_drafted
-            self._prefixes.wrote(sequence.request_id, n_written)
-            if batch.phase == "prefill":
-                self._prefixes.advance(sequence.request_id, sequence.n_computed)
-                if run:
-                    self._prefixes.completed(sequence.request_id)
+            is_prompt = batch.phase == "prefill"
+            n_ready = sequence.n_computed if is_prompt else None
+            self._prefixes.advance(sequence.request_id, n_ready, n_written, is_whole=is_prompt and bool(run))
             self._states.go_on(sequence, piece, len(run))
             if run and not sequence.request.prefill_only:
                 sequence.n_computed += len(run) - 1
-                outs += self._append_run(sequence, run)
+                for token_id in run:
+                    if sequence.request_id not in self._live:
+                        raise SchedulerError(f"{run} goes on after the end of {sequence}")
+                    outs.append(self._append(sequence, token_id))
         return outs
 
     def discard(self, batch: Batch) -> tuple[str, ...]:
         """Drop the requests of a batch whose step failed, free their slots and return their ids. Other
         requests whose slots the batch was to copy are computed again."""
-        flight = self._take_flight(batch)
+        flight, self._in_flight = self._flight_of(batch), None
         self._states.put_back(flight.batch.slices)
         dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
         for sequence in dropped:
             self._states.forget(sequence)  # it is unknown how far the step came
             self._end(sequence, None)
-        for sequence in self._running:
+        for sequence in self._lanes.running:
             if sequence.request_id in flight.moved:
                 self._states.forget(sequence)
                 sequence.begin_again()
@@ -356,15 +346,14 @@ class Scheduler:
         self._states.clear()
 
     def request_ids(self) -> tuple[str, ...]:
-        """Ids of all live requests: running ones by age, then waiting ones."""
-        held = (self._running, self._waiting, self._shadow_waiting)
-        return tuple(sequence.request_id for sequences in held for sequence in sequences)
+        """Ids of all live requests, those in shadow last: running ones by age, then waiting ones."""
+        return tuple(sequence.request_id for lane in self._lanes for sequence in lane.requests)
 
     def check(self) -> None:
         """Raise SchedulerError or PoolError unless exactly the running requests own slots."""
-        check_laws(self.pool, self._running, (self._waiting, self._shadow_waiting), self._live)
+        check_laws(self.pool, self._lanes, self._live)
         if self.limits.prefix_reuse:
-            for sequence in self._running:
+            for sequence in self._lanes.running:
                 if sequence.has_started:
                     self._prefixes.check(sequence.request_id, _placed(sequence), sequence.n_computed)
 
@@ -373,10 +362,11 @@ class Scheduler:
         if sequence.awaits_kv:
             self._pin(sequence)
             self._prefixes.overwritten(grant.placement)
-        self._admitter.line_of(sequence).take(sequence)
+        lane = self._lanes.of(sequence)
+        lane.waiting.take(sequence)
         if sequence.admission is None:
             sequence.admission = self._next_admission()
-        insort(self._running, sequence, key=lambda running: running.age)
+        insort(lane.running, sequence, key=lambda running: running.age)
 
     def _next_admission(self) -> int:
         self._n_admitted += 1
@@ -404,7 +394,7 @@ class Scheduler:
         self._prefixes.moved(sequence.request_id, grant.placement)
 
     def _decode_batch(self, most_rows: int | None, shadow: ShadowRoom) -> Batch | None:
-        decoding = answers_in_step(self._running, most_rows, shadow, self.limits.max_sequences)
+        decoding = self._lanes.answers_in_step(most_rows, shadow, self.limits.max_sequences)
         self._n_decoded += 1
         for sequence in decoding:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
@@ -426,14 +416,13 @@ class Scheduler:
             if grant is not None:
                 self._accept(sequence, grant)
                 return
-            in_shadow = sequence.request.in_shadow
-            if not in_shadow and self._admitter.shadow_gives_way(self._preempt):
+            lane, in_shadow = self._lanes.of(sequence), sequence.request.in_shadow
+            if not in_shadow and self._admitter.shadow_gives_way():
                 continue
-            peers = running_of(self._running, in_shadow=in_shadow)
-            last = last_to_come(sequence, peers, self._admitter.shares(in_shadow=in_shadow))
-            if last is None and in_shadow and len(peers) < len(self._running):
+            last = last_to_come(sequence, lane.running, lane.shares(self.limits, self.pool.n_slots))
+            if last is None and in_shadow and self._lanes.own.running:
                 last = sequence  # the others hold what it wants
-            if last is None and not any(holder.is_pinned for holder in self._running):
+            if last is None and not any(holder.is_pinned for holder in self._lanes.running):
                 raise SchedulerError(f"the pool has no room for {sequence} alone: {self.pool.stats()}")
             if last is None:
                 return
@@ -443,22 +432,21 @@ class Scheduler:
     def _preempt(self, sequence: LiveSequence) -> None:
         self.counts.preemptions += 1
         self._leave_pool(sequence, None)
-        self._admitter.line_of(sequence).rejoin(sequence)
+        self._lanes.of(sequence).waiting.rejoin(sequence)
 
     def _prefill_batch(self, room: int, shadow: ShadowRoom) -> Batch | None:
-        prompts, room = prompts_in_step(self._running, room, shadow)
-        turns = self._shadow_turns if prompts and prompts[0].request.in_shadow else self._turns
-        parts = turns.divide(prompts, room, lambda sequence: sequence.has_started or self._start(sequence))
+        parts = self._lanes.prompts_in_step(room, shadow, self._start)
         pieces = [
             (sequence, sequence.pending_ids(parts[sequence]))
-            for sequence in self._running
-            if sequence in parts
+            for sequence in sorted(parts, key=lambda sequence: sequence.age)
         ]
         return self._fly("prefill", pieces) if pieces else None
 
     def _start(self, sequence: LiveSequence) -> bool:
         """Begin a request's block with keys and values reused from others. False: wait, because others are
         about to compute more of them or a store is being read."""
+        if sequence.has_started:
+            return True
         brought = self._states.take_over(sequence, _placed(sequence))
         if brought is None:
             return False
@@ -495,19 +483,6 @@ class Scheduler:
             raise SchedulerError("only the batch that next_batch or extend gave last is under way")
         return flight
 
-    def _take_flight(self, batch: Batch) -> Flight:
-        flight = self._flight_of(batch)
-        self._in_flight = None
-        return flight
-
-    def _append_run(self, sequence: LiveSequence, run: Tokens[int]) -> list[TokenOut]:
-        outs = [self._append(sequence, token_id) for token_id in run[:1]]
-        for token_id in run[1:]:
-            if outs[-1].finish_reason is not None:
-                raise SchedulerError(f"{run} goes on after the end of {sequence}")
-            outs.append(self._append(sequence, token_id))
-        return outs
-
     def _append(self, sequence: LiveSequence, token_id: int) -> TokenOut:
         sequence.generated.append(token_id)
         reason = sequence.finish_reason()
@@ -518,7 +493,7 @@ class Scheduler:
     def _end(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
         del self._live[sequence.request_id]
         if sequence.placement is None:
-            self._admitter.line_of(sequence).remove(sequence)
+            self._lanes.of(sequence).waiting.remove(sequence)
         else:
             self._leave_pool(sequence, answer_tokens)
 
@@ -527,7 +502,7 @@ class Scheduler:
         self._states.leave(sequence, is_computed=is_computed)
         self.pool.release(sequence.request_id, answer_tokens)
         self.n_pool_changes += 1
-        self._running.remove(sequence)
+        self._lanes.of(sequence).running.remove(sequence)
         sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import KvPool, Placement
-from phasewise.serving.pools.state_places import KeptCopy, StatePlaces
+from phasewise.serving.pools.contract import Placement
+from phasewise.serving.pools.pool import KvPool
+from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.scheduling.prefixes import (
     NOTHING,
     RUN_TOKENS,
     Computed,
+    KeptState,
     Match,
     PrefixIndex,
     PrefixSource,
@@ -45,31 +48,6 @@ class _Kept:
     here."""
 
 
-class KeptState:
-    """A copy of a sequence's state, for a reader on any thread, which reads `is_there` after reading the
-    state and discards what it read if that is False."""
-
-    def __init__(self, index: StateIndex, key: Key, kept: _Kept) -> None:
-        self._index, self._key, self._kept = index, key, kept
-        self.n_tokens, self.place = kept.n_tokens, kept.place
-
-    @property
-    def is_there(self) -> bool:
-        """True if the copy was not overwritten."""
-        return self._index.holds(self._key, self._kept)
-
-
-class KnownState(NamedTuple):
-    """The part of a sequence's prefix whose state was kept."""
-
-    n_ready: int
-    n_coming: int
-    """Tokens after which a running sequence will have kept a state; at least `n_ready`."""
-    kept: _Kept | None
-    placement: Placement | None
-    """The block to copy keys and values from."""
-
-
 class _Plan(NamedTuple):
     source: PrefixSource
     keys: dict[int, Key]
@@ -95,26 +73,25 @@ class StateIndex:
         self._plans: dict[str, _Plan] = {}
         places.give_way = self._give_way
 
-    def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> KnownState:
+    def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> Match:
         """The latest kept state before a sequence's last token. `runs`: the `chain` of its tokens."""
         coming = self._coming(token_ids, runs, space)
         for _, kept in reversed(list(self._passed(token_ids, runs, space, len(token_ids) - 1))):
             placement = self._prefixes.placed(kept.source, kept.n_tokens)
             if placement is not None:
-                return KnownState(kept.n_tokens, max(kept.n_tokens, coming), kept, placement)
+                return Match(kept.n_tokens, placement, max(kept.n_tokens, coming), kept.place)
             self._forget(kept.place)
-        return KnownState(0, coming, None, None)
+        return Match(0, None, coming)
 
-    def copies(self, state: KnownState, target: Placement) -> tuple[int, list[KvCopy]]:
+    def copies(self, held: Match, target: Placement) -> tuple[int, list[KvCopy]]:
         """Copies of keys, values and a kept state to a block, and the tokens they bring: all or none (0)."""
-        if state.kept is None or state.placement is None:
+        if held.state is None or held.source is None or target.state is None:
             return 0, []
-        n_slots = aligned(state.n_ready)
-        done, copies = copies_between(state.placement, target, n_slots)
-        if done < n_slots or target.state is None:
+        n_slots, first = aligned(held.n_ready), self._places.first_slot
+        done, copies = copies_between(held.source, target, n_slots)
+        if done < n_slots:
             return 0, []
-        first = self._places.first_slot
-        return state.n_ready, [*copies, KvCopy(first + state.kept.place, first + target.state, 1)]
+        return held.n_ready, [*copies, KvCopy(first + held.state, first + target.state, 1)]
 
     def plan(self, owner: str, turns: Iterable[int]) -> None:
         """Decide at which positions states of `owner` are kept. `turns`: positions of its prompt where
@@ -172,10 +149,9 @@ class StateIndex:
     def along(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> Iterator[KeptState]:
         """Copies of all kept states along a sequence's tokens, whichever sequence made them."""
         for key, kept in self._passed(token_ids, runs, space, len(token_ids)):
-            yield KeptState(self, key, kept)
+            yield KeptState(kept.n_tokens, kept.place, partial(self._holds, key, kept))
 
-    def holds(self, key: Key, kept: _Kept) -> bool:
-        """True if the index still has the copy `kept` under `key`."""
+    def _holds(self, key: Key, kept: _Kept) -> bool:
         return self._by_key.get(key) is kept
 
     def n_kept(self, source: PrefixSource) -> int:
@@ -267,7 +243,7 @@ FindStored = Callable[[tuple[int, ...], str], int]
 """Number of first tokens that the store has, called with token ids and the cache space."""
 
 
-CopiesAlong = Callable[[Computed], tuple[KeptCopy, ...]]
+CopiesAlong = Callable[[Computed], tuple[KeptState, ...]]
 
 
 class WantedBeginning(NamedTuple):
@@ -347,7 +323,7 @@ class SequenceStates:
         request, token_ids = sequence.request, sequence.token_ids
         if sequence.runs is None:
             sequence.runs = chain(token_ids, space=request.cache_space)
-        held: Match | KnownState = NOTHING
+        held = NOTHING
         if request.takes_over:
             index = self._prefixes if self._index is None else self._index
             held = index.find(token_ids, sequence.runs, request.cache_space)
@@ -356,11 +332,9 @@ class SequenceStates:
         self._prefixes.start(request.request_id, (token_ids, sequence.runs), placement, request.cache_space)
         if self._index is not None:
             self._index.plan(request.request_id, request.turns)
-        if isinstance(held, Match):
-            source, n_ready = held.source, held.n_ready
-            return (0, []) if source is None else copies_between(source, placement, n_ready, self._window)
-        assert self._index is not None
-        return self._index.copies(held, placement)
+            return self._index.copies(held, placement)
+        source, n_ready = held.source, held.n_ready
+        return (0, []) if source is None else copies_between(source, placement, n_ready, self._window)
 
     def arrived(self, sequence: LiveSequence, placement: Placement) -> None:
         """Record that keys and values of a sequence, computed elsewhere, are in its block."""

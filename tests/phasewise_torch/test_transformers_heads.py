@@ -16,8 +16,8 @@ pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are 
 from phasewise.serving.batch import Batch  # noqa: E402
 from phasewise.serving.drafts.computed_drafts import GuestHead  # noqa: E402
 from phasewise.serving.loaders import load_head, load_model  # noqa: E402
+from phasewise.serving.ranks.first_rank import KvSettings, RankOptions  # noqa: E402
 from phasewise.serving.ranks.open_ranks import LocalRanks  # noqa: E402
-from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions  # noqa: E402
 from tests.serving.engine.test_engine_kernels import plans  # noqa: E402
 from tests.serving.models.test_forward import sliced  # noqa: E402
 from tests.support.models import family_cases  # noqa: E402

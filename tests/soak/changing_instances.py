@@ -215,7 +215,7 @@ def change_under_load(
     counts = front.recoveries()
     return (
         f"{len(load.sent)} requests, all as undisturbed; {events}; {counts.answers_continued} answers "
-        f"went on, {counts.requests_rerun} requests ran again, {front.counts.divided} were divided"
+        f"went on, {counts.requests_rerun} requests ran again, {front.n_divided} were divided"
     )
 
 

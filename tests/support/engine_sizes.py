@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phasewise.serving.engine.engine_size import EngineSize
-from phasewise.serving.ranks.ranks_contract import KvSettings
+from phasewise.serving.ranks.first_rank import KvSettings
 from phasewise.serving.scheduling.request import SchedulerLimits
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import (
     ALIGNMENT,
@@ -11,82 +13,69 @@ from phasewise.serving.pools.contract import (
     Placement,
     PoolError,
     PoolStats,
-    check_demand,
 )
+from phasewise.serving.pools.pool import BlockPool, SlotHolding
 
 
-class RestlessPool:
-    """A KvPool: the lowest gap that is long enough, and a new one at each growth if there is one."""
+@dataclass(slots=True, kw_only=True)
+class _Placed(SlotHolding):
+    placement: Placement
+
+
+class RestlessPool(BlockPool[_Placed]):
+    """The lowest gap that is long enough, and a new one at each growth if there is one."""
 
     def __init__(self, n_slots: int) -> None:
-        self.n_slots = n_slots
-        self.longest = n_slots
+        super().__init__(n_slots)
         self.n_moved = 0
-        self._held: dict[str, Placement] = {}
 
-    @property
-    def states(self) -> None:
-        return None
+    def _reserve(self, owner: str, demand: Demand) -> Grant | None:
+        placement = self._place(demand.held_tokens)
+        if placement is None:
+            return None
+        self._held[owner] = _Placed(demand, placement=placement)
+        return Grant(placement)
 
-    @property
-    def rings(self) -> None:
-        return None
-
-    def reserve(self, owner: str, demand: Demand) -> Grant | None:
-        check_demand(owner, demand, self._held)
-        placement = self._place(owner, demand.held_tokens)
-        return None if placement is None else Grant(placement)
-
-    def grow(self, owner: str, n_positions: int) -> Grant | None:
-        before = self._held[owner]
-        placement = self._place(owner, n_positions)
+    def _grow(self, owner: str, held: _Placed, n_positions: int) -> Grant | None:
+        before, placement = held.placement, self._place(n_positions)
         if placement is None:  # nowhere else: perhaps over its own slots
             del self._held[owner]
-            placement = self._place(owner, n_positions)
+            placement = self._place(n_positions)
+            self._held[owner] = held
         if placement is None:
-            self._held[owner] = before
             return None
+        held.placement = placement
         self.n_moved += 1
         copy = KvCopy(before.base, placement.base, before.n_slots)
         return Grant(placement, (Move(owner, placement, copy),))
 
-    def release(self, owner: str, answer_tokens: int | None = None) -> None:
-        del self._held[owner]
+    def _release(self, held: _Placed, answer_tokens: int | None) -> None:
+        """Learn nothing."""
 
-    def pin(self, owner: str) -> None:
-        """Only growth moves a request here, and what is pinned does not grow."""
-        assert owner in self._held
-
-    def unpin(self, owner: str) -> None:
-        assert owner in self._held
-
-    def placements(self) -> dict[str, Placement]:
-        return dict(self._held)
+    def _placement(self, held: _Placed) -> Placement:
+        return held.placement
 
     def stats(self) -> PoolStats:
-        used = sum(placement.n_slots for placement in self._held.values())
+        used = sum(held.placement.n_slots for held in self._held.values())
         return PoolStats("restless", used, self.n_slots - used, self.n_slots - used, migrations=self.n_moved)
 
-    def check(self) -> None:
+    def _in_order(self) -> list[Placement]:
+        return sorted(held.placement for held in self._held.values())
+
+    def _check(self) -> None:
         end = 0
-        for placement in sorted(self._held.values()):
+        for placement in self._in_order():
             if placement.base < end:
                 raise PoolError(f"{placement} begins before {end}")
             end = placement.base + placement.n_slots
         if end > self.n_slots:
             raise PoolError(f"{end} is beyond {self.n_slots}")
 
-    def refresh(self) -> bool:
-        return False
-
-    def _place(self, owner: str, n_positions: int) -> Placement | None:
+    def _place(self, n_positions: int) -> Placement | None:
         n_slots = -(-n_positions // ALIGNMENT) * ALIGNMENT
         base = 0
-        for placement in sorted(self._held.values()):
+        for placement in self._in_order():
             if placement.base - base >= n_slots:
                 break
             base = placement.base + placement.n_slots
-        if base + n_slots > self.n_slots:
-            return None
-        self._held[owner] = Placement(base, n_slots)
-        return self._held[owner]
+        return None if base + n_slots > self.n_slots else Placement(base, n_slots)

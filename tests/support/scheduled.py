@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.pools.contract import KvPool, PoolSettings
+from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import POLICIES as _BY_NAME
 from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.request import Request, SchedulerLimits, TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
 from tests.support.restless_pool import RestlessPool

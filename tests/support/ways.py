@@ -27,7 +27,7 @@ from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.errors import RankLost
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.prefix_store.opening import PrefixSettings
+from phasewise.serving.prefix_store.store import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
@@ -205,7 +205,7 @@ def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
         settings = {"kv_transfer": kv_transfer, "split_above_tokens": 0}
         with pools(asked.path, size=asked.size(), **settings) as server:
             told = server.run(asked.requests)
-            assert server.front.counts.divided > 0
+            assert server.front.n_divided > 0
         return _together(told)
 
     return compute

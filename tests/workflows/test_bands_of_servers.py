@@ -21,10 +21,9 @@ pytest.importorskip(
 from phasewise.kerneldb import shipped
 from phasewise.serving.batch import Batch
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_host import EngineHost
+from phasewise.serving.engine.engine_host import EngineHost, SeveralEngines
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
 from phasewise.serving.engine.open_engine import OpenEngine
-from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.model_table import AnswerPolicy
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine

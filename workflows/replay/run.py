@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.serving.grammar.guides import GuideCompiler
-    from phasewise.serving.ranks.ranks_contract import Ranks
+    from phasewise.serving.ranks.first_rank import Ranks
     from phasewise.serving.sampling.sampling import Sampler
 
 Json = dict[str, Any]
@@ -350,7 +350,7 @@ class _Replayer:
 
 def _differences(receipt: Receipt, replaying: Replaying) -> list[str]:
     """A line of text for each difference between a receipt and its replay."""
-    from phasewise.serving.engine.logit_chain import CHECKPOINT_TOKENS
+    from phasewise.serving.engine.live_request import CHECKPOINT_TOKENS
 
     said = []
     if replaying.first_token is not None:

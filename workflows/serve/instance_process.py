@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phasewise.cluster.real.instance import Orders
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import OpenEngine
-    from phasewise.serving.prefix_store.opening import PrefixSettings
+    from phasewise.serving.prefix_store.store import PrefixSettings
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.opening.open_model import OpenModel, Weights

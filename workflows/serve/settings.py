@@ -16,7 +16,7 @@ from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, EMBED_DEVICE_HELP, 
 
 if TYPE_CHECKING:
     from phasewise.cluster.routing import Role
-    from phasewise.serving.prefix_store.opening import PrefixSettings
+    from phasewise.serving.prefix_store.store import PrefixSettings
 
 NO_REMOTE = Remote()
 SPLIT_ABOVE_TOKENS = 64
@@ -312,7 +312,7 @@ class Prefixes:
 
     def for_engines(self) -> PrefixSettings | None:
         """The settings of engines, here and on other hosts; None where no prefixes are kept."""
-        from phasewise.serving.prefix_store.opening import PrefixSettings
+        from phasewise.serving.prefix_store.store import PrefixSettings
 
         if self.prefix_cache is None:
             return None

@@ -16,7 +16,7 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
 from phasewise.serving.ranks.kv_share import KvShape
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"PWKV"
 LONGEST_ID = 200
 """Most bytes of a request's id."""
@@ -24,7 +24,7 @@ LONGEST_ID = 200
 PART_BYTES = 1 << 20
 """Bytes of each part of a state that is sent; the last part may be shorter."""
 
-_HEADER = struct.Struct("<4sHBBHHHHQIIIIQQ32s")
+_HEADER = struct.Struct("<4sHBBHHHHIIIIQQ32s")
 HEADER_BYTES = _HEADER.size
 
 
@@ -49,13 +49,11 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame on the wire. begin, end: positions of the request, `end` exclusive. sequence: number of the
-    frame within the request, from 0. epoch: number of the attempt to hand the request over; frames of earlier
-    attempts are of no use."""
+    """A frame on the wire. request_id: names an attempt; frames of earlier attempts are of no use. sequence:
+    number of the frame within the request, from 0. begin, end: positions of the request, `end` exclusive."""
 
     kind: FrameKind
     request_id: str
-    epoch: int
     sequence: int
     layer: int
     begin: int
@@ -96,7 +94,7 @@ class Codec:
 
     def header(self, frame: Frame, n_bytes: int) -> bytes:
         *shape, state_bytes = self._shape_numbers
-        place = (frame.epoch, frame.sequence, frame.layer, frame.begin, frame.end)
+        place = (frame.sequence, frame.layer, frame.begin, frame.end)
         return _HEADER.pack(MAGIC, VERSION, frame.kind, *shape, *place, n_bytes, state_bytes, self.model_hash)
 
     def read(self, parts: Sequence[bytes | memoryview], wire_bytes_of_slot: int) -> Frame:

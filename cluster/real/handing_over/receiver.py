@@ -24,7 +24,6 @@ from phasewise.serving.pools.contract import ALIGNMENT, Placement
 class _Awaited:
     """A request whose keys and values may come from another instance."""
 
-    epoch: int
     n_prompt: int
     placement: Placement
     stored: list[int] = field(default_factory=list)
@@ -35,11 +34,11 @@ class _Awaited:
 
 
 class ReceiveFailed(Exception):
-    """A hand-over cannot go on. Names the request and the attempt, with one word for a counter."""
+    """A hand-over cannot go on. Names the request, with one word for a counter."""
 
-    def __init__(self, request_id: str, epoch: int, reason: str, message: str) -> None:
+    def __init__(self, request_id: str, reason: str, message: str) -> None:
         super().__init__(message)
-        self.request_id, self.epoch, self.reason = request_id, epoch, reason
+        self.request_id, self.reason = request_id, reason
 
 
 class Receiver:
@@ -50,9 +49,9 @@ class Receiver:
         self._memory = memory
         self._n_parts = len(parts_of(memory.state_bytes))
         self._lock = threading.Lock()
-        self._expected: dict[str, tuple[int, int]] = {}
-        """Epoch and length of the prompts that other instances compute, by request, until a prompt has
-        arrived whole or is given up."""
+        self._expected: dict[str, int] = {}
+        """Length of the prompts that other instances compute, by request, until a prompt has arrived whole or
+        is given up."""
         self._awaited: dict[str, _Awaited] = {}
         self.refused: Counter[str] = Counter()
         """Count of frames that were thrown away, by reason."""
@@ -61,19 +60,18 @@ class Receiver:
     def n_awaited(self) -> int:
         return len(self._awaited)
 
-    def expect(self, request_id: str, epoch: int, n_prompt: int) -> None:
+    def expect(self, request_id: str, n_prompt: int) -> None:
         """Note that another instance computes this prompt, whose block is yet to be found."""
         with self._lock:
-            self._expected[request_id] = epoch, n_prompt
+            self._expected[request_id] = n_prompt
 
     def await_kv(self, request_id: str, placement: Placement) -> None:
-        """Accept frames of this attempt, and refuse frames of earlier attempts from now on. Does nothing for
-        a request that is not expected, or was given up."""
+        """Accept frames of this request. Does nothing for one that is not expected, or was given up."""
         with self._lock:
             expected = self._expected.get(request_id)
             if expected is not None:
                 stored = [0] * self._memory.n_layers
-                self._awaited[request_id] = _Awaited(*expected, placement, stored)
+                self._awaited[request_id] = _Awaited(expected, placement, stored)
 
     def forget(self, request_id: str) -> None:
         """Give up a request: once this returns nothing is written for it, wherever its block is."""
@@ -91,7 +89,7 @@ class Receiver:
             return None
         with self._lock:
             awaited = self._awaited.get(frame.request_id)
-            if awaited is None or awaited.epoch != frame.epoch:
+            if awaited is None:
                 self.refused["stale"] += 1
                 return None
             try:
@@ -99,7 +97,7 @@ class Receiver:
             except FrameError as error:
                 self.refused[error.reason] += 1
                 del self._awaited[frame.request_id]
-                raise ReceiveFailed(frame.request_id, frame.epoch, error.reason, str(error)) from error
+                raise ReceiveFailed(frame.request_id, error.reason, str(error)) from error
 
     def _take(self, frame: Frame, awaited: _Awaited, data: bytes | memoryview) -> Arrived | None:
         if frame.sequence != awaited.n_frames:

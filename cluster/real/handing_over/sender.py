@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,23 +27,6 @@ POLL_S = 0.001
 """Seconds between two looks at the layers that a step under way has stored."""
 
 
-class BlockLink(Protocol):
-    """The way to one request's block on another instance, called by one thread at a time."""
-
-    def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
-        """Bring positions [begin, end) of a layer to the other block. False: not now; LinkBroken: never."""
-        ...
-
-    def put_state(self, part: int, source: Placement) -> bool:
-        """Send a part of the state, after all positions. False and LinkBroken as in `put`."""
-        ...
-
-    def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """Tell the other side that all layers and the state are there. False: try again later. The caller
-        does not write to the logits afterwards."""
-        ...
-
-
 class LinkBroken(Exception):
     """The other instance cannot be reached, or takes nothing any more."""
 
@@ -57,10 +39,9 @@ Post = Callable[[list[bytes]], bool]
 
 @dataclass(slots=True)
 class StreamLink:
-    """Link that sends keys, values, states and the end of one attempt in frames."""
+    """The way to one request's block on another instance, in frames; called by one thread at a time."""
 
     request_id: str
-    epoch: int
     n_prompt: int
     codec: Codec
     memory: KvMemory
@@ -69,6 +50,7 @@ class StreamLink:
     end: FrameKind = field(default=FrameKind.END, init=False)
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
+        """Bring positions [begin, end) of a layer to the other block. False: not now; LinkBroken: never."""
         runs = runs_of(begin, end)
         data = bytearray(self.memory.wire_bytes(ALIGNMENT) // ALIGNMENT * sum(slots for _, slots in runs))
         view, offset = memoryview(data), 0
@@ -79,6 +61,7 @@ class StreamLink:
         return self._post(FrameKind.LAYER, layer, begin, end, data)
 
     def put_state(self, part: int, source: Placement) -> bool:
+        """Send a part of the state, after all positions. False and LinkBroken as in `put`."""
         if source.state is None:
             raise LinkBroken("a block has no place for a state")
         begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
@@ -87,11 +70,12 @@ class StreamLink:
         return self._post(FrameKind.STATE, part, 0, self.n_prompt, data)
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """Send the logits as little-endian float32, without a copy where they are that already."""
+        """Send the logits, after all layers and the state. False: try again later. The caller does not write
+        to them afterwards: they are copied only where they are not little-endian float32 already."""
         return self._post(self.end, 0, 0, self.n_prompt, logits.astype("<f4", copy=False).data.cast("B"))
 
     def _post(self, kind: FrameKind, layer: int, begin: int, end: int, data: bytearray | memoryview) -> bool:
-        frame = Frame(kind, self.request_id, self.epoch, self.n_frames, layer, begin, end)
+        frame = Frame(kind, self.request_id, self.n_frames, layer, begin, end)
         header = self.codec.header(frame, len(data))
         is_sent = self.post([header, self.request_id.encode(), data])  # type: ignore[list-item]
         self.n_frames += is_sent
@@ -139,7 +123,7 @@ class _Job:
     n_prompt: int = 0
     source: Placement | None = None
     """The prompt's own block; None before the prompt is begun."""
-    link: BlockLink | None = None
+    link: StreamLink | None = None
     """The way to the block on the other side; None: that side has no block yet."""
     ready: int = 0
     """Positions whose keys and values are stored in every layer."""
@@ -154,7 +138,7 @@ class _Job:
 
 
 class Sender:
-    """Hands over the prompts that one engine computes (`engine.hand_over.Outbox`, `ranks_contract.Follower`).
+    """Hands over the prompts that one engine computes (`engine.hand_over.Outbox`, `first_rank.Follower`).
     n_parts: number of parts of a state. progress: `Ranks.progress`. on_begun: called with the request id on
     the engine's thread, once for each request. on_failed: called with the request id, one word for a counter
     and the reason, on the sender's thread or the engine's."""
@@ -255,7 +239,7 @@ class Sender:
 
     # ---- on the thread that hears of the other side ------------------------------------------------------
 
-    def send_to(self, request_id: str, link: BlockLink) -> None:
+    def send_to(self, request_id: str, link: StreamLink) -> None:
         """Send a request to its block on the other side, behind `link`."""
         with self._changed:
             self._jobs.setdefault(request_id, _Job(request_id)).link = link

@@ -9,16 +9,22 @@ import pytest
 
 from phasewise.cluster.real.instance_messages import (
     CannotStart,
-    Drop,
     Dropped,
     HandOverFailed,
     Heartbeat,
-    InstanceReport,
     PromptBegun,
     SendKvTo,
-    Take,
 )
-from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, GivenOut, Progress, Submit
+from phasewise.serving.engine.messages import (
+    Abort,
+    Answer,
+    Delivery,
+    EngineLoad,
+    Failure,
+    GivenOut,
+    Progress,
+    Submit,
+)
 from phasewise.serving.errors import EngineLost, RankLost, StepFailed
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.sampling.sampling import SampledToken
@@ -38,13 +44,13 @@ def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedIns
     """A request whose prompt is computed by one instance for the other, which hears of it when the first has
     begun; its attempt."""
     server.front.send(REQUEST)
-    attempt = prompt.hear(Take)
+    attempt = prompt.hear(Submit)
     assert token.hears_nothing()
-    prompt.say(PromptBegun(attempt.request.request_id))
-    expected = token.hear(Take)
+    prompt.say(PromptBegun(attempt.request_id))
+    expected = token.hear(Submit)
     assert (attempt.part, expected.part) == ("prompt", "answer")
-    assert attempt.request.request_id == expected.request.request_id
-    return attempt.request.request_id
+    assert attempt.request_id == expected.request_id
+    return attempt.request_id
 
 
 def begins(server: ScriptedServer, instance: ScriptedInstance, attempt: str) -> None:
@@ -74,7 +80,7 @@ def test_a_divided_request_from_its_arrival_to_its_end() -> None:
 
         assert (target.request_id, target.n_prompt, target.endpoint) == (attempt, 100, token.orders.listen)
         assert target.place is not None
-        assert prompt.hear(Drop).request_id == attempt
+        assert prompt.hear(Abort).request_id == attempt
         first = server.next_answer()
         assert (first.request_id, first.text) == ("r", "a")
         token.tell(Answer(attempt, "b", (), 8, 6, "length"))
@@ -90,9 +96,9 @@ def test_a_request_in_shadow_is_computed_where_it_is_answered() -> None:
         _, token = server.running()
         server.front.send(replace(REQUEST, in_shadow=True))
 
-        taken = token.hear(Take)
+        taken = token.hear(Submit)
 
-        assert (taken.part, taken.request.in_shadow) == ("whole", True)
+        assert (taken.part, taken.in_shadow) == ("whole", True)
         assert server.front._load()[:2] == (0, 0)
         assert server.front._load().n_in_shadow == 1
 
@@ -102,10 +108,10 @@ def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing(
         prompt, token, attempt = with_kv_target(server)
         server.front.send(Abort("r"))
 
-        assert prompt.hear(Drop).request_id == attempt
+        assert prompt.hear(Abort).request_id == attempt
         assert token.hears_nothing()
         prompt.say(Dropped(attempt))
-        assert token.hear(Drop).request_id == attempt
+        assert token.hear(Abort).request_id == attempt
 
 
 def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> None:
@@ -114,17 +120,17 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
         prompt, token, attempt = with_kv_target(server)
         prompt.ended = "it was killed by SIGKILL"
 
-        assert token.hear(Drop).request_id == attempt
+        assert token.hear(Abort).request_id == attempt
         assert prompt.orders.name in server.launcher.killed
-        again = token.hear(Take)
+        again = token.hear(Submit)
         assert again.part == "whole"  # no instance is there that computes prompts
-        assert again.request.request_id != attempt
+        assert again.request_id != attempt
         token.tell(Answer(attempt, "of the first attempt", (), 1, 5))
-        token.tell(Answer(again.request.request_id, "b", (), 1, 5, "length"))
+        token.tell(Answer(again.request_id, "b", (), 1, 5, "length"))
         out = server.next_answer()
         assert out.text == "b"
         assert server.front.recoveries().requests_rerun == 1
-        assert server.front.counts.failed == {"instance": 1}
+        assert server.front.failed == {"instance": 1}
 
 
 def begun(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance]:
@@ -139,7 +145,7 @@ def begun(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance]:
     token.tell(*pieces, arrived=[attempt])
     for _ in pieces:
         server.next_answer()
-    assert prompt.hear(Drop).request_id == attempt
+    assert prompt.hear(Abort).request_id == attempt
     return prompt, token
 
 
@@ -149,11 +155,11 @@ def test_an_answer_that_has_begun_goes_on_after_what_was_given_out() -> None:
         prompt, token = begun(server)
         token.ended = "it was killed by SIGKILL"
 
-        again = prompt.hear(Take)
+        again = prompt.hear(Submit)
         assert again.part == "whole"
-        assert again.request.prompt_token_ids == REQUEST.prompt_token_ids
-        assert again.request.given == GivenOut((7, 8), 3, 16)
-        name = again.request.request_id
+        assert again.prompt_token_ids == REQUEST.prompt_token_ids
+        assert again.given == GivenOut((7, 8), 3, 16)
+        name = again.request_id
         prompt.tell(
             Answer(name, "d", (SampledToken(9),), 8, 8, "length", 16), progress=[Progress(name, 102, 0, 9, 5)]
         )
@@ -172,9 +178,9 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
         server.front.send(REQUEST)
         given_out = None
         for n_known in (100, 101, 102):
-            attempt = prompt.hear(Take)
-            name = attempt.request.request_id
-            assert (attempt.part, len(attempt.request.prompt_token_ids), attempt.request.given) == (
+            attempt = prompt.hear(Submit)
+            name = attempt.request_id
+            assert (attempt.part, len(attempt.prompt_token_ids), attempt.given) == (
                 "prompt",
                 n_known,
                 None,
@@ -182,15 +188,15 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
             prompt.say(PromptBegun(name))
             server.wait_until(lambda: any(not token.hears_nothing(0.01) for token in tokens))
             (token,) = (token for token in tokens if not token.hears_nothing(0.01))
-            expected = token.hear(Take)
-            assert (expected.part, expected.request.given) == ("answer", given_out)
-            assert expected.request.prompt_token_ids == REQUEST.prompt_token_ids
+            expected = token.hear(Submit)
+            assert (expected.part, expected.given) == ("answer", given_out)
+            assert expected.prompt_token_ids == REQUEST.prompt_token_ids
             token.place(name)
             assert prompt.hear(SendKvTo).n_prompt == n_known
             prompt.tell(computed=[name])
             token.tell(Answer(name, "x", (SampledToken(n_known),), n_known - 99, 5), arrived=[name])
             server.next_answer()
-            assert prompt.hear(Drop).request_id == name
+            assert prompt.hear(Abort).request_id == name
             given_out = GivenOut(tuple(range(100, n_known + 1)), n_known - 99)
             tokens.remove(token)
             token.ended = "it was killed by SIGKILL"
@@ -205,14 +211,14 @@ def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = server.running(1)
         server.front.send(REQUEST)
-        name = instance.hear(Take).request.request_id
+        name = instance.hear(Submit).request_id
         instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
         server.next_answer()
         other = server.replaced(instance)
         server.wait_until_state("replacing")
         other.ready()
 
-        assert other.hear(Take).request.given == GivenOut((7,), 1)
+        assert other.hear(Submit).given == GivenOut((7,), 1)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +233,7 @@ def test_a_request_whose_instances_end_under_it_comes_further_or_ends(
         (instance,) = server.running(1)
         server.front.send(REQUEST)
         for number in range(n_rounds):
-            name = instance.hear(Take).request.request_id
+            name = instance.hear(Submit).request_id
             if number >= n_good:
                 begins(server, instance, name)
             elif gives_out:
@@ -249,10 +255,10 @@ def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
         prompt, token, attempt = with_kv_target(server)
         token.say(HandOverFailed(attempt, "sequence", "frame 3 came where 2 was expected"))
 
-        prompt.hear(Drop)
-        again = token.hear(Take)
+        prompt.hear(Abort)
+        again = token.hear(Submit)
         assert again.part == "whole"
-        assert server.front.counts.failed == {"sequence": 1}
+        assert server.front.failed == {"sequence": 1}
 
 
 def has_failed(load: EngineLoad | None) -> bool:
@@ -265,8 +271,8 @@ def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
         prompt, token, attempt = with_kv_target(server)
         token.say(Heartbeat(1, False, 0, {"stale": 3}))
         token.say(HandOverFailed(attempt, "range", "position 900 of a prompt of 100 tokens"))
-        prompt.hear(Drop)
-        token.hear(Take)
+        prompt.hear(Abort)
+        token.hear(Submit)
         token.tell()
         server.wait_until(lambda: has_failed(server.load))
 
@@ -285,9 +291,9 @@ def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> No
         prompt, token, attempt = with_kv_target(server)
         prompt.tell(computed=[attempt])
 
-        assert prompt.hear(Drop).request_id == attempt
-        assert token.hear(Take).part == "whole"
-        assert server.front.counts.failed == {"timeout": 1}
+        assert prompt.hear(Abort).request_id == attempt
+        assert token.hear(Submit).part == "whole"
+        assert server.front.failed == {"timeout": 1}
 
 
 def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() -> None:
@@ -299,9 +305,9 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
         assert token.hears_nothing(0.7)
         prompt.say(Heartbeat(1, False, 0))
 
-        prompt.hear(Drop)
-        assert token.hear(Take).part == "whole"
-        assert server.front.counts.failed == {"unreported": 1}
+        prompt.hear(Abort)
+        assert token.hear(Submit).part == "whole"
+        assert server.front.failed == {"unreported": 1}
 
 
 def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
@@ -312,7 +318,7 @@ def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
             server.wait_until(lambda: bool(server.front._requests))
             (attempt,) = server.front._requests.values()
             instance = server.launcher.now[attempt.assignment.token]
-            begins(server, instance, instance.hear(Take).request.request_id)
+            begins(server, instance, instance.hear(Submit).request_id)
             instance.ended = "it was killed by SIGSEGV"
             server.launcher.next().ready()
             server.wait_until_state("running")
@@ -324,7 +330,7 @@ def test_an_instance_that_says_nothing_is_dead() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = server.running(1)
         server.front.send(REQUEST)
-        instance.hear(Take)
+        instance.hear(Submit)
         supervisor = server.front._supervisor
         patient, supervisor._settings = supervisor._settings, replace(supervisor._settings, silent_s=0.2)
 
@@ -333,7 +339,7 @@ def test_an_instance_that_says_nothing_is_dead() -> None:
         other.ready()
 
         assert instance.orders.name in server.launcher.killed
-        assert other.hear(Take).part == "whole"
+        assert other.hear(Submit).part == "whole"
 
 
 def test_requests_wait_while_no_instance_is_there() -> None:
@@ -344,17 +350,17 @@ def test_requests_wait_while_no_instance_is_there() -> None:
         server.wait_until_state("replacing")
         other.ready()
 
-        assert other.hear(Take).request.prompt_token_ids == REQUEST.prompt_token_ids
+        assert other.hear(Submit).prompt_token_ids == REQUEST.prompt_token_ids
 
 
 def test_what_an_earlier_life_says_is_not_heard() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = server.running(1)
         server.front.send(REQUEST)
-        attempt = instance.hear(Take).request.request_id
+        attempt = instance.hear(Submit).request_id
         other = server.replaced(instance)
         other.ready()
-        again = other.hear(Take).request.request_id
+        again = other.hear(Submit).request_id
         instance.tell(Answer(again, "late", (), 1, 5))
         instance.tell(Answer(attempt, "late", (), 1, 5))
         other.tell(Answer(again, "new", (), 1, 5))
@@ -405,7 +411,7 @@ def test_what_cannot_be_read_ends_the_instance_and_nothing_else() -> None:
 
         assert other.index == first.index
         server.front.send(REQUEST)
-        assert second.hear(Take).part == "whole"
+        assert second.hear(Submit).part == "whole"
 
 
 def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
@@ -419,7 +425,7 @@ def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
         assert server.progress == [Progress("r", 100, 0, 64, 5)]
         for instance, token_ns in ((prompt, 3e6), (token, 6e6)):
             load = EngineLoad(0, 0, 0, 1024, prompt_token_ns=token_ns)
-            instance.say(InstanceReport((), (), None, load))
+            instance.say(Delivery((), None, load))
         server.wait_until(lambda: server.load is not None and 0 < server.load.prompt_token_ns < 3e6)
         assert server.load is not None
         assert server.load.prompt_token_ns == pytest.approx(2e6)

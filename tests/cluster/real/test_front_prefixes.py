@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from phasewise.cluster.real.instance_messages import InstanceReport, Ready, Take
+from phasewise.cluster.real.instance_messages import Ready
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
-from phasewise.serving.engine.messages import Answer, EngineLoad, Submit
+from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad, Submit
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.ranks.kv_share import KvPlace
 from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, HeldReport, block_keys
@@ -32,7 +32,7 @@ def holds(
     server: ScriptedServer, instance: ScriptedInstance, keys: tuple[int, ...] = KEYS, number: int = 1
 ) -> None:
     """The instance reports these, and the front has heard it."""
-    instance.say(InstanceReport((), (), None, LOAD, held=HeldReport(number, keys)))
+    instance.say(Delivery((), None, LOAD, held=HeldReport(number, keys)))
     server.wait_until(lambda: server.front._router.n_blocks(instance.index) >= len(keys))
 
 
@@ -42,7 +42,7 @@ def taken_by(server: ScriptedServer, instances: list[ScriptedInstance], request:
     for _ in range(1000):
         for instance in instances:
             if not instance.hears_nothing(0.01):
-                assert instance.hear(Take).request.prompt_token_ids == request.prompt_token_ids
+                assert instance.hear(Submit).prompt_token_ids == request.prompt_token_ids
                 return instance.index
     raise AssertionError("nobody was told")
 
@@ -88,14 +88,14 @@ def test_what_an_instance_forgets_or_loses_with_its_life_is_forgotten() -> None:
     with scripted_front(REPLICAS) as server:
         instances = server.running()
         holds(server, instances[1])
-        instances[1].say(InstanceReport((), (), None, LOAD, held=HeldReport(2, (), KEYS)))
+        instances[1].say(Delivery((), None, LOAD, held=HeldReport(2, (), KEYS)))
         server.wait_until(lambda: server.front._router.n_blocks(1) == 0)
         assert taken_by(server, instances, Submit("a", PROMPT, 8)) == 0
 
         holds(server, instances[1], number=3)
         other = server.replaced(instances[1])
         other.ready()
-        other.say(InstanceReport((), (), None, LOAD, held=HeldReport(1)))
+        other.say(Delivery((), None, LOAD, held=HeldReport(1)))
         server.wait_until(lambda: server.front._router.n_blocks(1) == 0)
 
 
@@ -104,10 +104,10 @@ def test_a_report_that_cannot_be_true_is_refused_and_its_instance_goes_on() -> N
     with scripted_front(REPLICAS) as server:
         instances = server.running()
         instances[1].say(
-            InstanceReport((), (), None, LOAD, held=HeldReport(1, tuple(range(4000))))
+            Delivery((), None, LOAD, held=HeldReport(1, tuple(range(4000))))
         )  # room for 16, and 2048 on disk
         server.wait_until(lambda: server.front.instances()[1].reports_refused == 1)
-        instances[1].say(InstanceReport((), (), None, LOAD, held=HeldReport(2, KEYS)))
+        instances[1].say(Delivery((), None, LOAD, held=HeldReport(2, KEYS)))
 
         taken = [taken_by(server, instances, Submit(str(number), PROMPT, 8)) for number in range(2)]
 
@@ -123,7 +123,7 @@ def test_metrics_have_each_instance() -> None:
     with scripted_front() as server:
         prompt, token, attempt = with_kv_target(server)
         load = EngineLoad(3, 2, 640, 1024, prefix_tokens_reused=77, prompt_token_ns=2.5e6)
-        prompt.say(InstanceReport((), (), None, load, computed=(attempt,), held=HeldReport(1, KEYS)))
+        prompt.say(Delivery((), None, load, computed=(attempt,), held=HeldReport(1, KEYS)))
         server.wait_until(lambda: server.front._router.n_blocks(0) == len(KEYS))
         token.tell(Answer(attempt, "a", (), 1, 5), arrived=[attempt])
         server.next_out()

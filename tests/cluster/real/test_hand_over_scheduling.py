@@ -36,10 +36,10 @@ def test_a_computed_prompt_is_held_until_it_is_acknowledged() -> None:
     assert outs == []
     assert turn(scheduler) == (None, [])
     assert scheduler.hand_over("a") == scheduler.pool.placements()["a"]
-    assert scheduler.acknowledge("a")
+    assert scheduler.abort("a")
     assert not scheduler.has_work
     assert scheduler.pool.stats().slots_used == 0
-    assert not scheduler.acknowledge("a")
+    assert not scheduler.abort("a")
 
 
 def test_an_expected_request_has_a_block_and_does_not_run() -> None:
@@ -221,7 +221,7 @@ def test_blocks_in_flight_are_conserved(
                 got[name] += 1
                 if out.finish_reason is not None:
                     ended.add(name)
-                assert sides[source[name]].acknowledge(name)
+                assert sides[source[name]].abort(name)
                 aimed.discard(name)
                 computed.discard(name)
 

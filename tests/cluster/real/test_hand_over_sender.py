@@ -13,14 +13,14 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.pools.contract import Placement
-from phasewise.serving.ranks.ranks_contract import Follower
+from phasewise.serving.ranks.first_rank import Follower
 from tests.support.servers.fake_engine import FakeRanks, make_engine
 from tests.support.servers.rude_clients import until
 
 N_LAYERS = 3
 PATIENCE_S = 60.0
 """The longest that a test waits for another thread's turn."""
-PROMPT = Submit("p", tuple(range(100, 140)), 1)
+PROMPT = Submit("p", tuple(range(100, 140)), 1, part="prompt")
 
 
 class LayeredRanks(FakeRanks):
@@ -105,14 +105,14 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
 
     ranks.after_layer = after_layer
     engine = engine_of(ranks, sender)
-    engine.compute(PROMPT)
+    engine.submit(PROMPT)
     engine.step()
 
     assert left == [(layer, 0, 40) for layer in range(N_LAYERS)]
     assert link.logits.get(timeout=PATIENCE_S).shape == (257,)
     until(lambda: not sender.n_jobs, "its end was told, and it is kept")
     engine.hand_over.target_ready("p")  # what the engine's queue still held
-    assert engine.scheduler.acknowledge("p")
+    assert engine.scheduler.abort("p")
     engine.scheduler.check()
 
 
@@ -121,7 +121,7 @@ def test_a_state_leaves_behind_the_layers_and_once_its_prompt_is_whole(ranks: La
     sender.start()
     try:
         engine, link = engine_of(ranks, sender, max_batch_tokens=30), Link()
-        engine.compute(PROMPT)
+        engine.submit(PROMPT)
         sender.send_to("p", link)
         engine.step()
         engine.hand_over.target_ready("p")
@@ -140,7 +140,7 @@ def test_a_state_leaves_behind_the_layers_and_once_its_prompt_is_whole(ranks: La
 def test_a_block_may_move_between_steps_until_it_is_aimed(ranks: LayeredRanks, sender: Sender) -> None:
     """Between two steps nothing is read from a block that is not pinned, though its target is known."""
     engine = engine_of(ranks, sender, max_batch_tokens=30)
-    engine.compute(PROMPT)
+    engine.submit(PROMPT)
     engine.step()
     link = Link()
 
@@ -160,10 +160,10 @@ def test_a_prompt_without_a_block_is_lost_when_it_is_aimed(ranks: LayeredRanks) 
     begun, failed = [], []
     sender = Sender(N_LAYERS, lambda: ranks.progress, begun.append, lambda *told: failed.append(told))
     engine = engine_of(ranks, sender)
-    engine.compute(PROMPT)
+    engine.submit(PROMPT)
     engine.step()
     assert begun == ["p"]
-    (held,) = engine.scheduler._running
+    (held,) = engine.scheduler._lanes.running
     engine.scheduler._preempt(held)
 
     sender.send_to("p", Link())
@@ -186,7 +186,7 @@ def test_what_is_given_up_during_its_step_is_not_sent(ranks: LayeredRanks, sende
 
     ranks.after_layer = after_layer
     engine = engine_of(ranks, sender)
-    engine.compute(PROMPT)
+    engine.submit(PROMPT)
     engine.step()
     engine.abort("p")
 

@@ -65,10 +65,10 @@ class Side:
         return bytes(whole)
 
 
-def frames_of(side: Side, source: Placement, n_prompt: int, cut: int, epoch: int = 7) -> list[list[bytes]]:
+def frames_of(side: Side, source: Placement, n_prompt: int, cut: int) -> list[list[bytes]]:
     """All frames of a prompt whose steps end at multiples of `cut`."""
     sent: list[list[bytes]] = []
-    link = StreamLink("r@7", epoch, n_prompt, side.codec, side.memory, lambda parts: not sent.append(parts))
+    link = StreamLink("r@7", n_prompt, side.codec, side.memory, lambda parts: not sent.append(parts))
     for begin in range(0, n_prompt, cut):
         for layer in range(LAYERS):
             assert link.put(layer, begin, min(begin + cut, n_prompt), source)
@@ -90,7 +90,7 @@ def test_what_is_sent_is_stored(
 ) -> None:
     """Whatever the placements on both sides, and wherever the prompt's steps end."""
     given, taken = Side(kv_format, 1, latent=latent), Side(kv_format, latent=latent)
-    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.expect("r@7", 200)
     taken.receiver.await_kv("r@7", target)
 
     arrived = [taken.receiver.take(parts) for parts in frames_of(given, source, 200, cut)]
@@ -111,7 +111,7 @@ STATEFUL = Placement(64, 208, state=1)
 def test_a_state_is_stored_with_keys_and_values(state_bytes: int) -> None:
     given, taken = Side(seed=1, state_bytes=state_bytes), Side(state_bytes=state_bytes)
     target = TABLE._replace(state=2)
-    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.expect("r@7", 200)
     taken.receiver.await_kv("r@7", target)
     before = taken.raw.copy()
 
@@ -130,7 +130,7 @@ def test_a_state_that_is_not_whole_ends_the_hand_over(spoil: str) -> None:
     size = 2 * PART_BYTES
     given, taken = Side(seed=1, state_bytes=size), Side(state_bytes=size)
     target = CONTIGUOUS if spoil == "no place" else STATEFUL
-    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.expect("r@7", 200)
     taken.receiver.await_kv("r@7", target)
     frames = frames_of(given, STATEFUL, 200, 200)
     assert len(frames) == LAYERS + 2 + 1
@@ -158,7 +158,7 @@ def test_a_state_that_is_not_whole_ends_the_hand_over(spoil: str) -> None:
 @pytest.mark.parametrize("spoil", ["swap", "drop", "repeat", "end early"])
 def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
     given, taken = Side(seed=1), Side()
-    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.expect("r@7", 200)
     taken.receiver.await_kv("r@7", CONTIGUOUS)
     frames = frames_of(given, CONTIGUOUS, 200, 64)
     if spoil == "swap":
@@ -181,7 +181,6 @@ def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("epoch", "stale"),
         ("id", "stale"),
         ("hash", "model"),
         ("format", "shape"),
@@ -195,16 +194,15 @@ def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
 def test_a_frame_of_nothing_that_is_awaited_is_counted_and_thrown_away(change: str, reason: str) -> None:
     """The hand-over that is under way goes on."""
     given, taken = Side(seed=1), Side()
-    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.expect("r@7", 200)
     taken.receiver.await_kv("r@7", CONTIGUOUS)
     frames = frames_of(given, CONTIGUOUS, 200, 200)
     header, name, data = frames[0]
     strange = {
-        "epoch": frames_of(given, CONTIGUOUS, 200, 200, epoch=6)[0],
         "id": [header, b"r@8", data],
         "hash": frames_of(Side(seed=1, hash_of=b"n" * 32), CONTIGUOUS, 200, 200)[0],
         "format": frames_of(Side("f32", seed=1), CONTIGUOUS, 200, 200)[0],
-        "version": [header[:4] + b"\3" + header[5:], name, data],
+        "version": [header[:4] + b"\4" + header[5:], name, data],
         "truncated": [header, name, data[:-1]],
         "header": [header[:-1], name, data],
         "parts": [header, name],
@@ -219,7 +217,7 @@ def test_a_frame_of_nothing_that_is_awaited_is_counted_and_thrown_away(change: s
 
 def test_nothing_is_stored_after_a_request_was_given_up() -> None:
     given, taken = Side(seed=1), Side()
-    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.expect("r@7", 200)
     taken.receiver.await_kv("r@7", CONTIGUOUS)
     frames = frames_of(given, CONTIGUOUS, 200, 64)
     assert taken.receiver.take(frames[0]) is None
@@ -250,7 +248,7 @@ def test_ten_thousand_spoiled_frames_change_nothing_outside_the_block_that_is_aw
 
     for _ in range(10_000):
         if taken.receiver.n_awaited == 0:
-            taken.receiver.expect("r@7", 7, 200)
+            taken.receiver.expect("r@7", 200)
             taken.receiver.await_kv("r@7", STATEFUL)
         try:
             taken.receiver.take(_spoiled(draw, draw.choice(whole)))
@@ -271,7 +269,7 @@ def _spoiled(draw: random.Random, parts: list[bytes]) -> list[bytes]:
                 part[draw.randrange(len(part))] ^= 1 << draw.randrange(8)
         case 1:  # a number: sequence, layer, begin or end
             struct.pack_into(
-                "<I", header, draw.choice([24, 28, 32, 36]), draw.choice([0, 1, 5, 64, 200, 2**31, 2**32 - 1])
+                "<I", header, draw.choice([16, 20, 24, 28]), draw.choice([0, 1, 5, 64, 200, 2**31, 2**32 - 1])
             )
         case 2:
             del data[draw.randrange(len(data)) :]
@@ -285,10 +283,10 @@ def _spoiled(draw: random.Random, parts: list[bytes]) -> list[bytes]:
 
 
 def test_a_block_that_is_found_for_a_request_that_was_given_up_takes_nothing() -> None:
-    """The engine tells the block on its own thread while the front's `Drop` is heard on another."""
+    """The engine tells the block on its own thread while the front's `Abort` is heard on another."""
     given, taken = Side(seed=1), Side()
     before = taken.raw.copy()
-    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.expect("r@7", 200)
     taken.receiver.forget("r@7")
 
     taken.receiver.await_kv("r@7", CONTIGUOUS)

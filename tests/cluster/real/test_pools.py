@@ -53,8 +53,8 @@ def assert_divided_equals_whole(model: Path, n_ranks: int = 1, transfer: str = "
 
         assert divided == whole
         assert list(again.values()) == list(whole.values())
-        assert server.front.counts.divided == 2 * len(requests)
-        assert not server.front.counts.failed
+        assert server.front.n_divided == 2 * len(requests)
+        assert not server.front.failed
         assert not server.front.refused_frames
         server.wait_until(server.is_empty, "instances hold keys and values of requests that have ended")
 
@@ -92,7 +92,7 @@ def test_a_mixed_pool_and_short_prompts_take_part(model: Path) -> None:
         whole = tokens(run_alone(opened, requests))
     with pools(model, roles=("prompt", "token", "mixed"), split_above_tokens=100) as server:
         assert tokens(server.run(requests)) == whole
-        assert 0 < server.front.counts.divided < len(requests)
+        assert 0 < server.front.n_divided < len(requests)
         server.wait_until(server.is_empty, "instances hold keys and values of requests that have ended")
 
 
@@ -118,4 +118,4 @@ def test_requests_that_are_given_up_leave_nothing_behind(model: Path) -> None:
         server.wait_until(server.is_empty, "instances hold keys and values of requests that were given up")
         assert not server.failures
         # On a busy host the prompts of one round may want the blocks of those given up before.
-        assert set(server.front.counts.failed) <= {"preempted"}
+        assert set(server.front.failed) <= {"preempted"}

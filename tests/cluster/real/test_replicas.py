@@ -96,6 +96,6 @@ def test_divided_pools_take_part(model: Path) -> None:
         alone = converse(server)
     with pools(model, split_above_tokens=NEW_TOKENS + 200) as server:
         assert converse(server) == alone
-        assert server.front.counts.divided < N_CONVERSATIONS * N_TURNS
+        assert server.front.n_divided < N_CONVERSATIONS * N_TURNS
         assert n_reused(server) > 0
         server.wait_until(server.is_empty, "instances hold keys and values of requests that have ended")

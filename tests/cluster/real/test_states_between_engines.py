@@ -47,18 +47,18 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
     engine.ranks.follow(sender)
     sender.start()
     try:
-        taking.engine.expect(request)
+        taking.engine.submit(replace(request, part="answer"))
         (placed,) = taking.engine.step().placed
-        receiver.expect(request.request_id, 1, len(PROMPT))
+        receiver.expect(request.request_id, len(PROMPT))
         receiver.await_kv(request.request_id, placed.placement)
 
         def post(parts: list[bytes]) -> bool:
             messages.put([bytes(part) for part in parts])
             return True
 
-        own = request.request_id, 1, len(PROMPT), codec, given.memory, post
+        own = request.request_id, len(PROMPT), codec, given.memory, post
         link = SharedLink(*own, taken.memory, placed.placement) if shared else StreamLink(*own)
-        engine.compute(request)
+        engine.submit(replace(request, part="prompt"))
         sender.send_to(request.request_id, link)
         engine.step()  # it has a block
         engine.hand_over.target_ready(request.request_id)
@@ -67,7 +67,7 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
         arrived = None
         while arrived is None:
             arrived = receiver.take(messages.get(timeout=60))
-        assert engine.scheduler.acknowledge(request.request_id)
+        assert engine.scheduler.abort(request.request_id)
         assert not failed
         first = taking.engine.arrived(request.request_id, arrived.logits)
         return [*first.outs, *run_all(taking.engine).get(request.request_id, [])]

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from phasewise.cluster.real.front import DrainPlace
-from phasewise.cluster.real.instance_messages import Drop, PromptBegun, SendKvTo, Stop, Take
+from phasewise.cluster.real.instance_messages import PromptBegun, SendKvTo, Stop
 from phasewise.cluster.real.supervisor import InstanceMember
-from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.messages import Abort, Answer, Submit
 from phasewise.serving.processes.restarts import Restarts
 from tests.support.servers.scripted_instances import (
     FINGERPRINT,
@@ -37,7 +37,7 @@ def test_streams_go_on_while_an_instance_cannot_be_killed() -> None:
         first, other = server.running()
         server.front.send(REQUEST)
         serving = who_hears((first, other))
-        attempt = serving.hear(Take).request.request_id
+        attempt = serving.hear(Submit).request_id
         lost = other if serving is first else first
         server.launcher.kills_wait_for.clear()
         lost.ended = "its node is lost"
@@ -58,20 +58,20 @@ def test_a_block_waits_for_the_end_of_the_instance_that_may_write_to_it() -> Non
     with scripted_front() as server:
         prompt, token = server.running()
         server.front.send(REQUEST)
-        attempt = prompt.hear(Take).request.request_id
+        attempt = prompt.hear(Submit).request_id
         prompt.say(PromptBegun(attempt))
-        token.hear(Take)
+        token.hear(Submit)
         token.place(attempt)
         prompt.hear(SendKvTo)
         server.launcher.kills_wait_for.clear()
         prompt.ended = "its node is lost"
 
-        again = token.hear(Take)
-        assert again.request.request_id != attempt
+        again = token.hear(Submit)
+        assert again.request_id != attempt
         assert token.hears_nothing(0.4)
         assert server.launcher.launched.empty(), "a new life begins before the old one has ended"
         server.launcher.kills_wait_for.set()
-        assert token.hear(Drop).request_id == attempt
+        assert token.hear(Abort).request_id == attempt
         assert server.launcher.next().index == prompt.index
 
 
@@ -117,11 +117,11 @@ def test_a_drained_instance_ends_what_it_has_and_stops() -> None:
         server.front.send(REQUEST)
         busy = who_hears(instances)
         (idle,) = (instance for instance in instances if instance is not busy)
-        attempt = busy.hear(Take).request.request_id
+        attempt = busy.hear(Submit).request_id
         server.front.send(DrainPlace(busy.index))
         for number in range(4):
             server.front.send(replace(REQUEST, request_id=f"r{number}"))
-            idle.hear(Take)
+            idle.hear(Submit)
 
         assert busy.hears_nothing()
         assert states(server)[busy.index] == "draining"
@@ -153,7 +153,7 @@ def test_draining_is_undone_before_and_after_the_stop() -> None:
         other.hear(Stop)
         other.ended = "it was told to stop"
         server.front.send(REQUEST)
-        assert again.hear(Take).part == "whole"
+        assert again.hear(Submit).part == "whole"
 
 
 def test_a_draining_instance_that_is_lost_is_not_started_anew() -> None:
@@ -162,12 +162,12 @@ def test_a_draining_instance_that_is_lost_is_not_started_anew() -> None:
         server.front.send(REQUEST)
         busy = who_hears(instances)
         (idle,) = (instance for instance in instances if instance is not busy)
-        busy.hear(Take)
+        busy.hear(Submit)
         server.front.send(DrainPlace(busy.index))
         server.wait_until(lambda: states(server)[busy.index] == "draining")
         busy.ended = "its node is lost"
 
-        assert idle.hear(Take).part == "whole"
+        assert idle.hear(Submit).part == "whole"
         server.wait_until(lambda: states(server)[busy.index] == "drained")
         assert server.launcher.launched.empty()
 

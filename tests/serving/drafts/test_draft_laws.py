@@ -92,11 +92,11 @@ def test_answers_under_load_are_those_of_the_request_alone(
         assert got[name] == (expected[: len(got[name])] if name in aborted else expected)
     load = engine.load()
     assert load.drafts is not None
-    assert engine.drafter.n_drafted == sum(load.drafts)  # type: ignore[union-attr]
+    assert engine.drafting.drafter.n_drafted == sum(load.drafts)  # type: ignore[union-attr]
     assert load.drafts.accepted >= n_kept
     if right == 1.0:
         assert load.drafts.rejected == 0
-    assert not engine.drafter.asked  # type: ignore[union-attr]
+    assert not engine.drafting.drafter.asked  # type: ignore[union-attr]
 
 
 ANSWER = "bcdefghijklmnopqrstuvwxyzabcdefgh"
@@ -269,10 +269,9 @@ def test_a_draft_model_that_always_agrees_is_always_right() -> None:
 @pytest.mark.parametrize("n_tokens", [1, 4, 15])
 def test_drafts_of_a_stated_length_have_it_and_change_no_token(n_tokens: int) -> None:
     message = Submit("r", tuple(encode("a")), 100, GREEDY, ignore_eos=True)
-    engine = make_engine(drafter=lookup_drafter(n_tokens))
-    drafted = []
-    observe = engine.drafter.observe  # type: ignore[union-attr]
-    engine.drafter.observe = lambda batch, ns: (drafted.append(batch.n_tokens - 1), observe(batch, ns))  # type: ignore
+    drafter = lookup_drafter(n_tokens)
+    engine, drafted, observe = make_engine(drafter=drafter), [], drafter.observe
+    drafter.observe = lambda batch, ns: (drafted.append(batch.n_tokens - 1), observe(batch, ns))  # type: ignore
 
     outs = run_all(engine, message)["r"]
 

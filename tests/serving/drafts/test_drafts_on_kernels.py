@@ -118,7 +118,7 @@ def answers(
     sizes = engine_size(256, 1024, 4, **size)  # type: ignore[arg-type]
     with open_engine(model, by_phase, sizes, pinned=pinned, drafts=drafts) as opened:
         if guess is not None:
-            opened.engine.drafter = GuessingDrafter(right or {}, guess, model.config.vocab_size)
+            opened.engine.drafting.drafter = GuessingDrafter(right or {}, guess, model.config.vocab_size)
         got = {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
         counts = opened.engine.load().drafts
     return got, counts.accepted if counts else 0

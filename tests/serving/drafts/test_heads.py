@@ -17,8 +17,8 @@ from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.loaders import load_head, load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.opening import POLICIES
+from phasewise.serving.ranks.first_rank import KvSettings, RankOptions
 from phasewise.serving.ranks.open_ranks import LocalRanks
-from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.serving.engine.test_engine_kernels import plans, tokens
@@ -312,7 +312,7 @@ def test_the_gain_is_as_predicted(pair: Callable[..., Pair], branches: float, he
     size = engine_size(256, 512, 1)
     size = replace(size, kv=replace(size.kv, states=20))
     with open_engine(model, plans(), size, drafts=DraftSource(head, CHEAP_ROWS)) as opened:
-        drafter = opened.engine.drafter
+        drafter = opened.engine.drafting.drafter
         assert isinstance(drafter, HeadDrafter)
         clock.take_over(drafter)
         for seed in range(4):

@@ -222,12 +222,11 @@ def answer_divided(engine: Engine, given_out: GivenSoFar, outs: dict[str, list[A
     elsewhere, box = make_engine(letters()), _Outbox()
     elsewhere.hand_over.outbox = box  # type: ignore[assignment]
     token_ids = message.known_token_ids
-    elsewhere.compute(
-        replace(message, prompt_token_ids=token_ids, given=None, sampling=GREEDY, stop=(), guide=None)
-    )
+    prompt = replace(message, part="prompt", prompt_token_ids=token_ids, given=None, sampling=GREEDY)
+    elsewhere.submit(replace(prompt, stop=(), guide=None))
     while box.logits is None:
         elsewhere.step()
-    engine.expect(message)
+    engine.submit(replace(message, part="answer"))
     (placed,) = engine.step().placed
     ranks = engine.ranks
     assert isinstance(ranks, AttentiveRanks)

@@ -153,7 +153,7 @@ def test_a_prompt_that_is_preempted_is_scored_to_its_end(path: Path, alone: Scor
         for _ in range(4):
             opened.engine.step()
         assert scheduler.n_computed("text") == 64
-        (sequence,) = scheduler._running
+        (sequence,) = scheduler._lanes.running
         scheduler._preempt(sequence)
         assert scheduler.n_computed("text") == 0
         outs = run_all(opened.engine)["text"]
@@ -200,7 +200,7 @@ def test_scores_are_the_same_from_pools(
 
         server.take = watch  # type: ignore[method-assign]
         server.run(texts_of(requests, answers))
-        assert server.front.counts.divided == 0
+        assert server.front.n_divided == 0
     assert scores == alone
 
 

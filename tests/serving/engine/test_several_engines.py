@@ -15,10 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from phasewise.serving.engine.engine_host import Deliver, SharedCores
+from phasewise.serving.engine.engine_host import Deliver, SeveralEngines, SharedCores
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
-from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import RanksError
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.pacing import Pacing
@@ -123,7 +122,16 @@ def test_two_models_share_a_server_and_its_budget(tmp_path: Path) -> None:
         (tmp_path / f"{name}.gguf").write_bytes(content)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "c"), "XDG_DATA_HOME": str(tmp_path / "d")}
     command = [sys.executable, "-m", "phasewise", "serve", str(tmp_path / "one.gguf"), "--port", "0"]
-    command += ["--also", str(tmp_path / "two.gguf"), "--kv-budget", "8M", "--log-level", "off"]
+    command += [
+        "--also",
+        str(tmp_path / "two.gguf"),
+        "--kv-budget",
+        "8M",
+        "--log-level",
+        "off",
+        "--draft",
+        "off",
+    ]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert server.stderr is not None

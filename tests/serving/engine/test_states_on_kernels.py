@@ -11,7 +11,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.ranks_contract import KvSettings
+from phasewise.serving.ranks.first_rank import KvSettings
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
@@ -80,7 +80,7 @@ def test_company_cuts_and_preemption_change_nothing(
 def test_refused_drafts_leave_no_trace(model: PackedModel, alone: dict[str, list[int]], right: float) -> None:
     with start.open_engine(model, ONE_RANK, size_of(states=30)) as opened:
         drafter = GuessingDrafter(alone, right, model.config.vocab_size)
-        opened.engine.drafter = drafter
+        opened.engine.drafting.drafter = drafter
         by_name = run_all(opened.engine, *requests())
         opened.engine.scheduler.check()
 

@@ -23,8 +23,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.prefix_store.blocks import BlockNames, RecordShape, read_record, write_record
 from phasewise.serving.prefix_store.folder import PrefixFolder
-from phasewise.serving.prefix_store.opening import PrefixSettings
-from phasewise.serving.prefix_store.store import PrefixStore, StoreCounts
+from phasewise.serving.prefix_store.store import PrefixSettings, PrefixStore, StoreCounts
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.engine_sizes import engine_size

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cluster.real.instance_messages import InstanceReport, read_from_instance, write
-from phasewise.serving.engine.messages import Answer, EngineLoad
+from phasewise.cluster.real.instance_messages import read_from_instance, write
+from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
 from phasewise.serving.grammar.grammar_job import allocations
 from phasewise.serving.grammar.guides import (
@@ -165,12 +165,12 @@ def test_a_grammar_that_fails_ends_its_own_request_alone() -> None:
 def test_every_number_of_an_answer_crosses_to_the_front(tops: list[float], logprob: float | None) -> None:
     """An instance whose message cannot be read is ended: no answer may have that effect."""
     token = SampledToken(1, logprob, tuple(enumerate(tops)))
-    told = InstanceReport((Answer("a", "text", (token,), 1, 0),), (), None, EngineLoad(0, 0, 0, 0))
+    told = Delivery((Answer("a", "text", (token,), 1, 0),), None, EngineLoad(0, 0, 0, 0))
 
     read = read_from_instance(write(told))
 
-    assert isinstance(read, InstanceReport)
-    read_token = read.answers[0].tokens[0]
+    assert isinstance(read, Delivery)
+    read_token = read.outs[0].tokens[0]
     pairs = zip([*read_token.top, (0, read_token.logprob)], [*token.top, (0, token.logprob)], strict=True)
     assert all(a == b or (a is not None and b is not None and math.isnan(a + b)) for (_, a), (_, b) in pairs)
 

@@ -21,7 +21,6 @@ from phasewise.serving.models.forward import Capacity, build_program, kv_bytes_b
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Demand, Placement, Rings
 from phasewise.serving.pools.opening import POLICIES
-from phasewise.serving.pools.wrapped import RingedPool
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, Ranks, open_ranks
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.prefixes import copies_between
@@ -248,7 +247,7 @@ def test_what_a_window_sees_is_in_its_ring(
         for _ in range(request.max_tokens):
             seen.append(ranks.choose_by(np.array(seen)))
         answers[request.request_id] = seen[len(request.prompt_token_ids) :]
-    pool = RingedPool(any_pool(policy, 1024, 620), rings)
+    pool = any_pool(policy, 1024, 620).beside(rings)
     drafter = None if right is None else GuessingDrafter(answers, right, END)
     engine = make_engine(ranks, pool=pool, context_length=620, drafter=drafter)
     engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
@@ -266,7 +265,7 @@ def test_a_ring_that_began_with_a_window_has_no_earlier_positions() -> None:
     """The second sequence copies what its next token sees; the third one begins before that."""
     rings = Rings(1 << 14, 128, 128, 60)
     engine = make_engine(
-        WindowRanks(rings), pool=RingedPool(any_pool("odma", 1024, 620), rings), context_length=620
+        WindowRanks(rings), pool=any_pool("odma", 1024, 620).beside(rings), context_length=620
     )
     first = tuple(range(1, 65))
     for name, prompt, n_answer in (("a", first, 66), ("b", (*first, 99), 1), ("c", (*first[:16], 98), 1)):
@@ -279,7 +278,7 @@ def test_a_conversation_goes_on_from_its_ring() -> None:
     """The next turn begins with all of the one before: that is copied, though the ring went round."""
     rings = Rings(1 << 14, 512, 128, 60)
     engine = make_engine(
-        WindowRanks(rings), pool=RingedPool(any_pool("odma", 2048, 620), rings), context_length=620
+        WindowRanks(rings), pool=any_pool("odma", 2048, 620).beside(rings), context_length=620
     )
     first = Submit("a", tuple(range(1, 240)), 40, GREEDY, ignore_eos=True)
     said = [
@@ -299,7 +298,7 @@ def test_a_conversation_goes_on_from_its_ring() -> None:
 
 def test_a_ring_is_no_longer_than_its_request_can_become() -> None:
     rings = Rings(4096, 1024, 512, 100)
-    pool = RingedPool(any_pool("odma", 4096, 2000), rings)
+    pool = any_pool("odma", 4096, 2000).beside(rings)
 
     short, long = pool.reserve("short", Demand(10, 40, 10)), pool.reserve("long", Demand(10, 2000, 10))
 

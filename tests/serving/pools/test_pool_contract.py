@@ -13,12 +13,12 @@ from phasewise.serving.pools.contract import (
     Demand,
     Estimate,
     Grant,
-    KvPool,
     Placement,
     PoolError,
     PoolSettings,
 )
 from phasewise.serving.pools.opening import POLICIES, open_pool
+from phasewise.serving.pools.pool import KvPool
 from phasewise.workflows.bench.kv.compared import KV_POLICIES, ComparedSettings
 from tests.support.tiers import examples
 
@@ -217,13 +217,13 @@ class TestEveryPool:
             memory.release(f"l{index}", ended=True)
             pool.refresh()
 
-        memory.reserve("long", Demand(prompt, pool.longest, prompt, estimate))
-        for n_positions in range(prompt + 1, pool.longest + 1):
-            if n_positions > pool.placements()["long"].n_slots or n_positions == pool.longest:
+        memory.reserve("long", Demand(prompt, pool.n_slots, prompt, estimate))
+        for n_positions in range(prompt + 1, pool.n_slots + 1):
+            if n_positions > pool.placements()["long"].n_slots or n_positions == pool.n_slots:
                 assert memory.grow("long", n_positions)
                 memory.step([("long", n_positions)], [])
 
-        assert pool.placements()["long"].n_slots >= pool.longest
+        assert pool.placements()["long"].n_slots >= pool.n_slots
 
     def test_whoever_preempts_all_others_goes_on_to_the_end(self, name: str) -> None:
         """The oldest of many always gets its room once the others have given theirs back."""

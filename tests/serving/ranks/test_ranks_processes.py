@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -362,7 +363,10 @@ os.write(1, Report(error=f"it may run on {sorted(os.sched_getaffinity(0))}").to_
 def test_a_rank_is_on_its_own_cores_from_its_first_import_on(
     three_heads: PackedModel, monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
-    monkeypatch.setattr(worker_processes, "COMMAND", ("-c", SAYS_ITS_CORES))
+    def start(_module: str, _told: bytes, more: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", SAYS_ITS_CORES], env={**os.environ, **more}, **options)
+
+    monkeypatch.setattr(worker_processes, "start_child", start)
     everywhere = sorted(os.sched_getaffinity(0))
     cores = (RankCores((everywhere[0],)), RankCores((everywhere[-1],)))
     with pytest.raises(RanksError, match="rank 1 cannot start") as caught:

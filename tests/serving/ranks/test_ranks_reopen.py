@@ -18,9 +18,9 @@ from phasewise.serving.errors import CoresMoved, RankLost, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks import process_ranks
+from phasewise.serving.ranks.first_rank import KvSettings, RankOptions
 from phasewise.serving.ranks.open_ranks import LocalRanks, open_ranks
 from phasewise.serving.ranks.process_ranks import ProcessRanks
-from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions
 from phasewise.tuner.plans import MAX_PU, PHASES, Phase, RankCores, ServicePlan
 from tests.serving.ranks.test_ranks_processes import (
     BOUND_S,

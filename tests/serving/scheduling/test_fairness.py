@@ -53,13 +53,13 @@ class Shared:
         return batch
 
     def held(self) -> Counter[str]:
-        return Counter(sequence.request.client for sequence in self.scheduler._running)
+        return Counter(sequence.request.client for sequence in self.scheduler._lanes.running)
 
     def waiting(self) -> set[str]:
-        return {sequence.request.client for sequence in self.scheduler._waiting}
+        return {sequence.request.client for sequence in self.scheduler._lanes.own.waiting}
 
     def is_running(self, name: str) -> bool:
-        return any(sequence.request_id == name for sequence in self.scheduler._running)
+        return any(sequence.request_id == name for sequence in self.scheduler._lanes.running)
 
 
 def check_shares(shared: Shared) -> None:
@@ -83,7 +83,7 @@ def test_while_another_client_waits_none_holds_more_places_than_its_share(
             (n_prompt, n_answer), client = arriving.pop(0)
             asked[shared.add(client, n_prompt, n_answer)] = n_answer
         scheduler = shared.scheduler
-        scheduler._admitter.admit(scheduler._place, scheduler._preempt)  # as the step does first
+        scheduler._admitter.admit()  # as the step does first
         check_shares(shared)
         if shared.step(chunk) is None and not arriving:
             break
@@ -159,7 +159,7 @@ def test_the_oldest_of_a_client_never_gives_way_for_a_share() -> None:
     shared = Shared(make("paged", n_slots=512, context=512, tokens=512, sequences=4))
     shared.add("large", 300, 100)
     shared.step()
-    oldest: LiveSequence = shared.scheduler._running[0]
+    oldest: LiveSequence = shared.scheduler._lanes.running[0]
     for _ in range(6):
         shared.add("small", 100, 20)
     while "large" in shared.held():
@@ -174,9 +174,9 @@ def test_a_request_that_waits_is_not_held_up_by_one_of_another_client_that_must_
     shared = Shared(scheduler)
     for _ in range(4):
         shared.add("greedy", 50, 300)
-    while not any(waiter.n_preempted for waiter in scheduler._waiting):
+    while not any(waiter.n_preempted for waiter in scheduler._lanes.own.waiting):
         shared.step()
-    for sequence in scheduler._waiting:
+    for sequence in scheduler._lanes.own.waiting:
         sequence.n_preempted = 4
     name = shared.add("small", 5, 3)
     shared.step()

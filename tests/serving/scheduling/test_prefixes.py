@@ -17,13 +17,12 @@ from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import KV_CHUNK, Placement, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.pools.wrapped import StatefulPool
-from phasewise.serving.prefix_store.store import KeptBeginnings
 from phasewise.serving.scheduling import held_prefixes
 from phasewise.serving.scheduling.held_prefixes import (
     BLOCK_TOKENS,
     MOST_STORED_BLOCKS,
     HeldPrefixes,
+    KeptBeginnings,
     block_keys,
 )
 from phasewise.serving.scheduling.prefixes import (
@@ -287,9 +286,8 @@ def test_long_changes_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 def test_with_states_a_sequence_is_held_up_to_its_last_kept_state() -> None:
     """At its end, where its conversation goes on; and nothing of it once its places are given to others
     whose states cost more tokens."""
-    pool = StatefulPool(
-        open_pool("odma", N_SLOTS, PoolSettings(longest_request=500)), StatePlaces(4, N_SLOTS)
-    )
+    pool = open_pool("odma", N_SLOTS, PoolSettings(longest_request=500))
+    pool.beside(states=StatePlaces(4, N_SLOTS))
     reported = Reported(Scheduler(pool, SchedulerLimits(500, 64, 2)))
     request = Request("r", tuple(range(150)), 60)
     reported.run(request)

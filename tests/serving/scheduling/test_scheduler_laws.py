@@ -17,15 +17,13 @@ from phasewise.serving.pools.contract import (
     KV_CHUNK,
     Demand,
     Estimate,
-    Grant,
-    KvPool,
     Placement,
     PoolSettings,
     Rings,
 )
 from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.pools.pool import Beside, KvPool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.pools.wrapped import RingedPool, StatefulPool, WrappedPool
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.request import MOST_PREEMPTIONS, Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
@@ -133,33 +131,17 @@ def test_answers_under_load_are_those_of_the_request_alone(
         assert answer == (expected[: len(answer)] if request.request_id in aborted else expected)
 
 
-class NotedPool(WrappedPool):
-    """A pool that keeps the placements it has given, and lets none reach beyond its slots."""
+class NotedPlacements(Beside):
+    """Keeps the placements that a pool has given, and lets none reach beyond its slots."""
 
-    def __init__(self, pool: KvPool) -> None:
-        super().__init__(pool)
+    def __init__(self, pool: KvPool, rings: Rings | None, states: StatePlaces | None) -> None:
+        super().__init__(rings, states)
+        self.rings, self.states, self.pool = rings, states, pool.beside(rings, states)
+        pool._beside = self
         self.given: dict[Placement, frozenset[int]] = {}
         """All there ever were, each with its slots."""
         self.to_copy: set[Placement] = set()
         """Those that requests have had since copies were carried out last."""
-
-    @property
-    def rings(self) -> Rings | None:
-        return self._pool.rings
-
-    @property
-    def states(self) -> StatePlaces | None:
-        return self._pool.states
-
-    def reserve(self, owner: str, demand: Demand) -> Grant | None:
-        grant = self._pool.reserve(owner, demand)
-        return None if grant is None else self._dressed_grant(owner, grant)
-
-    def release(self, owner: str, answer_tokens: int | None = None) -> None:
-        self._pool.release(owner, answer_tokens)
-
-    def check(self) -> None:
-        self._pool.check()
 
     def carry_out(self, copies: Iterable[KvCopy]) -> None:
         """Each goes from one placement to another."""
@@ -173,13 +155,14 @@ class NotedPool(WrappedPool):
             sources, targets = ({*range(first, first + n_slots)} for first in (source, target))
             assert any(sources <= slots for slots in self.given.values()), (source, n_slots)
             assert any(targets <= self.given[placement] for placement in self.to_copy), (target, n_slots)
-        self.to_copy = set(self.placements().values())
+        self.to_copy = set(self.pool.placements().values())
 
-    def _dressed(self, owner: str, placement: Placement) -> Placement:
+    def dressed(self, owner: str, placement: Placement) -> Placement:
+        placement = super().dressed(owner, placement)
         if placement not in self.given:
             length = placement.n_slots if placement.table is None else KV_CHUNK
             blocks = [(first, length) for first in placement.table or (placement.base,)]
-            assert all(0 <= first <= self.n_slots - length for first, length in blocks), placement
+            assert all(0 <= first <= self.pool.n_slots - length for first, length in blocks), placement
             if placement.ring is not None and self.rings is not None:
                 begin, end = placement.ring[0], sum(placement.ring)
                 assert self.rings.first_slot <= begin < end <= self.rings.first_slot + self.rings.n_slots
@@ -192,7 +175,7 @@ class NotedPool(WrappedPool):
         return placement
 
 
-def noted_pool(policy: str, beside: str, lessons: Iterable[int]) -> NotedPool:
+def noted_pool(policy: str, beside: str, lessons: Iterable[int]) -> NotedPlacements:
     """A small pool that learns soon. lessons: lengths of answers that it has seen. beside: what its
     placements have beside slots."""
     settings = PoolSettings(longest_request=N_SLOTS, refresh_every=2, window=32)
@@ -201,11 +184,8 @@ def noted_pool(policy: str, beside: str, lessons: Iterable[int]) -> NotedPool:
         assert pool.reserve("lesson", Demand(1 + n_answer, 1 + n_answer, 1)) is not None
         pool.release("lesson", n_answer)
     pool.refresh()
-    if beside == "rings":
-        pool = RingedPool(pool, Rings(N_SLOTS, 3 * KV_CHUNK, KV_CHUNK, 60))
-    elif beside == "states":
-        pool = StatefulPool(pool, StatePlaces(5, N_SLOTS))
-    return NotedPool(pool)
+    rings = Rings(N_SLOTS, 3 * KV_CHUNK, KV_CHUNK, 60) if beside == "rings" else None
+    return NotedPlacements(pool, rings, StatePlaces(5, N_SLOTS) if beside == "states" else None)
 
 
 class DrawnTraffic:
@@ -274,7 +254,8 @@ def test_copies_lie_within_placements_and_placements_within_the_pool(
 ) -> None:
     """Whatever arrives, ends, is aborted between its placement and its copies or drafted, and whenever bounds
     are learnt."""
-    rng, pool = random.Random(seed), noted_pool(policy, beside, lessons)
+    rng, noted = random.Random(seed), noted_pool(policy, beside, lessons)
+    pool = noted.pool
     scheduler = Scheduler(pool, SchedulerLimits(N_SLOTS, max_batch_tokens=64, max_sequences=sequences))
     traffic = DrawnTraffic(scheduler, rng)
     for _ in range(120):
@@ -285,7 +266,7 @@ def test_copies_lie_within_placements_and_placements_within_the_pool(
             traffic.abort()
         if rng.random() < 0.3:
             pool.refresh()
-        pool.carry_out(scheduler.take_copies() if batch is None else batch.copies)
+        noted.carry_out(scheduler.take_copies() if batch is None else batch.copies)
         if batch is None:
             continue
         if batch.phase == "decode" and rng.random() < 0.5:
@@ -376,10 +357,10 @@ def test_everybody_ends_within_a_bound_that_the_work_before_gives(
 
     while scheduler.has_work:
         oldest = min(map(int, scheduler.request_ids()))
-        running = [sequence.request_id for sequence in scheduler._running]
+        running = [sequence.request_id for sequence in scheduler._lanes.running]
         assert turns.take(chunk) is not None
         assert not running or str(oldest) in running or int(running[0]) > oldest
-        for waiter in scheduler._waiting:
+        for waiter in scheduler._lanes.own.waiting:
             preempted[waiter.request_id] = waiter.n_preempted
 
     assert turns.got == {request.request_id: request.max_tokens for request in requests}

@@ -37,9 +37,9 @@ def test_whatever_comes_and_goes_everything_ends_and_nobody_waits_for_a_shadow(
     def next_batch(*limits: Any) -> Batch | None:
         batch = take(*limits)
         if scheduler.n_running < scheduler.limits.max_sequences and any(
-            not sequence.n_preempted for sequence in scheduler._waiting
+            not sequence.n_preempted for sequence in scheduler._lanes.own.waiting
         ):
-            assert not any(sequence.request.in_shadow for sequence in scheduler._running)
+            assert not any(sequence.request.in_shadow for sequence in scheduler._lanes.running)
         return batch
 
     scheduler.next_batch = next_batch  # type: ignore[method-assign]

@@ -11,7 +11,6 @@ from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.pools.wrapped import StatefulPool
 from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
 from tests.support.tiers import n_examples
@@ -57,7 +56,7 @@ class Memory:
 def scheduler_of(n_places: int, policy: str = "odma", reuse: bool = True, sequences: int = 6) -> Scheduler:
     pool = open_pool(policy, SLOTS, PoolSettings(longest_request=SLOTS))
     limits = SchedulerLimits(SLOTS, max_batch_tokens=64, max_sequences=sequences, prefix_reuse=reuse)
-    return Scheduler(StatefulPool(pool, StatePlaces(n_places, SLOTS)), limits)
+    return Scheduler(pool.beside(states=StatePlaces(n_places, SLOTS)), limits)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -119,7 +118,7 @@ def test_conversations_find_what_they_left_while_the_pool_has_room(policy: str, 
     context, slots, answer = 1024, 4096, 8
     pool = open_pool(policy, slots, PoolSettings(longest_request=context))
     limits = SchedulerLimits(context, max_batch_tokens=64, max_sequences=6)
-    scheduler = Scheduler(StatefulPool(pool, StatePlaces(64, slots)), limits)
+    scheduler = Scheduler(pool.beside(states=StatePlaces(64, slots)), limits)
     said: dict[int, tuple[int, ...]] = dict.fromkeys(range(6 + finished), ())
     for turn in range(3):
         for talk in said if turn == 0 else list(said)[finished:]:
@@ -222,7 +221,7 @@ def test_a_long_chain_of_calls_computes_its_new_tokens_alone(
     slots = 30 * 98_304
     pool = open_pool(policy, slots, PoolSettings(longest_request=context))
     limits = SchedulerLimits(context, max_batch_tokens=chunk, max_sequences=1)
-    scheduler = Scheduler(StatefulPool(pool, StatePlaces(n_places, slots)), limits)
+    scheduler = Scheduler(pool.beside(states=StatePlaces(n_places, slots)), limits)
     talks = [Talk(shape, 10 + 1_000_000 * number) for number in range(1 + n_others)]
     seen: list[list[tuple[int, ...]]] = [[] for _ in talks]
     for talk in talks:

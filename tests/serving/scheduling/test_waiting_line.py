@@ -87,6 +87,6 @@ def test_age_is_counted_from_the_first_admission() -> None:
     while not scheduler.counts.preemptions:
         assert turns.take() is not None
 
-    assert [queued.request_id for queued in scheduler._waiting] == ["greedy 2"]
+    assert [queued.request_id for queued in scheduler._lanes.own.waiting] == ["greedy 2"]
     turns.run()
     assert turns.ended == ["greedy 0", "other", "greedy 1", "greedy 2"]

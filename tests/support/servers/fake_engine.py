@@ -12,8 +12,9 @@ from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.live_request import Vocabulary
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import RankLost
-from phasewise.serving.pools.contract import KV_CHUNK, KvPool, PoolSettings
+from phasewise.serving.pools.contract import KV_CHUNK, PoolSettings
 from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 
 from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_host import SeveralEngines
 from phasewise.serving.engine.engine_thread import EngineThread
-from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import ModelError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel

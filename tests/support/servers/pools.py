@@ -24,7 +24,7 @@ from phasewise.serving.grammar.guides import Grammar, GuideCompiler, ThoughtMark
 from phasewise.serving.grammar.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.adapter_files import with_adapters
-from phasewise.serving.prefix_store.opening import PrefixSettings
+from phasewise.serving.prefix_store.store import PrefixSettings
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan

@@ -17,7 +17,6 @@ from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.instance_messages import (
     FromInstance,
     Identity,
-    InstanceReport,
     Ready,
     ToInstance,
     read_to_instance,
@@ -68,7 +67,7 @@ class ScriptedInstance:
         progress: Sequence[Progress] = (),
     ) -> None:
         parts = tuple(placed), tuple(computed), tuple(arrived), tuple(progress)
-        self.say(InstanceReport(outs, (), None, LOAD, *parts))
+        self.say(Delivery(outs, None, LOAD, *parts))
 
     def place(self, attempt_id: str) -> None:
         self.tell(placed=[Placed(attempt_id, Placement(0, 64))])

@@ -167,7 +167,7 @@ class Scenes:
         """Send requests; where a link is to be cut, slow it first, so that it is cut in the middle."""
         server, front = self.server, self.server.front
         named = [replace(request, request_id=f"{request.request_id} {name}") for request in requests]
-        divided, failed, life = front.counts.divided, sum(front.counts.failed.values()), dict(front.pids)
+        divided, failed, life = front.n_divided, sum(front.failed.values()), dict(front.pids)
         began_s, patient = time.monotonic(), front.settings
         with slowed("data", TOO_SLOW) if cut else contextlib.nullcontext():
             if cut == "data" or name == "too slow":
@@ -190,8 +190,8 @@ class Scenes:
         return {
             "name": name,
             "took_s": took_s,
-            "divided": front.counts.divided - divided,
-            "failed": sum(front.counts.failed.values()) - failed,
+            "divided": front.n_divided - divided,
+            "failed": sum(front.failed.values()) - failed,
             "failed_requests": [
                 request.request_id for request in named if request.request_id in server.failures
             ],

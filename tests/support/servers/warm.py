@@ -25,7 +25,7 @@ READ_AT_IMPORT = ("PHASEWISE_CORE", "PHASEWISE_ISA")
 _IMPORTED = (
     *("llguidance", "numpy.random", "pydantic.v1", "phasewise.cli.commands.chat"),
     *("phasewise.cli.commands.generate", "phasewise.cli.commands.serve", "phasewise.cli.main"),
-    *("phasewise.kerneldb.store", "phasewise.serving.engine.several_engines"),
+    *("phasewise.kerneldb.store", "phasewise.serving.engine.engine_host"),
     *("phasewise.serving.loaders.encoders", "phasewise.serving.loaders.families"),
     *("phasewise.serving.loaders.fetching.registry", "phasewise.serving.service"),
     *("phasewise.tuner.predictor.live", "phasewise.workflows.generate.run"),

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from phasewise.serving.pools.buckets import LearntSizes, limited_to
-from phasewise.serving.pools.contiguous import ContiguousPool, Size
-from phasewise.serving.pools.contract import Demand, KvPool, PoolSettings
+from phasewise.serving.pools.contiguous import ContiguousPool, Size, Sizes
+from phasewise.serving.pools.contract import Demand, PoolSettings
 from phasewise.serving.pools.opening import POLICIES
+from phasewise.serving.pools.pool import KvPool
 
 
 class WholeBuckets(LearntSizes):
@@ -34,13 +35,10 @@ class WholeBuckets(LearntSizes):
         return limited_to(demand, whole, whole, bucket)
 
 
-class StaticSizes:
+class StaticSizes(Sizes):
     """Static pre-allocation: `longest_request` positions for every request, so that nothing ever grows."""
 
     policy = "static"
-    bounds: tuple[int, ...] = ()
-    reserve_share = 0.0
-    squeezes = False
 
     def __init__(self, longest_request: int) -> None:
         self.large_bound = longest_request
@@ -51,17 +49,8 @@ class StaticSizes:
     def next(self, demand: Demand, n_positions: int) -> Size:
         return Size(n_positions, n_positions, None)
 
-    def ended(self, demand: Demand, answer_tokens: int) -> None:
-        """Learn nothing: the size of a static block is fixed."""
 
-    def refresh(self) -> bool:
-        return False
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-
-class FixedSizes:
+class FixedSizes(Sizes):
     """S3's buckets of equal width, `n_buckets` up to `longest_answer` tokens (Jin et al., NeurIPS 2023).
 
     A request gets the bucket that its estimate falls into, without an estimate the longest. An answer that
@@ -69,8 +58,6 @@ class FixedSizes:
     """
 
     policy = "fixed"
-    reserve_share = 0.0
-    squeezes = False
 
     def __init__(self, longest_answer: int, n_buckets: int) -> None:
         self.bounds = tuple(-(-longest_answer * bucket // n_buckets) for bucket in range(1, n_buckets + 1))
@@ -91,9 +78,6 @@ class FixedSizes:
             self._estimated += 1
             predicted = self._bucket(demand.estimate.output_tokens)
             self._mispredicted += predicted != self._bucket(answer_tokens)
-
-    def refresh(self) -> bool:
-        return False
 
     def counts(self) -> dict[str, int]:
         return {"estimated": self._estimated, "mispredicted": self._mispredicted}

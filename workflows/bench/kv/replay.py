@@ -18,7 +18,8 @@ from functools import partial
 from phasewise._rows import Row, column
 from phasewise._words import NOTHING, counted, percent
 from phasewise.serving.errors import RequestError
-from phasewise.serving.pools.contract import Estimate, KvPool
+from phasewise.serving.pools.contract import Estimate
+from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
