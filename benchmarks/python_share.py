@@ -37,7 +37,8 @@ from phasewise.serving.model_table import ModelTable, TextRow
 from phasewise.serving.ranks.open_ranks import LocalRanks
 from phasewise.serving.sampling import sampling
 from phasewise.serving.service import ServiceSettings, run_service
-from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.opening.settings import Weights
 from tests.soak import raw_http
 
 PROMPT = "The history of the steam engine begins"

@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import importlib
 import pickle
+import sys
 import types
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,16 @@ def plain(value: Any) -> Any:
     return type(value).__name__
 
 
+def everywhere(patch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """Replace what `MODULE.NAME` is, in each of our modules that has it by this name too."""
+    module, _, attribute = name.rpartition(".")
+    ours = [each for each in sys.modules.values() if each.__name__.startswith("phasewise.")]
+    own = getattr(importlib.import_module(module), attribute)
+    for each in ours:
+        if vars(each).get(attribute) is own:
+            patch.setattr(each, attribute, value)
+
+
 class Boundary:
     """The fakes, and what they were given since `begin`."""
 
@@ -85,7 +98,8 @@ class Boundary:
         self.opened.setdefault(kind, []).append(plain(value))
 
     def _replace(self) -> None:
-        set_ = self._patch.setattr
+        importlib.import_module("phasewise.workflows.serve.run")
+        set_ = partial(everywhere, self._patch)
         set_("phasewise.topology.read_machine", lambda *_: self._machine)
         set_("phasewise.serving.processes.headroom.use_one_heap", lambda: None)
         set_("phasewise.serving.processes.headroom.available_bytes", lambda: 1 << 36)
@@ -126,8 +140,8 @@ class Boundary:
             self.keep("loaded", ("schedules", db))
             return schedules(db, *rest, **more)
 
-        self._patch.setattr(loaders, "load_model", loading)
-        self._patch.setattr(tuned_schedules, "schedules_for", looking)
+        everywhere(self._patch, "phasewise.serving.loaders.load_model", loading)
+        everywhere(self._patch, "phasewise.workflows.opening.tuned_schedules.schedules_for", looking)
 
     def _tcp(self, host: str, port: int, *, secure: bool = False) -> Any:
         self.keep("address", (host, port, secure))

@@ -14,7 +14,7 @@ pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.model_table import AnswerPolicy
 from phasewise.workflows.opening.drafts import check_draft
-from phasewise.workflows.opening.open_model import NATIVE
+from phasewise.workflows.opening.settings import NATIVE
 from phasewise.workflows.serve.model_folder import model_folder
 from phasewise.workflows.serve.opened_models import Opener
 from phasewise.workflows.serve.settings import KeysAndValues, Residency, ServeSettings

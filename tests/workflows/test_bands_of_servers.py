@@ -29,7 +29,8 @@ from phasewise.serving.model_table import AnswerPolicy
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan, rank_on
-from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under
+from phasewise.workflows.opening.open_model import OpenModel, open_under
+from phasewise.workflows.opening.settings import NATIVE
 from phasewise.workflows.serve.core_plans import plans_now
 from phasewise.workflows.serve.embedding import EmbeddingRoom
 from phasewise.workflows.serve.opened_models import ALONE, Opener

@@ -24,7 +24,8 @@ from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.drafts import check_draft
-from phasewise.workflows.opening.open_model import Weights, check_settings
+from phasewise.workflows.opening.open_model import check_settings
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, KV_FORMAT, ModelCores
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.embedding import makes_vectors

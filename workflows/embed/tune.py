@@ -13,22 +13,28 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from phasewise._words import counted, number
+from phasewise.kerneldb.location import locate
+from phasewise.serving.embedding.depth import FoundDepth, LatencyLine, admission_depth, predict_and_try
+from phasewise.serving.embedding.devices import Command, free_cores, instance_cores
+from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
+from phasewise.serving.embedding.lateness import FIRST_SHARE
+from phasewise.serving.embedding.open_embedding import check_commands, start_worker, width_of
+from phasewise.serving.embedding.pace import KEPT
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.protocol import inputs_to_bytes
+from phasewise.serving.embedding.queues import Depth
+from phasewise.serving.embedding.worker import WorkerSpec
+from phasewise.serving.embedding.worker_process import WorkerProcess
+from phasewise.serving.errors import ServingError
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.topology import Machine, read_machine
 from phasewise.workflows.embed.accelerators import Accelerators
+from phasewise.workflows.embed.kept_plan import keep_plan
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    from phasewise.serving.embedding.depth import FoundDepth, LatencyLine
-    from phasewise.serving.embedding.devices import Command
-    from phasewise.serving.embedding.plan import EmbeddingPlan
-    from phasewise.serving.embedding.queues import Depth
-    from phasewise.serving.embedding.worker import WorkerSpec
-    from phasewise.serving.embedding.worker_process import WorkerProcess
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.topology import Machine
 
 ROUNDS = 3
 NOISE = 1 / 40
@@ -85,9 +91,6 @@ class _Probing:
     commands: Mapping[str, Command]
 
     def spec(self, device: str, cores: tuple[int, ...]) -> WorkerSpec:
-        from phasewise.serving.embedding.open_embedding import width_of
-        from phasewise.serving.embedding.worker import WorkerSpec
-
         command, width = self.commands.get(device, ()), width_of(self.model)
         return WorkerSpec(device, self.ref, self.model.format, cores, command=command, width=width)
 
@@ -104,13 +107,6 @@ def tune_embed(
     db: str | None = None,
 ) -> TunedEmbedding:
     """Measure, choose and keep a plan. WorkflowError where no device answers one input within the SLO."""
-    from phasewise.kerneldb.location import locate
-    from phasewise.serving.embedding.open_embedding import check_commands
-    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
-    from phasewise.serving.loaders import load_model
-    from phasewise.topology import read_machine
-    from phasewise.workflows.embed.kept_plan import keep_plan
-
     model = load_model(ref, weight_format, report=report)
     if model.embedding is None:
         raise WorkflowError(f"{model.name} is no embedding model")
@@ -142,10 +138,6 @@ def tune_embed(
 
 def _held(measured: MeasuredCut | MeasuredAccelerator, slo_s: float, length: int) -> Depth:
     """The depth of one worker's queue: its line's, times the share of inputs that held when tried."""
-    from phasewise.serving.embedding.depth import admission_depth
-    from phasewise.serving.embedding.lateness import FIRST_SHARE
-    from phasewise.serving.embedding.pace import KEPT
-
     share = min(1.0, measured.tried / max(1, measured.predicted))
     return admission_depth(measured.line, slo_s, length, KEPT + FIRST_SHARE).scaled(share)
 
@@ -154,9 +146,6 @@ def _accelerators(
     probing: _Probing, machine: Machine, names: Sequence[str], report: Report
 ) -> list[MeasuredAccelerator]:
     """The accelerators that can be measured and answer one input in time; all others are reported."""
-    from phasewise.serving.embedding.devices import free_cores
-    from phasewise.serving.errors import ServingError
-
     free, devices = free_cores(machine, ()), list[MeasuredAccelerator]()
     for name in names:
         left = free[sum(len(device.cores) for device in devices) :]
@@ -196,8 +185,6 @@ def _cuts(
     report: Report,
 ) -> list[MeasuredCut]:
     """Every number of CPU instances on the cores that accelerators' workers leave."""
-    from phasewise.serving.embedding.devices import free_cores, instance_cores
-
     of_workers = {core for device in devices for core in device.cores}
     taken = of_workers if set(free_cores(machine, of_workers)) else set[int]()
     n_cores = len(free_cores(machine, taken))
@@ -239,8 +226,6 @@ def _measure_cut(
 
 
 def _by_tokens(line: LatencyLine, length: int) -> LatencyLine:
-    from phasewise.serving.embedding.depth import LatencyLine
-
     return LatencyLine(line.alpha_s / length, line.beta_s)
 
 
@@ -248,8 +233,6 @@ def _probe_all(
     probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]]
 ) -> FoundDepth:
     """The depth of one worker of `specs` while all work, those of `busy` on the given numbers of inputs."""
-    from phasewise.serving.embedding.open_embedding import start_worker
-
     workers: list[WorkerProcess] = []
     try:
         for spec in (*specs, *(spec for spec, _ in busy)):
@@ -264,8 +247,6 @@ def _probe_all(
 async def _probe(
     workers: Sequence[WorkerProcess], beside: Sequence[tuple[WorkerProcess, int]], probing: _Probing
 ) -> FoundDepth:
-    from phasewise.serving.embedding.depth import predict_and_try
-
     for worker in (*workers, *(worker for worker, _ in beside)):
         await worker.attach()
 
@@ -295,9 +276,6 @@ async def _probe(
 
 def _batch(n: int, probing: _Probing) -> bytes:
     """A batch of n inputs; with a task, which takes longest, where the model has tasks."""
-    from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
-    from phasewise.serving.embedding.protocol import inputs_to_bytes
-
     task = min(1, len(names_of_tasks(probing.model)))
     ids = [[1 + (7 * i + j) % 90 for j in range(probing.length)] for i in range(n)]
     return inputs_to_bytes([Tokens(own, task=task) for own in ids])

@@ -13,19 +13,27 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phasewise._words import counted
+from phasewise.kerneldb.errors import KernelDbError
+from phasewise.serving.engine.engine_size import default_kv_bytes
+from phasewise.serving.errors import ModelError, ServingError
+from phasewise.serving.http.http_settings import ModelFacts
+from phasewise.serving.http.models.model_shelf import ModelFile
+from phasewise.serving.loaders import config_of_model, open_source
+from phasewise.serving.loaders.adapter_files import load_adapter, named_path, named_paths
+from phasewise.serving.loaders.fetching.resolve import Located
+from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
+from phasewise.serving.model_table import ModelFolder, TextRow
+from phasewise.serving.processes.headroom import available_bytes
+from phasewise.tuner.errors import TunerError
 from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.opening.open_model import check_settings
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.report import Report
+from phasewise.workflows.serve.embedding import makes_vectors
 from phasewise.workflows.serve.opened_models import Opener
 from phasewise.workflows.serve.ways import SizedModel
-
-if TYPE_CHECKING:
-    from phasewise.serving.http.http_settings import ModelFacts
-    from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.model_table import ModelFolder, TextRow
-    from phasewise.workflows.opening.open_model import Weights
 
 SHARE_OF_FREE_MEMORY = 0.75
 """Share of free memory that all models may take together where no budget is named."""
@@ -56,10 +64,6 @@ class _FolderModel:
 @contextmanager
 def _told_as_ours() -> Iterator[None]:
     """Turn errors of plans, the database or settings into ModelError, which the model's requester is told."""
-    from phasewise.kerneldb.errors import KernelDbError
-    from phasewise.serving.errors import ModelError
-    from phasewise.tuner.errors import TunerError
-
     try:
         yield
     except (KernelDbError, TunerError, WorkflowError, OSError, MemoryError) as error:
@@ -68,11 +72,6 @@ def _told_as_ours() -> Iterator[None]:
 
 def model_folder(opener: Opener) -> ModelFolder:
     """The folder of `--models`. UsageError where there is no such folder, or two models have one name."""
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders.adapter_files import named_paths
-    from phasewise.serving.model_table import ModelFolder
-    from phasewise.serving.processes.headroom import available_bytes
-
     settings, report = opener.settings, opener.report
     coming = settings.coming
     assert coming.models is not None
@@ -108,8 +107,6 @@ def model_folder(opener: Opener) -> ModelFolder:
         return {name: _file_of(paths[name]) for name in sorted(paths)}
 
     def facts(name: str) -> ModelFacts:
-        from phasewise.serving.http.http_settings import ModelFacts
-
         path = dict(reversed(list(_models_in(folder)))).get(name)
         return ModelFacts() if path is None else _facts_of(path, _file_of(path))
 
@@ -119,11 +116,6 @@ def model_folder(opener: Opener) -> ModelFolder:
 @lru_cache(maxsize=1024)
 def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
     """Facts that a file states before it is loaded; no facts of an unreadable file."""
-    from phasewise.serving.errors import ServingError
-    from phasewise.serving.http.http_settings import ModelFacts
-    from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.resolve import Located
-
     try:
         with open_source(Located(path.name, path)) as source:
             tensors = source.tensors.values()
@@ -136,12 +128,6 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
 
 
 def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _FolderModel:
-    from phasewise.serving.engine.engine_size import default_kv_bytes
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.workflows.opening.open_model import check_settings
-    from phasewise.workflows.serve.embedding import makes_vectors
-
     ref, settings, report = str(path), opener.settings, opener.report
     if makes_vectors(ref, settings.weights.weight_format, report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
@@ -158,10 +144,6 @@ def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weigh
     """`weights` with those adapters whose shapes fit the model."""
     if not weights.lora:
         return weights
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders import config_of_model
-    from phasewise.serving.loaders.adapter_files import load_adapter, named_path
-
     config, fitting = config_of_model(ref, weights.weight_format, report=report), list[str]()
     for given in weights.lora:
         try:
@@ -187,8 +169,6 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _name_of(path: Path) -> str | None:
     """The name that requests use; None: no model, or a path that cannot be read or named."""
-    from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
-
     if not _is_text(path.name):
         return None
     try:
@@ -205,9 +185,6 @@ def _is_text(name: str) -> bool:
 
 
 def _file_of(path: Path) -> ModelFile:
-    from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.loaders.formats.gguf_file import part_paths
-
     files, sizes = part_paths(path), []
     with suppress(OSError):  # a directory that cannot be read
         files = list(path.glob("*.safetensors")) if path.is_dir() else files

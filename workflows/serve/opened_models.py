@@ -6,20 +6,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from phasewise._words import counted
+from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, EngineSize, default_kv_bytes
+from phasewise.serving.engine.open_engine import ModelText
+from phasewise.serving.model_table import AnswerPolicy, Predictor, TextRow
+from phasewise.serving.models.forward import kv_bytes_per_slot
+from phasewise.serving.pools.contract import Estimate
+from phasewise.serving.processes.headroom import available_bytes
+from phasewise.serving.ranks.rank_layout import teams_of
+from phasewise.topology import read_machine
+from phasewise.tuner.first_duels import FIRST_S
+from phasewise.tuner.predictor.files import default_file, load_predictor
+from phasewise.tuner.predictor.live import LiveEstimator
+from phasewise.tuner.predictor.log import PromptFacts
+from phasewise.workflows.opening.drafts import find_drafts
+from phasewise.workflows.opening.first_start import fight_first, pull_what_fits
+from phasewise.workflows.opening.open_model import OpenModel, check_settings, open_model, open_under
+from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.core_plans import most_threads
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
 from phasewise.workflows.serve.ways import InThisProcess, OnNodes, PlannedInstance, SizedModel, Way
-
-if TYPE_CHECKING:
-    from phasewise.serving.drafts.opening import DraftSource
-    from phasewise.serving.engine.engine_size import EngineSize
-    from phasewise.serving.model_table import AnswerPolicy, Predictor, TextRow
-    from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 ALONE = InThisProcess()
 
@@ -60,10 +69,6 @@ class Opener:
 
         names: for each model, names that requests may use; its id comes first.
         """
-        from phasewise.tuner.first_duels import FIRST_S
-        from phasewise.workflows.opening.first_start import pull_what_fits
-        from phasewise.workflows.opening.open_model import check_settings
-
         settings, deadline_s = self.settings, time.monotonic() + FIRST_S
         openers = [self, *(self.without_adapters() for _ in refs[1:])]
         for ref, own in zip(refs, openers, strict=False):
@@ -80,24 +85,17 @@ class Opener:
 
     def loaded(self, ref: str) -> OpenModel:
         """The model in memory, with the plans of one engine."""
-        from phasewise.workflows.opening.open_model import open_model
-
         settings, running = self.settings, self.settings.running
         return open_model(ref, settings.weights, running.threads, settings.db, self.report, running.ranks)
 
     def _fought(self, opened: OpenModel, seconds: float) -> OpenModel:
         """The model after hints for its products were fought over, on the cores of each of its instances."""
-        from phasewise.topology import read_machine
-        from phasewise.workflows.opening.first_start import fight_first
-
         plans = [instance.plans for instance in self.way.instances] or [opened.plans]
         settings = self.settings
         return fight_first(opened, plans, settings.weights, settings.db, read_machine(), seconds, self.report)
 
     def sized(self, ref: str, opened: OpenModel, kv_bytes: int | None) -> SizedModel:
         """The model with its engine's size. kv_bytes: for keys and values; None: a default."""
-        from phasewise.workflows.opening.drafts import find_drafts
-
         running = self.settings.running
         drafts = None
         if self.way == ALONE:
@@ -113,9 +111,6 @@ class Opener:
         return self.way != ALONE or self.settings.prefixes.is_asked
 
     def _size(self, opened: OpenModel, kv_bytes: int | None, drafts: DraftSource | None) -> EngineSize:
-        from phasewise.serving.engine.engine_size import EngineSize
-        from phasewise.serving.ranks.rank_layout import teams_of
-
         running, kv = self.settings.running, self.settings.kv
         is_alone = self.way == ALONE  # instances have plans of their own, and nodes memory of their own
         is_elsewhere = isinstance(self.way, OnNodes)
@@ -144,9 +139,6 @@ class Opener:
 
     def open(self, sized: SizedModel, names: tuple[str, ...], stack: ExitStack) -> OpenedModel:
         """Open the model's host, which `stack` closes. names: names that requests may use, the id first."""
-        from phasewise.serving.engine.open_engine import ModelText
-        from phasewise.serving.model_table import TextRow
-
         settings, model = self.settings, sized.open_model.model
         text = ModelText(model, allow_special=settings.accepting.allow_special)
         predictor = open_predictor(settings.running.predictor, model.name, self.report)
@@ -158,9 +150,6 @@ class Opener:
 
     def opened_as(self, served: OpenedModel) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:
         """Yield the model as this host opens it for each instance; without instances, as it is opened."""
-        from phasewise.topology import read_machine
-        from phasewise.workflows.opening.open_model import open_under
-
         weights, db = self.settings.weights, self.settings.db
         for instance in self.way.instances:
             yield instance, open_under(instance.plans, served.sized.ref, weights, db, read_machine())
@@ -175,12 +164,6 @@ def open_predictor(text: str, model_name: str, report: Report = silent) -> Predi
     """
     if text == "off":
         return None
-    from phasewise.serving.model_table import Predictor
-    from phasewise.serving.pools.contract import Estimate
-    from phasewise.tuner.predictor.files import default_file, load_predictor
-    from phasewise.tuner.predictor.live import LiveEstimator
-    from phasewise.tuner.predictor.log import PromptFacts
-
     path = default_file(model_name) if text == "auto" else text
     if text == "auto" and not default_file(model_name).exists():
         report(f"there is no predictor of {model_name} at {path}: answers' lengths are not predicted")
@@ -201,11 +184,6 @@ def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]
     """Bytes of each model's keys and values, for as many tokens in each. They divide the budget; without a
     budget, a quarter of the free memory, where no model gets more than it would alone. None: a default.
     """
-    from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
-    from phasewise.serving.models.forward import kv_bytes_per_slot
-    from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.serving.ranks.rank_layout import teams_of
-
     if len(models) == 1:
         return [kv.kv_budget_bytes]
     per_slot = [kv_bytes_per_slot(each.model, kv.kv_format, teams_of(each.plans)) for each in models]

@@ -6,12 +6,30 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from phasewise._options import NoEffect, changed, refuse_unused
 from phasewise._places import user_folder
 from phasewise._words import counted
+from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
+from phasewise.serving.engine.open_engine import OpenEngine
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.monitoring.access_log import LEVELS, Level, Logging
+from phasewise.serving.http.requests.lengths import LengthLog
+from phasewise.serving.http.transport.listening import TlsContext
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow, ModelTable
+from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.prefix_store.folder import PrefixFolder
+from phasewise.serving.processes.core_claims import claimed_on_host
+from phasewise.serving.ranks.rank_layout import teams_of
+from phasewise.serving.service import ServiceSettings, run_service
+from phasewise.topology import read_machine
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.drafts import DraftRule, check_draft, rule_of
+from phasewise.workflows.opening.first_start import products_of
+from phasewise.workflows.opening.memory_placement import MemoryPlacement
+from phasewise.workflows.opening.open_model import OpenModel, hint_at_tuning
+from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 from phasewise.workflows.options import check_arithmetic
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.address import (
@@ -21,20 +39,11 @@ from phasewise.workflows.serve.address import (
     tls_of,
     warn_of_strangers,
 )
+from phasewise.workflows.serve.embedding import makes_vectors, open_embeddings, threads_beside
+from phasewise.workflows.serve.model_folder import model_folder
 from phasewise.workflows.serve.opened_models import OpenedModel, Opener
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
 from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, way_of
-
-if TYPE_CHECKING:
-    from phasewise.serving.http.http_settings import HttpLimits
-    from phasewise.serving.http.monitoring.access_log import Level, Logging
-    from phasewise.serving.http.transport.listening import TlsContext
-    from phasewise.serving.model_table import AnswerPolicy
-    from phasewise.serving.service import ServiceSettings
-    from phasewise.workflows.opening.drafts import DraftRule
-    from phasewise.workflows.opening.memory_placement import MemoryPlacement
-    from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 _FEW_CONNECTIONS = 1024
 
@@ -53,17 +62,6 @@ def serve_models(
     exclude each other, and NoEffect for those that this way of serving does not follow. What is wrong with a
     model of a folder is told to whoever asks for it.
     """
-    from phasewise.serving.processes.headroom import use_one_heap
-
-    use_one_heap()  # before numpy's threads are there
-    from phasewise.serving.model_table import EmbeddingRow, ModelTable
-    from phasewise.serving.processes.core_claims import claimed_on_host
-    from phasewise.serving.service import run_service
-    from phasewise.topology import read_machine
-    from phasewise.workflows.opening.drafts import check_draft
-    from phasewise.workflows.serve.embedding import open_embeddings
-    from phasewise.workflows.serve.model_folder import model_folder
-
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
     weights = replace(settings.weights, sequences=settings.accepting.max_sequences)
     settings = replace(settings, weights=weights)  # stored for as many as may decode together
@@ -112,8 +110,6 @@ def serve_models(
 
 def _embed_ref(model: str | None, settings: ServeSettings, report: Report) -> str | None:
     """The model that embeds: `--embed-model`'s, or MODEL where it makes vectors. NoEffect, UsageError."""
-    from phasewise.workflows.serve.embedding import makes_vectors
-
     embeddings, running = settings.embeddings, settings.running
     if model is not None and makes_vectors(model, settings.weights.weight_format, report):
         is_alone = not (running.also or settings.coming.models)
@@ -137,9 +133,6 @@ def _called(
 
     UsageError where two models share a name, or a model is of the wrong kind.
     """
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-    from phasewise.workflows.serve.embedding import makes_vectors
-
     weight_format = settings.weights.weight_format
     for ref in refs:
         if ref != model and makes_vectors(ref, weight_format, report):
@@ -170,8 +163,6 @@ def _told(
     opened: Sequence[OpenedModel], opener: Opener, service: ServiceSettings, explain: Explain | None
 ) -> ServiceSettings:
     """Report the models that stay, and add their tuned products to the metrics of `service`."""
-    from phasewise.workflows.opening.open_model import hint_at_tuning
-
     report = opener.report
     hint_at_tuning(opened[0].sized.ref, opener.settings.db, report)
     if explain is not None:
@@ -186,8 +177,6 @@ def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way)
     """Settings of the models that generate text. An engine in this process has as many cores as embeddings
     beside it leave. UsageError.
     """
-    from phasewise.workflows.serve.embedding import threads_beside
-
     if embed_ref is None:
         return settings
     settings = replace(settings, embeddings=replace(settings.embeddings, embed_model=embed_ref))
@@ -199,8 +188,6 @@ def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way)
 
 def _check_prefixes(settings: ServeSettings, way: Way) -> None:
     """Raise ServingError for a prefix folder that cannot be used, if this host reads it."""
-    from phasewise.serving.prefix_store.folder import PrefixFolder
-
     prefixes = settings.prefixes
     if prefixes.prefix_cache is not None and not isinstance(way, OnNodes):
         PrefixFolder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
@@ -214,8 +201,6 @@ def _tell_prefixes(prefixes: Prefixes, report: Report) -> None:
 
 def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
     """Give `explain` the schedules and the drafts of a model, or of each of its instances."""
-    from phasewise.workflows.opening.drafts import rule_of
-
     for instance, opened in opener.opened_as(served):
         name = opened.model.name if instance is None else instance.describe()
         opener.report(f"{name}: {_fingerprint(served, opened, opener.settings)}")
@@ -224,8 +209,6 @@ def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
 
 def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
     """The fingerprint of the model's answers, for people."""
-    from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
-
     size = served.row.opened.size
     context = size.limits.context_length
     own = fingerprint_of(opened.model, size.kv.format, opened.schedules, min(context, size.kv.slots))
@@ -241,9 +224,6 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
 def _service_settings(
     settings: ServeSettings, limits: HttpLimits, tls: TlsContext | None, report: Report
 ) -> ServiceSettings:
-    from phasewise.serving.http.requests.lengths import LengthLog
-    from phasewise.serving.service import ServiceSettings
-
     batches = settings.batches
     return ServiceSettings(
         limits=limits,
@@ -259,17 +239,12 @@ def _service_settings(
 
 
 def _answers(settings: ServeSettings) -> AnswerPolicy:
-    from phasewise.serving.model_table import AnswerPolicy
-
     answering = settings.answering
     return AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
 
 
 def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Mapping[str, int]]:
     """Numbers of products of each model by state; none where the model computes on other hosts."""
-    from phasewise.topology import read_machine
-    from phasewise.workflows.opening.first_start import products_of
-
     if isinstance(opener.way, OnNodes):
         return {}
     products: dict[str, Mapping[str, int]] = {}
@@ -283,15 +258,11 @@ def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Map
 
 
 def _logging(settings: ServeSettings) -> Logging:
-    from phasewise.serving.http.monitoring.access_log import Logging
-
     logged = settings.logged
     return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
 
 
 def _level(name: str) -> Level:
-    from phasewise.serving.http.monitoring.access_log import LEVELS
-
     levels: dict[str, Level] = {level: level for level in LEVELS}
     if name not in levels:
         raise UsageError(f"--log-level {name!r} is not one of {', '.join(LEVELS)}")
@@ -299,10 +270,6 @@ def _level(name: str) -> Level:
 
 
 def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, report: Report) -> None:
-    from phasewise.serving.engine.open_engine import OpenEngine
-    from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
-    from phasewise.serving.ranks.rank_layout import teams_of
-
     first, *others = opened_models
     opened = first.row.opened
     size = opened.size

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from phasewise._options import MOST_USED, changed, option, parse_bytes, parse_time, refuse_unused
 from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
-from phasewise.workflows.opening.first_start import Remote
-from phasewise.workflows.opening.open_model import NATIVE, Weights
+from phasewise.workflows.opening.settings import NATIVE, Remote, Weights
 from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, EMBED_DEVICE_HELP, KV_FORMAT, RANKS, THREADS
 
 if TYPE_CHECKING:

@@ -16,8 +16,38 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from phasewise._options import changed, refuse_unused
 from phasewise._words import counted
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.routing import Role
+from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.embedding.devices import free_cores
+from phasewise.serving.engine.engine_host import Deliver, EngineHost, OpenHost, SharedCores
+from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes, engine_bytes
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.open_engine import ModelText, open_engine
+from phasewise.serving.errors import ServingError
+from phasewise.serving.model_table import Served
+from phasewise.serving.models.forward import kv_bytes_per_slot
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.pools.contract import ALIGNMENT
+from phasewise.serving.processes.sockets import Keys
+from phasewise.serving.ranks.rank_layout import teams_of
+from phasewise.topology import Machine, read_machine
+from phasewise.tuner.plans import (
+    PHASES,
+    Phase,
+    ServicePlan,
+    check_fits,
+    list_cores,
+    parse_cores,
+    pus_by_preference,
+    rank_on,
+)
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.first_start import Remote
+from phasewise.workflows.opening.open_model import OpenModel
+from phasewise.workflows.opening.settings import Remote
+from phasewise.workflows.serve.core_plans import watch_of_server
+from phasewise.workflows.serve.embedding import cores_beside
+from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from phasewise.workflows.serve.settings import (
     Answering,
     Batches,
@@ -30,17 +60,6 @@ from phasewise.workflows.serve.settings import (
 
 if TYPE_CHECKING:
     from phasewise.cluster.real.ray_cluster import RayInstances
-    from phasewise.cluster.routing import Role
-    from phasewise.serving.drafts.opening import DraftSource
-    from phasewise.serving.engine.engine_host import Deliver, EngineHost, OpenHost, SharedCores
-    from phasewise.serving.engine.engine_size import EngineSize
-    from phasewise.serving.engine.open_engine import ModelText
-    from phasewise.serving.model_table import Served
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.topology import Machine
-    from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.serve.instance_process import InstanceSpec
 
 MAX_INSTANCES = 1000
 DEFAULT_KEY = "phasewise"
@@ -68,8 +87,6 @@ class SizedModel:
     @property
     def n_bytes(self) -> int:
         """Bytes of weights, keys and values, scratch and vocabulary, its draft model's as well."""
-        from phasewise.serving.engine.engine_size import engine_bytes
-
         draft = None if self.drafts is None else self.drafts.model
         return engine_bytes(self.open_model.model, self.open_model.plans, self.size, draft)
 
@@ -125,18 +142,11 @@ class InThisProcess:
 
     def cores(self, threads: int | None) -> frozenset[int]:
         """CPUs of this host that models may compute on. threads: their number; None: all."""
-        from phasewise.topology import read_machine
-        from phasewise.tuner.plans import pus_by_preference
-
         return frozenset(pus_by_preference(read_machine())[:threads])
 
     @contextmanager
     def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
         """Open one model's engine."""
-        from phasewise.serving.engine.engine_thread import EngineThread
-        from phasewise.serving.engine.open_engine import open_engine
-        from phasewise.workflows.serve.core_plans import watch_of_server
-
         model, plans = sized.open_model, sized.open_model.plans
         with open_engine(
             model.model,
@@ -194,10 +204,6 @@ class OnCores:
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.local_instances import LocalInstances
         from phasewise.cluster.real.supervisor import FrontSettings
-        from phasewise.serving.embedding.devices import free_cores
-        from phasewise.topology import read_machine
-        from phasewise.workflows.serve.embedding import cores_beside
-        from phasewise.workflows.serve.instance_process import MODULE
 
         model = sized.open_model.model
         size = _that_hold(sized.size, model, self.instances)
@@ -265,10 +271,6 @@ class OnNodes:
         from phasewise.cluster.real.ray_connection import ray_connection
         from phasewise.cluster.real.ray_desk import DeskThread
         from phasewise.cluster.real.supervisor import FrontSettings
-        from phasewise.serving.processes.sockets import Keys
-        from phasewise.topology import read_machine
-        from phasewise.tuner.plans import pus_by_preference
-        from phasewise.workflows.serve.instance_process import MODULE
 
         assert self.asked.cluster is not None
         model = sized.open_model.model
@@ -342,8 +344,6 @@ def way_of(
 
 
 def _spec(sized: SizedModel, size: EngineSize, settings: ServeSettings, **places: Any) -> InstanceSpec:
-    from phasewise.workflows.serve.instance_process import InstanceSpec
-
     prefixes = settings.prefixes.for_engines()
     return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, prefixes=prefixes, **places)
 
@@ -364,8 +364,6 @@ class PlannedInstance:
         return frozenset().union(*(plan.all_cores for plan in self.plans.values()))
 
     def describe(self) -> str:
-        from phasewise.tuner.plans import list_cores
-
         ranks = " | ".join(list_cores(rank.cores) for rank in self.plans["decode"].ranks)
         return f"{self.role} pool: cores {ranks}"
 
@@ -381,8 +379,6 @@ def _check_roles(roles: set[Role]) -> None:
 
 
 def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
-    from phasewise.tuner.plans import PHASES, ServicePlan, check_fits, parse_cores, rank_on
-
     if _COUNTED.fullmatch(cores):
         raise UsageError(f"{cores:.40} is for nodes of a cluster: add --cluster, or name cores like 0-3")
     ranks = tuple(rank_on(machine, parse_cores(part)) for part in cores.split("+"))
@@ -393,8 +389,6 @@ def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
 
 
 def _refuse_shared_cores(instances: Sequence[PlannedInstance]) -> None:
-    from phasewise.tuner.plans import list_cores
-
     owners: dict[int, PlannedInstance] = {}
     for instance in instances:
         shared = [core for core in instance.plans["decode"].cores if core in owners]
@@ -409,8 +403,6 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
 
     UsageError where the context that was asked for does not fit into one of them.
     """
-    from phasewise.serving.pools.contract import ALIGNMENT
-
     kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
@@ -425,9 +417,6 @@ def _that_hold(size: EngineSize, model: PackedModel, instances: Sequence[Planned
     """`size` with as many slots as all instances hold in the same memory: ranks that share heads keep copies
     of the heads' keys and values.
     """
-    from phasewise.serving.models.forward import kv_bytes_per_slot
-    from phasewise.serving.ranks.rank_layout import teams_of
-
     per_slot = [kv_bytes_per_slot(model, size.kv.format, teams_of(instance.plans)) for instance in instances]
     of_one = kv_bytes_per_slot(model, size.kv.format)
     return size.with_slots(size.kv.slots * of_one * len(instances) // sum(per_slot))
@@ -495,10 +484,6 @@ def _size_on(
     settings: ServeSettings,
 ) -> EngineSize:
     """free: bytes of the instance's node. n_sharing: instances of this server on that node."""
-    from phasewise.cluster.errors import ClusterError
-    from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes
-    from phasewise.serving.errors import ServingError
-
     of_node = settings.kv.kv_budget_bytes or default_kv_bytes(model, free)
     try:
         own = EngineSize.for_many(

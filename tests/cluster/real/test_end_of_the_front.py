@@ -15,7 +15,7 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cluster.real.instance import Orders
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from tests.support.process_trees import tree_of
 from tests.support.servers.pools import PATIENCE_S, is_there, size_of, tiny_model
