@@ -25,7 +25,6 @@ from phasewise.serving.engine.engine_host import EngineHost
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.engine.several_engines import SeveralEngines
-from phasewise.serving.model_table import AnswerPolicy
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan, rank_on
@@ -107,9 +106,7 @@ def test_each_of_several_models_runs_by_the_band_of_its_own_sequences(tmp_path: 
     with ExitStack() as stack:
         host = SeveralEngines(deliver)
         plans = {}
-        for served in Opener(settings, AnswerPolicy()).open_models(
-            refs, [(name,) for name in by_name], stack
-        ):
+        for served in Opener(settings).open_models(refs, [(name,) for name in by_name], stack):
             opened, (name,) = served.row.opened, served.row.names
             assert isinstance(opened, OpenEngine)
             plans[name] = opened.plans["decode"]

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phasewise._words import counted, number
 from phasewise.kerneldb.location import locate
@@ -43,13 +44,12 @@ NEARLY = 0.97
 """Share of the best depth from which on an accelerator's worker gets no more cores."""
 
 
-@dataclass(frozen=True)
-class MeasuredCut:
-    """One way to cut the cores. `line`: latency of one instance by tokens, while all instances work. `depth`:
-    inputs that all instances hold, by the line or by trying, whichever is fewer.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A measured device, or one way to cut the cores. `line`: latency of one instance by tokens, while all
+    instances work. `depth`: inputs that all instances hold, by the line or by trying, whichever is fewer.
     """
 
-    cores: tuple[tuple[int, ...], ...]
     line: LatencyLine
     depth: int
     predicted: int
@@ -58,16 +58,19 @@ class MeasuredCut:
     """Most inputs that one instance answered within the SLO when tried."""
 
 
-@dataclass(frozen=True)
-class MeasuredAccelerator:
-    """An accelerator with its worker on `cores`. `line`, `depth`, `predicted`, `tried`: as in MeasuredCut."""
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCut(Measured):
+    """One way to cut the cores."""
+
+    cores: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredAccelerator(Measured):
+    """An accelerator with its worker on `cores`."""
 
     device: str
     cores: tuple[int, ...]
-    line: LatencyLine
-    depth: int
-    predicted: int
-    tried: int
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def tune_embed(
     return TunedEmbedding(tuple(devices), tuple(cuts), plan, locate(db).name)
 
 
-def _held(measured: MeasuredCut | MeasuredAccelerator, slo_s: float, length: int) -> Depth:
+def _held(measured: Measured, slo_s: float, length: int) -> Depth:
     """The depth of one worker's queue: its line's, times the share of inputs that held when tried."""
     share = min(1.0, measured.tried / max(1, measured.predicted))
     return admission_depth(measured.line, slo_s, length, KEPT + FIRST_SHARE).scaled(share)
@@ -152,9 +155,9 @@ def _accelerators(
         counts = sorted({1, max(1, len(free) // 4)})
         try:
             tried = [
-                _measure_accelerator(probing, name, tuple(left[:n]))
-                for n in counts
-                if n < len(left) or n == len(free) == 1
+                MeasuredAccelerator(device=name, cores=own, **_measured(probing, [probing.spec(name, own)]))
+                for own in (tuple(left[:n]) for n in counts)
+                if len(own) < len(left) or len(free) == 1
             ]
         except ServingError as error:
             report(f"{name} is left out: {error}")
@@ -170,7 +173,7 @@ def _accelerators(
     return devices
 
 
-def _found(measured: MeasuredCut | MeasuredAccelerator, probing: _Probing) -> str:
+def _found(measured: Measured, probing: _Probing) -> str:
     return (
         f"{counted(measured.depth, 'input')} of {counted(probing.length, 'token')} within"
         f" {number(probing.slo_s)} s (one: {measured.predicted} by the line, {measured.tried} tried)"
@@ -188,10 +191,12 @@ def _cuts(
     of_workers = {core for device in devices for core in device.cores}
     taken = of_workers if set(free_cores(machine, of_workers)) else set[int]()
     n_cores = len(free_cores(machine, taken))
+    busy = [(probing.spec(device.device, device.cores), device.depth) for device in devices]
     cuts = []
     for n in _counts(min(n_cores, most_instances or n_cores)):
         cores = instance_cores(machine, n, taken)
-        cut = _measure_cut(probing, cores, devices)
+        specs = [probing.spec(f"cpu:{index}", own) for index, own in enumerate(cores)]
+        cut = MeasuredCut(cores=tuple(cores), **_measured(probing, specs, busy))
         where = " and ".join(",".join(map(str, own)) for own in cores)
         report(f"{counted(n, 'instance')} on cores {where}: {_found(cut, probing)}")
         cuts.append(cut)
@@ -206,42 +211,23 @@ def _counts(most: int) -> list[int]:
     return counts
 
 
-def _measure_accelerator(probing: _Probing, device: str, cores: tuple[int, ...]) -> MeasuredAccelerator:
-    probed = _probe_all(probing, [probing.spec(device, cores)], [])
-    depth = min(probed.predicted, probed.tried)
-    return MeasuredAccelerator(
-        device, cores, _by_tokens(probed.line, probing.length), depth, probed.predicted, probed.tried
-    )
-
-
-def _measure_cut(
-    probing: _Probing, cores: Sequence[tuple[int, ...]], devices: Sequence[MeasuredAccelerator]
-) -> MeasuredCut:
-    specs = [probing.spec(f"cpu:{index}", own) for index, own in enumerate(cores)]
-    busy = [(probing.spec(device.device, device.cores), device.depth) for device in devices]
-    probed = _probe_all(probing, specs, busy)
-    depth = min(probed.predicted, probed.tried) * len(cores)
-    line = _by_tokens(probed.line, probing.length)
-    return MeasuredCut(tuple(cores), line, depth, probed.predicted, probed.tried)
-
-
-def _by_tokens(line: LatencyLine, length: int) -> LatencyLine:
-    return LatencyLine(line.alpha_s / length, line.beta_s)
-
-
-def _probe_all(
-    probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]]
-) -> FoundDepth:
-    """The depth of one worker of `specs` while all work, those of `busy` on the given numbers of inputs."""
+def _measured(
+    probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]] = ()
+) -> dict[str, Any]:
+    """The fields of `Measured`: of one worker of `specs` while all work, those of `busy` on the given numbers
+    of inputs."""
     workers: list[WorkerProcess] = []
     try:
         for spec in (*specs, *(spec for spec, _ in busy)):
             workers.append(start_worker(spec))  # noqa: PERF401 (those are closed where the next fails)
         beside = list(zip(workers[len(specs) :], (n for _, n in busy), strict=True))
-        return asyncio.run(_probe(workers[: len(specs)], beside, probing))
+        found = asyncio.run(_probe(workers[: len(specs)], beside, probing))
     finally:
         for worker in workers:
             worker.close()
+    depth = min(found.predicted, found.tried) * len(specs)
+    line = LatencyLine(found.line.alpha_s / probing.length, found.line.beta_s)
+    return {"line": line, "depth": depth, "predicted": found.predicted, "tried": found.tried}
 
 
 async def _probe(

@@ -10,7 +10,7 @@ from phasewise.serving.embedding.devices import cores_by_node, highest_cores, in
 from phasewise.serving.embedding.open_embedding import OpenEmbedding, open_embedding
 from phasewise.serving.embedding.plan import DEFAULT_SLO_S, EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import Depth
-from phasewise.serving.loaders import is_made_for_embedding, load_model
+from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.plans import default_thread_count
@@ -109,11 +109,6 @@ def _instances(
             for index, own in enumerate(cut)
         ),
     )
-
-
-def makes_vectors(ref: str, weight_format: str, report: Report) -> bool:
-    """True where the model is made for embedding, False where it generates text. ModelError."""
-    return is_made_for_embedding(ref, weight_format, report=report)
 
 
 def open_embeddings(

@@ -20,7 +20,7 @@ from phasewise.serving.engine.engine_size import default_kv_bytes
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.http.http_settings import ModelFacts
 from phasewise.serving.http.models.model_shelf import ModelFile
-from phasewise.serving.loaders import config_of_model, open_source
+from phasewise.serving.loaders import config_of_model, is_made_for_embedding, open_source
 from phasewise.serving.loaders.adapter_files import load_adapter, named_path, named_paths
 from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
@@ -31,7 +31,6 @@ from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.open_model import check_settings
 from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.report import Report
-from phasewise.workflows.serve.embedding import makes_vectors
 from phasewise.workflows.serve.opened_models import Opener
 from phasewise.workflows.serve.ways import SizedModel
 
@@ -129,7 +128,7 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
 
 def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _FolderModel:
     ref, settings, report = str(path), opener.settings, opener.report
-    if makes_vectors(ref, settings.weights.weight_format, report):
+    if is_made_for_embedding(ref, settings.weights.weight_format, report=report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
     weights = _with_adapters_that_fit(ref, settings.weights, report)
     check_settings(ref, weights, settings.kv.kv_format, report)

@@ -22,7 +22,7 @@ from phasewise.tuner.predictor.files import default_file, load_predictor
 from phasewise.tuner.predictor.live import LiveEstimator
 from phasewise.tuner.predictor.log import PromptFacts
 from phasewise.workflows.opening.drafts import find_drafts
-from phasewise.workflows.opening.first_start import fight_first, pull_what_fits
+from phasewise.workflows.opening.first_start import Plans, fight_first, pull_what_fits
 from phasewise.workflows.opening.open_model import OpenModel, check_settings, open_model, open_under
 from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 from phasewise.workflows.report import Report, silent
@@ -53,7 +53,6 @@ class Opener:
     """Opens models of a server by its settings, all in one way."""
 
     settings: ServeSettings
-    answers: AnswerPolicy
     way: Way = ALONE
     report: Report = silent
 
@@ -90,9 +89,12 @@ class Opener:
 
     def _fought(self, opened: OpenModel, seconds: float) -> OpenModel:
         """The model after hints for its products were fought over, on the cores of each of its instances."""
-        plans = [instance.plans for instance in self.way.instances] or [opened.plans]
-        settings = self.settings
+        settings, plans = self.settings, self.plans_of(opened)
         return fight_first(opened, plans, settings.weights, settings.db, read_machine(), seconds, self.report)
+
+    def plans_of(self, opened: OpenModel) -> Sequence[Plans]:
+        """The plans of each instance of a model; of its one engine where there are no instances."""
+        return [instance.plans for instance in self.way.instances] or [opened.plans]
 
     def sized(self, ref: str, opened: OpenModel, kv_bytes: int | None) -> SizedModel:
         """The model with its engine's size. kv_bytes: for keys and values; None: a default."""
@@ -145,7 +147,8 @@ class Opener:
         hosted = stack.enter_context(self.way.open(sized, text, settings))
         answering = settings.answering
         sampling = model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
-        row = TextRow(hosted.served, names, hosted.host, sampling, predictor, self.answers)
+        policy = AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
+        row = TextRow(hosted.served, names, hosted.host, sampling, predictor, policy)
         return OpenedModel(sized, row, hosted.lines, hosted.cores)
 
     def opened_as(self, served: OpenedModel) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:

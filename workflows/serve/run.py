@@ -13,11 +13,12 @@ from phasewise._words import counted
 from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.monitoring.access_log import LEVELS, Level, Logging
+from phasewise.serving.http.monitoring.access_log import Logging
 from phasewise.serving.http.requests.lengths import LengthLog
 from phasewise.serving.http.transport.listening import TlsContext
+from phasewise.serving.loaders import is_made_for_embedding
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow, ModelTable
+from phasewise.serving.model_table import EmbeddingRow, ModelTable
 from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
 from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.processes.core_claims import claimed_on_host
@@ -39,7 +40,7 @@ from phasewise.workflows.serve.address import (
     tls_of,
     warn_of_strangers,
 )
-from phasewise.workflows.serve.embedding import makes_vectors, open_embeddings, threads_beside
+from phasewise.workflows.serve.embedding import open_embeddings, threads_beside
 from phasewise.workflows.serve.model_folder import model_folder
 from phasewise.workflows.serve.opened_models import OpenedModel, Opener
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
@@ -48,7 +49,7 @@ from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone,
 _FEW_CONNECTIONS = 1024
 
 
-Explain = Callable[[list["ScheduleUse"], "MemoryPlacement | None", "DraftRule | None"], None]
+Explain = Callable[[list[ScheduleUse], MemoryPlacement | None, DraftRule | None], None]
 
 
 def serve_models(
@@ -72,8 +73,7 @@ def serve_models(
     generates = bool(refs or settings.coming.models)
     way = way_of(settings, read_machine(), generates=generates, explains=explain is not None)
     if model is None:
-        named = changed(settings.answering, "served_model_name")
-        refuse_unused("without MODEL", named)
+        refuse_unused("without MODEL", changed(settings.answering, "served_model_name"))
     if generates and not refs:  # schedules are told, and fought over, of models that stay
         refuse_unused("without MODEL", [*changed(settings.remote), *(["explain"] if explain else [])])
     names, embed_names = _called(refs, embed_ref, model, settings, report)
@@ -85,8 +85,8 @@ def serve_models(
         opened, folder, taken = list[OpenedModel](), None, frozenset[int]()
         if way is not None:
             own = _beside_embeddings(settings, embed_ref, way)
-            opener = Opener(own, _answers(settings), way, report)  # or why not, before a model is opened
-            _check_prefixes(settings, way)
+            opener = Opener(own, way, report)  # or why not, before a model is opened
+            _check_prefixes(settings.prefixes, way, report)
             check_draft(settings.running.draft, report)
             taken = way.cores(own.running.threads)
             if refs:
@@ -94,7 +94,6 @@ def serve_models(
                 service, taken = _told(opened, opener, service, explain), opened[0].cores
             if settings.coming.models is not None:
                 folder = model_folder(opener)
-            _tell_prefixes(settings.prefixes, report)
         embedding = None
         if embed_ref is not None:
             beside = None if way is None else taken
@@ -111,7 +110,7 @@ def serve_models(
 def _embed_ref(model: str | None, settings: ServeSettings, report: Report) -> str | None:
     """The model that embeds: `--embed-model`'s, or MODEL where it makes vectors. NoEffect, UsageError."""
     embeddings, running = settings.embeddings, settings.running
-    if model is not None and makes_vectors(model, settings.weights.weight_format, report):
+    if model is not None and is_made_for_embedding(model, settings.weights.weight_format, report=report):
         is_alone = not (running.also or settings.coming.models)
         if embeddings.embed_model is not None and not is_alone:
             raise UsageError(f"{model} makes vectors, and so does --embed-model: give one of them")
@@ -135,9 +134,11 @@ def _called(
     """
     weight_format = settings.weights.weight_format
     for ref in refs:
-        if ref != model and makes_vectors(ref, weight_format, report):
+        if ref != model and is_made_for_embedding(ref, weight_format, report=report):
             raise UsageError(f"--also {ref}: it is an embedding model; serve it with --embed-model {ref}")
-    if embed_ref not in (None, model) and not makes_vectors(str(embed_ref), weight_format, report):
+    if embed_ref not in (None, model) and not is_made_for_embedding(
+        str(embed_ref), weight_format, report=report
+    ):
         raise UsageError(f"--embed-model {embed_ref} is no embedding model")
     chosen = tuple(settings.answering.served_model_name or ())
     if "" in chosen:
@@ -186,17 +187,14 @@ def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way)
     return replace(settings, running=replace(settings.running, threads=threads))
 
 
-def _check_prefixes(settings: ServeSettings, way: Way) -> None:
-    """Raise ServingError for a prefix folder that cannot be used, if this host reads it."""
-    prefixes = settings.prefixes
-    if prefixes.prefix_cache is not None and not isinstance(way, OnNodes):
+def _check_prefixes(prefixes: Prefixes, way: Way, report: Report) -> None:
+    """Report the prefix folder. ServingError for one that cannot be used, if this host reads it."""
+    if prefixes.prefix_cache is None:
+        return
+    if not isinstance(way, OnNodes):
         PrefixFolder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
-
-
-def _tell_prefixes(prefixes: Prefixes, report: Report) -> None:
-    if prefixes.prefix_cache is not None:
-        most = counted(prefixes.prefix_cache_bytes >> 20, "MiB", "MiB")
-        report(f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}")
+    most = counted(prefixes.prefix_cache_bytes >> 20, "MiB", "MiB")
+    report(f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}")
 
 
 def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
@@ -224,23 +222,18 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
 def _service_settings(
     settings: ServeSettings, limits: HttpLimits, tls: TlsContext | None, report: Report
 ) -> ServiceSettings:
-    batches = settings.batches
+    batches, logged = settings.batches, settings.logged
     return ServiceSettings(
         limits=limits,
         tls=tls,
         length_log=None if settings.length_log is None else LengthLog(settings.length_log, report),
         cors_origins=tuple(settings.answering.cors_origin or ()),
-        logging=_logging(settings),
+        logging=Logging(logged.access_log, logged.log_level, logged.log_format == "json"),
         page=not settings.answering.no_page,
         read_keys=reader_of_keys(settings.accepting, report),
         batch_dir=batches.batch_dir or user_folder("state") / "batches",
         batch_bytes=batches.batch_bytes,
     )
-
-
-def _answers(settings: ServeSettings) -> AnswerPolicy:
-    answering = settings.answering
-    return AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
 
 
 def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Mapping[str, int]]:
@@ -250,23 +243,10 @@ def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Map
     products: dict[str, Mapping[str, int]] = {}
     for served in opened:
         model = served.sized.open_model
-        plans = [instance.plans for instance in opener.way.instances] or [model.plans]
-        counts = products_of(model, plans, opener.settings.db, read_machine())
+        counts = products_of(model, opener.plans_of(model), opener.settings.db, read_machine())
         if counts is not None:
             products[served.row.names[0]] = counts.by_state()
     return products
-
-
-def _logging(settings: ServeSettings) -> Logging:
-    logged = settings.logged
-    return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
-
-
-def _level(name: str) -> Level:
-    levels: dict[str, Level] = {level: level for level in LEVELS}
-    if name not in levels:
-        raise UsageError(f"--log-level {name!r} is not one of {', '.join(LEVELS)}")
-    return levels[name]
 
 
 def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, report: Report) -> None:
