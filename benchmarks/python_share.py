@@ -111,7 +111,13 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
     command += ["--clients-of", port]
     with address:
         clients = subprocess.Popen(command)
-        table = ModelTable([TextRow(opened, ("model",), partial(EngineThread, opened.engine))])
+        table = ModelTable(
+            [
+                TextRow(
+                    opened.model, opened.text, opened.size, ("model",), partial(EngineThread, opened.engine)
+                )
+            ]
+        )
         run_service(table, ServiceSettings(HttpLimits()), address, lambda _line: None)
         clients.wait()
 

@@ -179,7 +179,7 @@ def _served_models(table: ModelTable, host: EngineHost, stack: ExitStack) -> lis
     served: list[ServedModel] = []
     for row in table.models:
         own = stack.enter_context(served_model(row, host))
-        served += [own, *with_adapters(own, row.opened.model.adapters, table.names)]
+        served += [own, *with_adapters(own, row.model.adapters, table.names)]
     return served
 
 
@@ -219,7 +219,7 @@ def _observe(client: EngineClient, row: TextRow, log: LengthLog | None, stack: E
     """Have the lengths of a model's answers observed until `stack` closes."""
     observers: list[LengthObserver] = []
     if log is not None:
-        observers.append(LengthObserver(partial(log.put, row.opened.model.name), row.names[0]))
+        observers.append(LengthObserver(partial(log.put, row.model.name), row.names[0]))
     if row.predictor is not None:
         observers.append(LengthObserver(stack.enter_context(_learning(row.predictor)), row.names[0]))
     for observer in observers:
@@ -330,7 +330,7 @@ class _Measured:
             stack.callback(self.host.take_out, row.names[0])
             gc.collect()
             gc.freeze()  # as of the start: `gc_frozen`
-            adapters = row.opened.model.adapters
+            adapters = row.model.adapters
             alone = {adapter.name for adapter in adapters}  # another model may have one of the same name
             return _Loaded(served, with_adapters(served, adapters, alone), stack.pop_all())
 

@@ -247,10 +247,10 @@ class Boundary:
         self.keep("service", dataclasses.replace(settings, length_log=None))
         self.keep("length log", None if log is None else log.path)
         for row in table.models:
-            if not isinstance(row.opened, OpenEngine):
+            if not isinstance(row.open_host, partial):
                 row.open_host(lambda delivery: None, lambda: None, OWN_CORES)
                 self._forget_loads_of_the_front(table.embedding)
-                self.keep("size", row.opened.size)
+                self.keep("size", row.size)
             self._keep_row(row)
         if table.embedding is not None:
             self.keep("embedding row", table.embedding.names)
@@ -259,11 +259,11 @@ class Boundary:
             with contextlib.ExitStack() as stack:
                 row = table.folder.measure(next(iter(table.folder.files()))).open(stack)
                 self._keep_row(row)
-                if not isinstance(row.opened, OpenEngine):
+                if not isinstance(row.open_host, partial):
                     row.open_host(lambda delivery: None, lambda: None, OWN_CORES)
 
     def _keep_row(self, row: Any) -> None:
-        text = vars(row.opened.text)["allow_special"]
+        text = vars(row.text)["allow_special"]
         self.keep("row", (row.names, row.sampling, row.predictor, row.answers, text))
 
     def _forget_loads_of_the_front(self, embedding: Any) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineHost
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
-from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
@@ -107,10 +107,10 @@ def test_each_of_several_models_runs_by_the_band_of_its_own_sequences(tmp_path: 
         host = SeveralEngines(deliver)
         plans = {}
         for served in Opener(settings).open_models(refs, [(name,) for name in by_name], stack):
-            opened, (name,) = served.row.opened, served.row.names
-            assert isinstance(opened, OpenEngine)
-            plans[name] = opened.plans["decode"]
-            noting_steps(opened.engine, seen[name])
+            (name,) = served.row.names
+            assert isinstance(served.row.open_host, partial)
+            plans[name] = served.sized.open_model.plans["decode"]
+            noting_steps(served.row.open_host.args[0], seen[name])
             host.put(name, served.row.open_host)
         for number in range(N_REQUESTS):  # of other lengths, so that they end one by one
             for name in by_name:

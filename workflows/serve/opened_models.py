@@ -44,7 +44,7 @@ class OpenedModel:
 
     def uses(self, model: OpenModel) -> list[ScheduleUse]:
         """The schedules that `model` uses for steps of this server's sizes."""
-        size = self.row.opened.size
+        size = self.row.size
         return model.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
 
 
@@ -148,7 +148,7 @@ class Opener:
         answering = settings.answering
         sampling = model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
         policy = AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
-        row = TextRow(hosted.served, names, hosted.host, sampling, predictor, policy)
+        row = TextRow(model, text, hosted.size, names, hosted.host, sampling, predictor, policy)
         return OpenedModel(sized, row, hosted.lines, hosted.cores)
 
     def opened_as(self, served: OpenedModel) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:

@@ -11,7 +11,6 @@ from phasewise._options import NoEffect, changed, refuse_unused
 from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
-from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.access_log import Logging
 from phasewise.serving.http.requests.lengths import LengthLog
@@ -170,7 +169,7 @@ def _told(
         for served in opened:
             _explain(served, opener, explain)
     service = replace(service, products=_products(opened, opener))
-    _tell(opened, service, report)
+    _tell(opened, opener.way, service, report)
     return service
 
 
@@ -207,7 +206,7 @@ def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
 
 def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
     """The fingerprint of the model's answers, for people."""
-    size = served.row.opened.size
+    size = served.row.size
     context = size.limits.context_length
     own = fingerprint_of(opened.model, size.kv.format, opened.schedules, min(context, size.kv.slots))
     defaults = defaults_told(
@@ -249,15 +248,14 @@ def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Map
     return products
 
 
-def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, report: Report) -> None:
-    first, *others = opened_models
-    opened = first.row.opened
-    size = opened.size
-    report(f"{opened.model.name} ({opened.model.format}): context {size.limits.context_length} tokens")
-    teams = teams_of(opened.plans) if isinstance(opened, OpenEngine) else ()  # pools have plans of their own
-    per_slot = kv_bytes_per_slot(opened.model, size.kv.format, teams)
-    kv_mib = size.kv.slots * per_slot / (1 << 20)
-    kv_format = resolve_kv_format(opened.model, size.kv.format)
+def _tell(opened: Sequence[OpenedModel], way: Way, settings: ServiceSettings, report: Report) -> None:
+    first, *others = opened
+    model, size = first.row.model, first.row.size
+    report(f"{model.name} ({model.format}): context {size.limits.context_length} tokens")
+    is_here = isinstance(way, InThisProcess)  # pools have plans of their own
+    teams = teams_of(first.sized.open_model.plans) if is_here else ()
+    kv_mib = size.kv.slots * kv_bytes_per_slot(model, size.kv.format, teams) / (1 << 20)
+    kv_format = resolve_kv_format(model, size.kv.format)
     report(f"KV cache: {size.kv.slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
     for line in first.lines:
         report(line)
@@ -269,8 +267,8 @@ def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, repor
             f"warning: room for {counted(n_connections, 'connection')} only; raise the limit on open files"
         )
     for other in others:
-        size = other.row.opened.size
+        size = other.row.size
         report(
-            f"also {other.row.opened.model.name}: context {size.limits.context_length} tokens, KV cache of "
+            f"also {other.row.model.name}: context {size.limits.context_length} tokens, KV cache of "
             f"{size.kv.slots} tokens"
         )

@@ -25,7 +25,6 @@ from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes, e
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.errors import ServingError
-from phasewise.serving.model_table import Served
 from phasewise.serving.models.forward import kv_bytes_per_slot
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import ALIGNMENT
@@ -92,20 +91,13 @@ class SizedModel:
 
 
 class Hosted(NamedTuple):
-    """A model that a host computes. `lines`: text on its plans. `cores`: its CPUs of this host."""
+    """A model that a host computes. `size`: of each of its engines. `lines`: text on its plans. `cores`: its
+    CPUs of this host."""
 
-    served: Served
+    size: EngineSize
     host: OpenHost
     lines: Sequence[str]
     cores: frozenset[int]
-
-
-class PooledModel(NamedTuple):
-    """A model as HTTP sees it, whose engines are in other processes. size: of each instance."""
-
-    model: PackedModel
-    text: ModelText
-    size: EngineSize
 
 
 @dataclass(frozen=True)
@@ -164,7 +156,7 @@ class InThisProcess:
             )
             cores = frozenset(core for plan in plans.values() for core in plan.all_cores)
             lines = [plan.describe() for plan in plans.values()]
-            yield Hosted(opened, partial(EngineThread, engine), lines, cores)
+            yield Hosted(opened.size, partial(EngineThread, engine), lines, cores)
 
 
 @dataclass(frozen=True)
@@ -199,7 +191,7 @@ class OnCores:
         return frozenset().union(*(instance.cores for instance in self.instances))
 
     @contextmanager
-    def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
+    def open(self, sized: SizedModel, _text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
         """Prepare one model's instances, which start with its host. Raises UsageError."""
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.local_instances import LocalInstances
@@ -220,7 +212,7 @@ class OnCores:
             )
             launcher = LocalInstances(MODULE, [spec.tell for spec in specs])
             yield Hosted(
-                PooledModel(model, text, size),
+                size,
                 lambda deliver, on_lost, _cores: Front(roles, launcher, front, deliver, on_lost),
                 [instance.describe() for instance in self.instances],
                 cores,
@@ -264,7 +256,7 @@ class OnNodes:
         return frozenset()
 
     @contextmanager
-    def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
+    def open(self, sized: SizedModel, _text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
         """Prepare one model's instances, which start with its host. Raises UsageError, ClusterError."""
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.ray_cluster import NODE, NODE_ID, RayInstances, WantedInstance
@@ -305,7 +297,7 @@ class OnNodes:
             smallest = min(sizes, key=lambda size: size.kv.slots)
             lines = [pool.describe() for pool in self.pools]
             try:
-                yield Hosted(PooledModel(model, text, smallest), host, lines, frozenset(here))
+                yield Hosted(smallest, host, lines, frozenset(here))
             finally:
                 for desk in desks:
                     desk.close()
