@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Protocol
 
 from phasewise._words import counted
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
@@ -71,17 +70,13 @@ class EmbeddingRow:
     names: tuple[str, ...]
 
 
-class FolderModel(Protocol):
-    """A model of the model folder that is measured but not yet in memory."""
+@dataclass(frozen=True)
+class FolderModel:
+    """A model of the model folder that is measured but not yet in memory. `n_bytes`: bytes of weights, keys
+    and values once it is open. `open`: loads it, and raises ServingError; the stack unloads it."""
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of weights, keys and values once the model is open."""
-        ...
-
-    def open(self, stack: ExitStack) -> TextRow:
-        """Load the model; `stack` unloads it. Raises ServingError."""
-        ...
+    n_bytes: int
+    open: Callable[[ExitStack], TextRow]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ believed costs one line: the start goes on without it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,9 +19,10 @@ from phasewise.kerneldb.location import locate, redacted
 from phasewise.kerneldb.start_reads import open_start_reads
 from phasewise.topology import Machine, core_signature
 from phasewise.tuner.measurement_lock import user_lock
-from phasewise.tuner.plans import Phase, ServicePlan, machine_key
+from phasewise.tuner.plans import machine_key
 from phasewise.workflows.opening.open_model import OpenModel, schedules_under
 from phasewise.workflows.opening.settings import Remote, Weights
+from phasewise.workflows.opening.tuned_schedules import Plans
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ MOST_BYTES = 64 * 2**20
 """Most bytes of one bundle that a start pulls; a larger bundle is left to `db pull`."""
 MOST_ROWS = 512
 """Most rows of a product: the engine computes no more at once."""
-
-Plans = Mapping["Phase", "ServicePlan"]
 
 
 def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Report) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
@@ -23,7 +22,6 @@ from phasewise.topology.process_limits import read_limits
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.plans import (
     DefaultPlan,
-    Phase,
     RankCores,
     ServicePlan,
     default_plan,
@@ -36,12 +34,10 @@ from phasewise.tuner.plans import (
 )
 from phasewise.workflows.opening.open_model import OpenModel, schedules_under, suited_default
 from phasewise.workflows.opening.settings import Weights
+from phasewise.workflows.opening.tuned_schedules import Plans
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve.embedding import cores_of_embeddings
 from phasewise.workflows.serve.settings import ServeSettings
-
-if TYPE_CHECKING:
-    Plans = Mapping[Phase, ServicePlan]
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from phasewise.serving.loaders import config_of_model, is_made_for_embedding, op
 from phasewise.serving.loaders.adapter_files import load_adapter, named_path, named_paths
 from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
-from phasewise.serving.model_table import ModelFolder, TextRow
+from phasewise.serving.model_table import FolderModel, ModelFolder, TextRow
 from phasewise.serving.processes.headroom import available_bytes
 from phasewise.tuner.errors import TunerError
 from phasewise.workflows.errors import UsageError, WorkflowError
@@ -32,7 +32,6 @@ from phasewise.workflows.opening.open_model import check_settings
 from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.opened_models import Opener
-from phasewise.workflows.serve.ways import SizedModel
 
 SHARE_OF_FREE_MEMORY = 0.75
 """Share of free memory that all models may take together where no budget is named."""
@@ -41,23 +40,6 @@ KV_SHARE = 0.25
 
 _LAST_SECOND = 253_402_300_799
 """The last second of the year 9999, where dates end. Files may have any time."""
-
-
-@dataclass(frozen=True)
-class _FolderModel:
-    """A model of the folder that is mapped, and not in memory yet."""
-
-    name: str
-    sized: SizedModel
-    opener: Opener
-
-    @property
-    def n_bytes(self) -> int:
-        return self.sized.n_bytes
-
-    def open(self, stack: ExitStack) -> TextRow:
-        with _told_as_ours():
-            return self.opener.open(self.sized, (self.name,), stack).row
 
 
 @contextmanager
@@ -94,7 +76,7 @@ def model_folder(opener: Opener) -> ModelFolder:
     if budget is not None:
         report(f"models in memory take at most {budget / (1 << 20):.0f} MiB together")
 
-    def measure(name: str) -> _FolderModel:
+    def measure(name: str) -> FolderModel:
         path = dict(reversed(list(_models_in(folder)))).get(name)
         if path is None:
             raise ModelError(f"it has just gone from {folder}")
@@ -126,7 +108,7 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
         return ModelFacts()
 
 
-def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _FolderModel:
+def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> FolderModel:
     ref, settings, report = str(path), opener.settings, opener.report
     if is_made_for_embedding(ref, settings.weights.weight_format, report=report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
@@ -136,7 +118,13 @@ def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _Fol
     opened, kv_bytes = opener.loaded(ref), settings.kv.kv_budget_bytes
     if kv_bytes is None and budget is not None:
         kv_bytes = min(default_kv_bytes(opened.model, available_bytes()), int(budget * KV_SHARE))
-    return _FolderModel(name, opener.sized(ref, opened, kv_bytes), opener)
+    sized = opener.sized(ref, opened, kv_bytes)
+
+    def opened_row(stack: ExitStack) -> TextRow:
+        with _told_as_ours():
+            return opener.open(sized, (name,), stack).row
+
+    return FolderModel(sized.n_bytes, opened_row)
 
 
 def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weights:

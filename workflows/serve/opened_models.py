@@ -22,9 +22,9 @@ from phasewise.tuner.predictor.files import default_file, load_predictor
 from phasewise.tuner.predictor.live import LiveEstimator
 from phasewise.tuner.predictor.log import PromptFacts
 from phasewise.workflows.opening.drafts import find_drafts
-from phasewise.workflows.opening.first_start import Plans, fight_first, pull_what_fits
+from phasewise.workflows.opening.first_start import fight_first, pull_what_fits
 from phasewise.workflows.opening.open_model import OpenModel, check_settings, open_model, open_under
-from phasewise.workflows.opening.tuned_schedules import ScheduleUse
+from phasewise.workflows.opening.tuned_schedules import Plans, ScheduleUse
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.core_plans import most_threads
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -316,18 +316,7 @@ def way_of(
     """
     pools = settings.pools
     kind = OnNodes if pools.cluster is not None else OnCores if pools.named else InThisProcess
-    groups = (
-        settings.running,
-        settings.kv,
-        settings.prefixes,
-        settings.answering,
-        settings.accepting,
-        settings.weights,
-        pools,
-        settings.embeddings,
-        settings.remote,
-        settings.batches,
-    )
+    groups = [group for group in vars(settings).values() if is_dataclass(group)]
     given = {name for group in groups for name in changed(group)}
     given.update(["explain"] if explains else [], changed(settings, "length_log"))
     chosen = kind if generates else VectorsAlone
