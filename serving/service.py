@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from phasewise.kerneldb.start_reads import n_without_database
+from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost
 from phasewise.serving.engine.several_engines import SeveralEngines
-from phasewise.serving.errors import EngineLost
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
@@ -101,7 +101,8 @@ def run_service(
     with ExitStack() as stack:
         limits, log = settings.limits, settings.length_log
         client = EngineClient(lambda message: host.send(message), limits)
-        host, life, clients = _computing(table, client, lambda: server.end(at_once=True))
+        host, computes, clients = _computing(table, client, lambda: server.end(at_once=True))
+        life = Lifecycle(computes)
         if log is not None:
             stack.enter_context(log)
         for row in table.models:
@@ -137,35 +138,28 @@ def run_service(
         service = Service(app, _AllClients(clients), life, connections, report, hang_up, begin)
         server = HttpServer(service, address, settings.tls)
         stopped = _run_to_the_end(server, host, shelf, client)
-    lost = host.lost if table.generates else _lost_embeddings(table)
-    if lost is not None:
-        raise lost
+    if computes.lost is not None:
+        raise computes.lost
     _leave(address, stopped)
 
 
 def _computing(
     table: ModelTable, client: EngineClient, on_lost: Callable[[], None]
-) -> tuple[EngineHost, Lifecycle, Sequence[Clients]]:
-    """The host of all text models, the server's lifecycle and its clients. The loss of the host ends the
-    server; on a server that only embeds, the loss of its workers does."""
+) -> tuple[EngineHost, EngineHost | EmbeddingClient, Sequence[Clients]]:
+    """The host of all text models, what ends the server when it is lost (that host; on a server that only
+    embeds, the workers), and all clients."""
     embedding = [] if table.embedding is None else [table.embedding.opened.client]
     if len(table.models) == 1 and table.folder is None:
         host = table.models[0].open_host(client.deliver, on_lost, OWN_CORES)
-        return host, Lifecycle(host), [client, *embedding]
+        return host, host, [client, *embedding]
     several = SeveralEngines(client.deliver, on_lost)
     for row in table.models:
         several.put(row.names[0], row.open_host)
     if table.generates:
-        return several, Lifecycle(several), [client, *embedding]
+        return several, several, [client, *embedding]
     for alone in embedding:
         alone.on_lost = on_lost
-    return several, Lifecycle(embedding[0]), embedding
-
-
-def _lost_embeddings(table: ModelTable) -> EngineLost | None:
-    if table.embedding is None or table.embedding.opened.client.state != "lost":
-        return None
-    return EngineLost("every embedding worker was lost for good; start the server again")
+    return several, embedding[0], embedding
 
 
 def _embeddings(row: EmbeddingRow) -> ServedEmbeddings:

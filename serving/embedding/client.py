@@ -26,7 +26,7 @@ from phasewise.serving.embedding.pace import KEPT
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
 from phasewise.serving.embedding.queues import UNLIMITED, Depth, QueueManager
 from phasewise.serving.engine.engine_host import EngineState
-from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
+from phasewise.serving.errors import EngineLost, QueueFull, RanksError, ServingError, StepFailed, Stopping
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,13 @@ class EmbeddingClient:
     @property
     def is_alive(self) -> bool:
         return self.state != "lost"
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """The reason why no device can embed any more; None: one can."""
+        if self.is_alive:
+            return None
+        return EngineLost("every embedding worker was lost for good; start the server again")
 
     @property
     def n_live(self) -> int:

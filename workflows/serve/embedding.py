@@ -162,19 +162,14 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
 
 
 def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
-    """Number of `n_cores` that embeddings have beside a language model."""
-    return settings.embed_cores or _default_share(n_cores)
+    """Number of `n_cores` that embeddings have beside a language model: a quarter, unless it is given."""
+    return settings.embed_cores or max(1, n_cores // 4)
 
 
 def cores_beside(settings: Embeddings) -> int:
     """Cores of embeddings beside a language model here; 0 where no embedding model is asked for."""
-    if settings.embed_model is None:
-        return 0
-    return cores_of_embeddings(settings, default_thread_count(read_machine()))
-
-
-def _default_share(n_cores: int) -> int:
-    return max(1, n_cores // 4)
+    is_asked = settings.embed_model is not None
+    return cores_of_embeddings(settings, default_thread_count(read_machine())) if is_asked else 0
 
 
 def _room_beside(
@@ -186,7 +181,9 @@ def _room_beside(
     UsageError where there are too few.
     """
     free = highest_cores(machine, taken)
-    own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
+    own = cores_of_embeddings(settings, default_thread_count(machine))
+    if settings.embed_cores is None:
+        own = min(own, max(1, len(free)))
     if not free and settings.embed_cores is None:
         report("embeddings share a core with the language model, which goes first: no other is left")
         return EmbeddingRoom(machine, threads=own)
