@@ -45,7 +45,7 @@ NEARLY = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredDevice:
     """A measured device, or one way to cut the cores. `line`: latency of one instance by tokens, while all
     instances work. `depth`: inputs that all instances hold, by the line or by trying, whichever is fewer.
     """
@@ -59,14 +59,14 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredCut(Measured):
+class MeasuredCut(MeasuredDevice):
     """One way to cut the cores."""
 
     cores: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredAccelerator(Measured):
+class MeasuredAccelerator(MeasuredDevice):
     """An accelerator with its worker on `cores`."""
 
     device: str
@@ -139,7 +139,7 @@ def tune_embed(
     return TunedEmbedding(tuple(devices), tuple(cuts), plan, locate(db).name)
 
 
-def _held(measured: Measured, slo_s: float, length: int) -> Depth:
+def _held(measured: MeasuredDevice, slo_s: float, length: int) -> Depth:
     """The depth of one worker's queue: its line's, times the share of inputs that held when tried."""
     share = min(1.0, measured.tried / max(1, measured.predicted))
     return admission_depth(measured.line, slo_s, length, KEPT + FIRST_SHARE).scaled(share)
@@ -173,7 +173,7 @@ def _accelerators(
     return devices
 
 
-def _found(measured: Measured, probing: _Probing) -> str:
+def _found(measured: MeasuredDevice, probing: _Probing) -> str:
     return (
         f"{counted(measured.depth, 'input')} of {counted(probing.length, 'token')} within"
         f" {number(probing.slo_s)} s (one: {measured.predicted} by the line, {measured.tried} tried)"
@@ -214,20 +214,20 @@ def _counts(most: int) -> list[int]:
 def _measured(
     probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]] = ()
 ) -> dict[str, Any]:
-    """The fields of `Measured`: of one worker of `specs` while all work, those of `busy` on the given numbers
-    of inputs."""
+    """The fields of `MeasuredDevice`: of one worker of `specs` while all work, those of `busy` on the given
+    numbers of inputs."""
     workers: list[WorkerProcess] = []
     try:
         for spec in (*specs, *(spec for spec, _ in busy)):
             workers.append(start_worker(spec))  # noqa: PERF401 (those are closed where the next fails)
         beside = list(zip(workers[len(specs) :], (n for _, n in busy), strict=True))
-        found = asyncio.run(_probe(workers[: len(specs)], beside, probing))
+        probed = asyncio.run(_probe(workers[: len(specs)], beside, probing))
     finally:
         for worker in workers:
             worker.close()
-    depth = min(found.predicted, found.tried) * len(specs)
-    line = LatencyLine(found.line.alpha_s / probing.length, found.line.beta_s)
-    return {"line": line, "depth": depth, "predicted": found.predicted, "tried": found.tried}
+    depth = min(probed.predicted, probed.tried) * len(specs)
+    line = LatencyLine(probed.line.alpha_s / probing.length, probed.line.beta_s)
+    return {"line": line, "depth": depth, "predicted": probed.predicted, "tried": probed.tried}
 
 
 async def _probe(
