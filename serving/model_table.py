@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from phasewise._words import counted
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
@@ -60,6 +61,16 @@ class TextRow:
     sampling: SamplingDefaults | None = None
     predictor: Predictor | None = None
     answers: AnswerPolicy = AnswerPolicy()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Defaults for fields that a request leaves out, for `Fingerprint.with_defaults`."""
+        return defaults_told(
+            self.sampling or self.model.sampling,
+            self.answers.tool_format,
+            self.size.limits.context_length,
+            allow_special=self.text.allow_special,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,12 +135,7 @@ def served_model(row: TextRow, host: EngineHost) -> Iterator[ServedModel]:
 def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedModel:
     answers, config = row.answers, row.model.config
     sampling = row.sampling or row.model.sampling
-    defaults = defaults_told(
-        sampling,
-        answers.tool_format,
-        row.size.limits.context_length,
-        allow_special=row.text.allow_special,
-    )
+    defaults = row.defaults
 
     @lru_cache(maxsize=1)
     def told(of_engine: Fingerprint | None) -> Fingerprint | None:

@@ -14,7 +14,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.plans import default_thread_count
-from phasewise.workflows.embed.accelerators import Accelerators
+from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.embed.kept_plan import kept_plan
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report
@@ -126,7 +126,7 @@ def open_embeddings(
     else:
         room = _room_beside(on, machine, taken, report)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum)
-    accelerators = on.accelerators()
+    accelerators = accelerators_here(with_gpus=on.embed_accelerators, devices=on.embed_device)
     plan = plan_for(model, room, on, accelerators, report, settings.db)
     report(plan.describe() + (", with the same bits on every CPU" if weights.is_canonical else ""))
     opened = open_embedding(

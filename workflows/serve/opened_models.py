@@ -24,7 +24,7 @@ from phasewise.tuner.predictor.log import PromptFacts
 from phasewise.workflows.opening.drafts import find_drafts
 from phasewise.workflows.opening.first_start import fight_first, pull_what_fits
 from phasewise.workflows.opening.open_model import OpenModel, check_settings, open_model, open_under
-from phasewise.workflows.opening.tuned_schedules import Plans, ScheduleUse
+from phasewise.workflows.opening.tuned_schedules import Plans
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.core_plans import most_threads
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
@@ -42,11 +42,6 @@ class OpenedModel:
     lines: Sequence[str]
     cores: frozenset[int]
 
-    def uses(self, model: OpenModel) -> list[ScheduleUse]:
-        """The schedules that `model` uses for steps of this server's sizes."""
-        size = self.row.size
-        return model.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
-
 
 @dataclass(frozen=True)
 class Opener:
@@ -56,11 +51,6 @@ class Opener:
     way: Way = ALONE
     report: Report = silent
 
-    def without_adapters(self) -> Opener:
-        """An opener for further models: adapters are the first model's."""
-        weights = replace(self.settings.weights, lora=None)
-        return replace(self, settings=replace(self.settings, weights=weights))
-
     def open_models(
         self, refs: Sequence[str], names: Sequence[tuple[str, ...]], stack: ExitStack
     ) -> list[OpenedModel]:
@@ -69,7 +59,8 @@ class Opener:
         names: for each model, names that requests may use; its id comes first.
         """
         settings, deadline_s = self.settings, time.monotonic() + FIRST_S
-        openers = [self, *(self.without_adapters() for _ in refs[1:])]
+        plain = replace(self, settings=replace(settings, weights=replace(settings.weights, lora=None)))
+        openers = [self, *[plain] * len(refs[1:])]  # adapters are the first model's
         for ref, own in zip(refs, openers, strict=False):
             check_settings(ref, own.settings.weights, settings.kv.kv_format, self.report)
         pull_what_fits(settings.remote, settings.db, FIRST_S, self.report)
@@ -107,11 +98,6 @@ class Opener:
             )
         return SizedModel(ref, opened, drafts, self._size(opened, kv_bytes, drafts))
 
-    @property
-    def _shares_kv(self) -> bool:
-        """True where keys and values leave the engine that computed them."""
-        return self.way != ALONE or self.settings.prefixes.is_asked
-
     def _size(self, opened: OpenModel, kv_bytes: int | None, drafts: DraftSource | None) -> EngineSize:
         running, kv = self.settings.running, self.settings.kv
         is_alone = self.way == ALONE  # instances have plans of their own, and nodes memory of their own
@@ -123,7 +109,7 @@ class Opener:
             None if is_elsewhere else kv_bytes,
             kv.kv_format,
             None if drafts is None else drafts.model,
-            kv_shared=self._shares_kv,
+            kv_shared=not is_alone or self.settings.prefixes.is_asked,  # they leave what computed them
             free=(lambda: None) if is_elsewhere else None,
             teams=teams_of(opened.plans) if is_alone else (),
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from phasewise._options import NoEffect, changed, refuse_unused
 from phasewise._places import user_folder
 from phasewise._words import counted
-from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
+from phasewise.serving.engine.fingerprint import fingerprint_of
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.access_log import Logging
 from phasewise.serving.http.requests.lengths import LengthLog
@@ -28,7 +28,7 @@ from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.drafts import DraftRule, check_draft, rule_of
 from phasewise.workflows.opening.first_start import products_of
 from phasewise.workflows.opening.memory_placement import MemoryPlacement
-from phasewise.workflows.opening.open_model import OpenModel, hint_at_tuning
+from phasewise.workflows.opening.open_model import hint_at_tuning
 from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 from phasewise.workflows.options import check_arithmetic
 from phasewise.workflows.report import Report, silent
@@ -197,25 +197,17 @@ def _check_prefixes(prefixes: Prefixes, way: Way, report: Report) -> None:
 
 
 def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
-    """Give `explain` the schedules and the drafts of a model, or of each of its instances."""
+    """Report the fingerprint of a model's answers, and give `explain` its schedules and drafts; of each of
+    its instances where there are some."""
+    size, defaults = served.row.size, served.row.defaults
+    most_slots = min(size.limits.context_length, size.kv.slots)
     for instance, opened in opener.opened_as(served):
         name = opened.model.name if instance is None else instance.describe()
-        opener.report(f"{name}: {_fingerprint(served, opened, opener.settings)}")
-        explain(served.uses(opened), opened.memory(), rule_of(served.sized.drafts))
-
-
-def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
-    """The fingerprint of the model's answers, for people."""
-    size = served.row.size
-    context = size.limits.context_length
-    own = fingerprint_of(opened.model, size.kv.format, opened.schedules, min(context, size.kv.slots))
-    defaults = defaults_told(
-        served.row.sampling or opened.model.sampling,
-        settings.answering.tool_format,
-        context,
-        allow_special=settings.accepting.allow_special,
-    )
-    return f"fingerprint {own.with_defaults(defaults).short}, arithmetic {own.arithmetic}"
+        own = fingerprint_of(opened.model, size.kv.format, opened.schedules, most_slots)
+        fingerprint = own.with_defaults(defaults).short
+        opener.report(f"{name}: fingerprint {fingerprint}, arithmetic {own.arithmetic}")
+        uses = opened.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
+        explain(uses, opened.memory(), rule_of(served.sized.drafts))
 
 
 def _service_settings(

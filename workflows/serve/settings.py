@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 from phasewise._options import MOST_USED, changed, option, parse_time, refuse_unused, size
 from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
-from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.opening.settings import NATIVE, Remote, Weights
 from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, EMBED_DEVICE_HELP, KV_FORMAT, RANKS, THREADS
 
@@ -478,10 +477,6 @@ class Embeddings:
         config_only=True,
         envvar="PHASEWISE_EMBED_CPU",
     )
-
-    def accelerators(self) -> Accelerators:
-        """Accelerators to embed on. UsageError for an invalid device."""
-        return accelerators_here(with_gpus=self.embed_accelerators, devices=self.embed_device)
 
 
 ALONE = Pools()
