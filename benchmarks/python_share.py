@@ -111,13 +111,8 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
     command += ["--clients-of", port]
     with address:
         clients = subprocess.Popen(command)
-        table = ModelTable(
-            [
-                TextRow(
-                    opened.model, opened.text, opened.size, ("model",), partial(EngineThread, opened.engine)
-                )
-            ]
-        )
+        host = partial(EngineThread, opened.engine)
+        table = ModelTable([TextRow(opened.model, opened.text, opened.size, ("model",), host)])
         run_service(table, ServiceSettings(HttpLimits()), address, lambda _line: None)
         clients.wait()
 
