@@ -37,7 +37,8 @@ from phasewise.serving.model_table import ModelTable, TextRow
 from phasewise.serving.ranks.open_ranks import LocalRanks
 from phasewise.serving.sampling import sampling
 from phasewise.serving.service import ServiceSettings, run_service
-from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.opening.settings import Weights
 from tests.soak import raw_http
 
 PROMPT = "The history of the steam engine begins"
@@ -110,7 +111,8 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
     command += ["--clients-of", port]
     with address:
         clients = subprocess.Popen(command)
-        table = ModelTable([TextRow(opened, ("model",), partial(EngineThread, opened.engine))])
+        host = partial(EngineThread, opened.engine)
+        table = ModelTable([TextRow(opened.model, opened.text, opened.size, ("model",), host)])
         run_service(table, ServiceSettings(HttpLimits()), address, lambda _line: None)
         clients.wait()
 

@@ -22,7 +22,8 @@ from benchmarks.row_laws import told, worst_of_laws
 from phasewise.serving.engine.throughput import Workload, measure
 from phasewise.tuner.task_division import ALLOWANCE, breaking
 from phasewise.workflows.bench.model_speed import OpenRanks, check_context, open_ranks
-from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.opening.settings import Weights
 
 ROWS = "1,2,3,4,5,6,7,8,9,12,13,16,17,24,25,32,33,48,64"
 

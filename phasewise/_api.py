@@ -25,8 +25,9 @@ from phasewise.tuner.errors import EvaluationError, PlanError, TraceError
 from phasewise.workflows.config_file import StandingOptions
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import OpenModel, Weights
+from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.opening.open_model import open_model as open_for_running
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:

@@ -91,6 +91,14 @@ def option(default: Any, help_text: str, *flags: str, repr: bool = True, **setti
     return named(help_text, *flags, **settings)(default, repr=repr)
 
 
+def size(written: str | None, help_text: str, *flags: str, **settings: Any) -> Any:
+    """Make a dataclass field of bytes, with an option of its own. written: the default; None: none."""
+    default = None if written is None else parse_bytes(written)
+    return option(
+        default, help_text, *flags, written=written, parser=parse_bytes, metavar="BYTES", **settings
+    )
+
+
 def parse_budget(text: str) -> float:
     """Parse a duration such as `90`, `90s`, `1.5m` or `1h` into seconds."""
     seconds = _seconds(text)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Any
 
 from phasewise._words import counted
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
@@ -38,17 +38,6 @@ class Predictor:
     learn: Callable[[Submit, int], None]
 
 
-class Served(Protocol):
-    """A model that is served: its packed weights, its text processing and the size of its engine."""
-
-    @property
-    def model(self) -> PackedModel: ...
-    @property
-    def text(self) -> ModelText: ...
-    @property
-    def size(self) -> EngineSize: ...
-
-
 @dataclass(frozen=True)
 class AnswerPolicy:
     """Policy for a model's answers. `tool_format`: form of tool calls, one of `tools.dialect.FORMATS`; auto:
@@ -61,15 +50,28 @@ class AnswerPolicy:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A model that generates text. `names`: names that requests may use, the model's id first. `open_host`:
-    opens its engine's host. `sampling`: defaults of requests; None: from the model's files."""
+    """A model that generates text, its text processing and the size of each of its engines. `names`: names
+    that requests may use, the model's id first. `open_host`: opens its engine's host. `sampling`: defaults of
+    requests; None: from the model's files."""
 
-    opened: Served
+    model: PackedModel
+    text: ModelText
+    size: EngineSize
     names: tuple[str, ...]
     open_host: OpenHost
     sampling: SamplingDefaults | None = None
     predictor: Predictor | None = None
     answers: AnswerPolicy = AnswerPolicy()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Defaults for fields that a request leaves out, for `Fingerprint.with_defaults`."""
+        return defaults_told(
+            self.sampling or self.model.sampling,
+            self.answers.tool_format,
+            self.size.limits.context_length,
+            allow_special=self.text.allow_special,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,13 @@ class EmbeddingRow:
     names: tuple[str, ...]
 
 
-class FolderModel(Protocol):
-    """A model of the model folder that is measured but not yet in memory."""
+@dataclass(frozen=True)
+class FolderModel:
+    """A model of the model folder that is measured but not yet in memory. `n_bytes`: bytes of weights, keys
+    and values once it is open. `open`: loads it, and raises ServingError; the stack unloads it."""
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of weights, keys and values once the model is open."""
-        ...
-
-    def open(self, stack: ExitStack) -> TextRow:
-        """Load the model; `stack` unloads it. Raises ServingError."""
-        ...
+    n_bytes: int
+    open: Callable[[ExitStack], TextRow]
 
 
 @dataclass(frozen=True)
@@ -129,22 +127,16 @@ class ModelTable:
 def served_model(row: TextRow, host: EngineHost) -> Iterator[ServedModel]:
     """A model as HTTP requests see it, until the end of `with` closes its helper processes."""
     with ExitStack() as stack:
-        guides = stack.enter_context(closing(_guides(row.opened)))
-        if row.opened.text.has_template:
-            stack.enter_context(closing(row.opened.text.conversations))
+        guides = stack.enter_context(closing(_guides(row)))
+        if row.text.has_template:
+            stack.enter_context(closing(row.text.conversations))
         yield _served(row, guides, host)
 
 
 def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedModel:
-    opened, answers = row.opened, row.answers
-    config = opened.model.config
-    sampling = row.sampling or opened.model.sampling
-    defaults = defaults_told(
-        sampling,
-        answers.tool_format,
-        opened.size.limits.context_length,
-        allow_special=opened.text.allow_special,
-    )
+    answers, config = row.answers, row.model.config
+    sampling = row.sampling or row.model.sampling
+    defaults = row.defaults
 
     @lru_cache(maxsize=1)
     def told(of_engine: Fingerprint | None) -> Fingerprint | None:
@@ -153,24 +145,24 @@ def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedMode
     return ServedModel(
         names=row.names,
         created_s=int(time.time()),
-        context_length=opened.size.limits.context_length,
+        context_length=row.size.limits.context_length,
         vocab_size=config.vocab_size,
         end_token_ids=frozenset(config.eos_token_ids),
-        encode=_bounded(opened),
-        piece=opened.text.tokenizer.piece,
-        encode_chat=_chat_encoder(opened) if opened.text.has_template else None,
+        encode=_bounded(row),
+        piece=row.text.tokenizer.piece,
+        encode_chat=_chat_encoder(row) if row.text.has_template else None,
         max_prompt_tokens=answers.max_prompt_tokens,
         estimate=row.predictor.estimate if row.predictor else None,
         guides=guides,
         sampling=sampling,
-        dialect=_dialect(opened, answers.tool_format),
+        dialect=_dialect(row, answers.tool_format),
         fingerprint=lambda: told(host.fingerprint(row.names[0])),
         gives_receipts=answers.receipts,
         facts=ModelFacts(
             config.architecture,
-            sum(weight.n * weight.k for weight in opened.model.weights.values()),
-            opened.model.weight_bytes,
-            opened.model.format,
+            sum(weight.n * weight.k for weight in row.model.weights.values()),
+            row.model.weight_bytes,
+            row.model.format,
         ),
     )
 
@@ -198,42 +190,40 @@ def _adapted_fingerprint(own: ServedModel, content_hash: str) -> Fingerprint | N
     return None if fingerprint is None else fingerprint.with_adapter(content_hash)
 
 
-def _dialect(opened: Served, tool_format: str) -> Dialect:
-    tokenizer = opened.text.tokenizer
-    template = opened.model.chat_template or ""
-    turn = opened.text.conversations.turn if opened.text.has_template else None
+def _dialect(row: TextRow, tool_format: str) -> Dialect:
+    tokenizer = row.text.tokenizer
+    template = row.model.chat_template or ""
+    turn = row.text.conversations.turn if row.text.has_template else None
     return dialect_of(template, tokenizer.id_of, tokenizer.special_ids, tool_format, turn)
 
 
-def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
+def _bounded(row: TextRow) -> Callable[[str, bool], list[int]]:
     """An `encode` that first refuses a text too long for the context, which would take seconds to
     tokenize."""
-    check = _length_check(opened)
+    check = _length_check(row)
 
     def encode(text: str, add_special: bool) -> list[int]:
         check(text)
-        return opened.text.encode(text, add_special)
+        return row.text.encode(text, add_special)
 
     return encode
 
 
-def _chat_encoder(opened: Served) -> Callable[[Conversation, CancelToken], list[int]]:
+def _chat_encoder(row: TextRow) -> Callable[[Conversation, CancelToken], list[int]]:
     """An encoder of conversations. Reads the template now, so that a broken one is reported at start."""
-    conversations, check = opened.text.conversations, _length_check(opened)
+    conversations, check = row.text.conversations, _length_check(row)
 
     def encode(conversation: Conversation, cancel: CancelToken) -> list[int]:
         prompt = conversations.write(conversation, cancel)
         check(prompt.text)
-        return opened.text.tokenizer.encode_marked(*prompt)
+        return row.text.tokenizer.encode_marked(*prompt)
 
     return encode
 
 
-def _length_check(opened: Served) -> Callable[[str], None]:
-    context = opened.size.limits.context_length
-    longest = max(
-        len(opened.text.tokenizer.piece(token_id)) for token_id in range(opened.model.config.vocab_size)
-    )
+def _length_check(row: TextRow) -> Callable[[str], None]:
+    context = row.size.limits.context_length
+    longest = max(len(row.text.tokenizer.piece(token_id)) for token_id in range(row.model.config.vocab_size))
 
     def check(text: str) -> None:
         if len(text) > context * longest:
@@ -243,10 +233,10 @@ def _length_check(opened: Served) -> Callable[[str], None]:
     return check
 
 
-def _guides(opened: Served) -> GuideCompiler:
+def _guides(row: TextRow) -> GuideCompiler:
     """A grammar compiler, loaded on a thread while the server starts, so that the first grammar request does
     not stall others. The thread is no daemon: the interpreter would crash if it ended inside llguidance."""
-    guides = opened.text.guide_compiler()
-    if opened.model.config.eos_token_ids:
+    guides = row.text.guide_compiler()
+    if row.model.config.eos_token_ids:
         threading.Thread(target=guides.warm, name="grammar-load").start()
     return guides

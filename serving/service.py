@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from phasewise.kerneldb.start_reads import n_without_database
+from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost, SeveralEngines
-from phasewise.serving.errors import EngineLost
 from phasewise.serving.http.answers.client import EngineClient, RequestLife
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
@@ -76,7 +76,8 @@ def run_service(
     with ExitStack() as stack:
         limits, log = settings.limits, settings.length_log
         client = EngineClient(lambda message: host.send(message), limits)
-        host, life, clients = _computing(table, client, lambda: server.end(at_once=True))
+        host, computes, clients = _computing(table, client, lambda: server.end(at_once=True))
+        life = Lifecycle(computes)
         if log is not None:
             stack.enter_context(log)
         for row in table.models:
@@ -112,35 +113,28 @@ def run_service(
         service = Service(app, clients, life, connections, report, hang_up, begin)
         server = HttpServer(service, address, settings.tls)
         stopped = _run_to_the_end(server, host, shelf, client)
-    lost = host.lost if table.generates else _lost_embeddings(table)
-    if lost is not None:
-        raise lost
+    if computes.lost is not None:
+        raise computes.lost
     _leave(address, stopped)
 
 
 def _computing(
     table: ModelTable, client: EngineClient, on_lost: Callable[[], None]
-) -> tuple[EngineHost, Lifecycle, Sequence[Clients]]:
-    """The host of all text models, the server's lifecycle and its clients. The loss of the host ends the
-    server; on a server that only embeds, the loss of its workers does."""
+) -> tuple[EngineHost, EngineHost | EmbeddingClient, Sequence[Clients]]:
+    """The host of all text models, what ends the server when it is lost (that host; on a server that only
+    embeds, the workers), and all clients."""
     embedding = [] if table.embedding is None else [table.embedding.opened.client]
     if len(table.models) == 1 and table.folder is None:
         host = table.models[0].open_host(client.deliver, on_lost, OWN_CORES)
-        return host, Lifecycle(host), [client, *embedding]
+        return host, host, [client, *embedding]
     several = SeveralEngines(client.deliver, on_lost)
     for row in table.models:
         several.put(row.names[0], row.open_host)
     if table.generates:
-        return several, Lifecycle(several), [client, *embedding]
+        return several, several, [client, *embedding]
     for alone in embedding:
         alone.on_lost = on_lost
-    return several, Lifecycle(embedding[0]), embedding
-
-
-def _lost_embeddings(table: ModelTable) -> EngineLost | None:
-    if table.embedding is None or table.embedding.opened.client.state != "lost":
-        return None
-    return EngineLost("every embedding worker was lost for good; start the server again")
+    return several, embedding[0], embedding
 
 
 def _embeddings(row: EmbeddingRow) -> ServedEmbeddings:
@@ -154,7 +148,7 @@ def _served_models(table: ModelTable, host: EngineHost, stack: ExitStack) -> lis
     served: list[ServedModel] = []
     for row in table.models:
         own = stack.enter_context(served_model(row, host))
-        served += [own, *with_adapters(own, row.opened.model.adapters, table.names)]
+        served += [own, *with_adapters(own, row.model.adapters, table.names)]
     return served
 
 
@@ -194,7 +188,7 @@ def _observe(client: EngineClient, row: TextRow, log: LengthLog | None, stack: E
     """Have the lengths of a model's answers observed until `stack` closes."""
     observers: list[LengthObserver] = []
     if log is not None:
-        observers.append(LengthObserver(partial(log.put, row.opened.model.name), row.names[0]))
+        observers.append(LengthObserver(partial(log.put, row.model.name), row.names[0]))
     if row.predictor is not None:
         observers.append(LengthObserver(stack.enter_context(_learning(row.predictor)), row.names[0]))
     for observer in observers:
@@ -305,7 +299,7 @@ class _Measured:
             stack.callback(self.host.take_out, row.names[0])
             gc.collect()
             gc.freeze()  # as of the start: `gc_frozen`
-            adapters = row.opened.model.adapters
+            adapters = row.model.adapters
             alone = {adapter.name for adapter in adapters}  # another model may have one of the same name
             return _Loaded(served, with_adapters(served, adapters, alone), stack.pop_all())
 

@@ -123,7 +123,8 @@ def decode_figures(ref: str, db: str | None, report: Report = silent) -> DecodeF
     from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures
     from phasewise.workflows.bench.model_speed import Timing, bench_rows, check_context, open_ranks
     from phasewise.workflows.opening.first_start import products_of
-    from phasewise.workflows.opening.open_model import NATIVE, open_model
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.opening.settings import NATIVE
 
     opened = open_model(ref, NATIVE, db=db, report=report)
     workloads = [Workload(PROMPT_TOKENS, 0, 1), Workload(0, ANSWER_TOKENS, 1)]

@@ -18,7 +18,8 @@ from phasewise.serving.errors import RanksError
 from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, open_ranks
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, default_plan, rank_on
-from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
+from phasewise.workflows.opening.open_model import OpenModel, open_model
+from phasewise.workflows.opening.settings import Weights
 
 Lookups = Mapping[Phase, ScheduleLookup]
 NO_LOOKUPS: Lookups = {phase: ScheduleLookup() for phase in PHASES}

@@ -14,7 +14,8 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.forward import AUTO
 from phasewise.topology import read_machine
 from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS, open_ranks
-from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.opening.settings import Weights
 
 LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 32))
 

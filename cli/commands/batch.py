@@ -15,7 +15,7 @@ from phasewise.cli.options import JsonOption, OptionalModelArgument
 from phasewise.cli.present import note, print_json
 from phasewise.cli.status_line import status_line
 from phasewise.workflows.batch.server import OwnServing
-from phasewise.workflows.opening.open_model import ReadWeights
+from phasewise.workflows.opening.settings import ReadWeights
 from phasewise.workflows.options import ModelCores
 
 EXIT_REFUSED = 3

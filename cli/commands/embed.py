@@ -10,7 +10,6 @@ import typer
 
 from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption, VectorArithmeticOption
 from phasewise.cli.present import note, print_json, read_stdin, say
-from phasewise.workflows.embed.run import in_precision, lines_of, open_embedder, texts_in
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -79,6 +78,8 @@ def embed(
     numbers for each text. MODEL's files say how the vectors of a
     text's tokens become one (modules.json, or GGUF's pooling type).
     """
+    from phasewise.workflows.embed.run import in_precision, open_embedder
+
     inputs = _texts(texts or [], file)
     is_canonical = arithmetic == "canonical"
     with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical) as opened:
@@ -97,6 +98,8 @@ def embed(
 
 
 def _texts(given: list[str], file: Path | None) -> list[str]:
+    from phasewise.workflows.embed.run import lines_of, texts_in
+
     if file is not None:
         if given:
             raise typer.BadParameter("texts come from --file or from the command line, not from both")

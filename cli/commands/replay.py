@@ -12,7 +12,7 @@ from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, on_one_line, print_json, say
-from phasewise.workflows.opening.open_model import ReadWeights
+from phasewise.workflows.opening.settings import ReadWeights
 from phasewise.workflows.options import ModelCores
 
 EXIT_REFUSED = 3

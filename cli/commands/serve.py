@@ -11,9 +11,7 @@ from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, ExplainOption, OptionalModelArgument
 from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.first_start import Remote
-from phasewise.workflows.opening.open_model import Weights
-from phasewise.workflows.serve.run import serve_models
+from phasewise.workflows.opening.settings import Remote, Weights
 from phasewise.workflows.serve.settings import (
     Accepting,
     Answering,
@@ -81,6 +79,7 @@ def serve(
     three is given it ends the server as SIGTERM does, unless it is ignored
     (nohup).
     """
+    from phasewise.serving.processes.headroom import use_one_heap
     from phasewise.serving.processes.secrets import hide_values_of
 
     if hide_values_of("--api-key"):
@@ -107,6 +106,9 @@ def serve(
     )
     if model is None and coming.models is None:
         raise UsageError("give a MODEL to serve, or --models DIR: a folder of models")
+    use_one_heap()  # before numpy's threads are there
+    from phasewise.workflows.serve.run import serve_models
+
     serve_models(model, settings, note, explain=_tell if explain else None)
 
 

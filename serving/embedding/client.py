@@ -26,7 +26,7 @@ from phasewise.serving.embedding.pace import KEPT
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
 from phasewise.serving.embedding.queues import UNLIMITED, Depth, QueueManager
 from phasewise.serving.engine.engine_host import EngineState
-from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
+from phasewise.serving.errors import EngineLost, QueueFull, RanksError, ServingError, StepFailed, Stopping
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class EmbeddingClient:
         self._manager = manager
         self._is_planned = any(queue.depth != UNLIMITED for queue in manager.queues)
         self._lanes = [
-            Lane.over(queue, start, worker, math.inf if slo_s is None else slo_s)
-            for queue, (start, worker) in zip(manager.queues, workers, strict=True)
+            Lane.over(queue, start, worker, math.inf if slo_s is None else slo_s, index)
+            for index, (queue, (start, worker)) in enumerate(zip(manager.queues, workers, strict=True))
         ]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -85,6 +85,13 @@ class EmbeddingClient:
         return self.state != "lost"
 
     @property
+    def lost(self) -> EngineLost | None:
+        """The reason why no device can embed any more; None: one can."""
+        if self.is_alive:
+            return None
+        return EngineLost("every embedding worker was lost for good; start the server again")
+
+    @property
     def n_live(self) -> int:
         """Inputs in progress."""
         return len(self._live)
@@ -109,8 +116,8 @@ class EmbeddingClient:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start serving every lane on this loop."""
         self._loop = loop
-        for index, lane in enumerate(self._lanes):
-            self._tasks.append(loop.create_task(self._run(index), name=f"phasewise-{lane.queue.name}"))
+        for lane in self._lanes:
+            self._tasks.append(loop.create_task(self._run(lane), name=f"phasewise-{lane.queue.name}"))
 
     def _now_s(self) -> float:
         return 0.0 if self._loop is None else self._loop.time()
@@ -156,16 +163,17 @@ class EmbeddingClient:
         if places is None:
             raise self._full()
         loop = asyncio.get_running_loop()
-        ends_s = {place: self._end_on(place, places.count(place), now_s, end_s) for place in set(places)}
+        lanes = [self._lanes[place] for place in places]
+        ends_s = {lane: lane.end_of_placed(lanes.count(lane), now_s, end_s) for lane in {*lanes}}
         placed = [
-            Input(tokens, loop.create_future(), asker.name, ends_s[place])
-            for tokens, place in zip(inputs, places, strict=True)
+            Input(tokens, lane, loop.create_future(), asker.name, ends_s[lane])
+            for tokens, lane in zip(inputs, lanes, strict=True)
         ]
         self._live.update(placed)
         self._held[asker.name] = self._held.get(asker.name, Depth(0, 0)) + wanted
         self._n_answers += 1
-        for pending, place in zip(placed, places, strict=True):
-            self._join(pending, place, now_s)
+        for pending in placed:
+            pending.lane.join(pending, now_s)
             pending.answer.add_done_callback(self._forgetting(pending))
         try:
             vectors = await asyncio.gather(*(pending.answer for pending in placed))
@@ -188,25 +196,11 @@ class EmbeddingClient:
             lane.heed(now_s, end_s)
         return end_s
 
-    def _end_on(self, place: int, n_inputs: int, now_s: float, end_s: float) -> float:
-        """The time from which these placed inputs are late; inf for inputs that an idle device took although
-        it takes longer, or has not been measured."""
-        lane = self._lanes[place]
-        is_alone = lane.queue.inputs == n_inputs
-        return math.inf if is_alone and (lane.is_unmeasured or lane.end_of_all(now_s) > end_s) else end_s
-
-    def _join(self, pending: Input, place: int, now_s: float) -> None:
-        """Append the input to the line of this device, behind all others of its client."""
-        lane = self._lanes[place]
-        pending.place, pending.placed_end_s = place, lane.end_of_all(now_s)
-        lane.waiting.join(pending)
-        lane.news.set()
-
     def _answered(self, placed: Sequence[Input]) -> None:
         """Record the time that writing the answer with the vectors of these inputs took."""
         writing_s = self._now_s() - max(pending.computed_s for pending in placed)
         for pending in placed:
-            self._lanes[pending.place].answered(pending, writing_s)
+            pending.lane.answered(pending, writing_s)
 
     def retry_after_s(self) -> int:
         """Seconds until the inputs in progress have been computed, at the recent speed."""
@@ -242,15 +236,14 @@ class EmbeddingClient:
 
     # ---- one device --------------------------------------------------------------------------------------
 
-    async def _run(self, index: int) -> None:
+    async def _run(self, lane: Lane) -> None:
         """Serve one lane, worker after worker, until no further worker can be started."""
-        lane = self._lanes[index]
         try:
             while True:
-                await self._serve(index)
+                await self._serve(lane)
                 lane.queue.is_up = False
                 log.error("the embedding worker of %s was lost", lane.queue.name)
-                self._move_waiting(index)
+                self._move_waiting(lane)
                 if not await self._start_again(lane):
                     break
                 lane.queue.is_up = True
@@ -259,14 +252,13 @@ class EmbeddingClient:
         except Exception:
             log.exception("the lane of %s failed", lane.queue.name)
         lane.queue.is_up = False
-        self._fail(lane.waiting, index, RanksError(f"{lane.queue.name} was lost and cannot be started again"))
+        self._fail(lane.waiting, lane, RanksError(f"{lane.queue.name} was lost and cannot be started again"))
         lane.queue.is_gone = True
         if all(each_lane.queue.is_gone for each_lane in self._lanes):
             self.on_lost()
 
-    async def _serve(self, index: int) -> None:
+    async def _serve(self, lane: Lane) -> None:
         """Send batches to the lane's worker until the worker is lost."""
-        lane = self._lanes[index]
         await lane.worker.attach()
         if lane.is_unmeasured:
             try:
@@ -282,8 +274,8 @@ class EmbeddingClient:
         try:
             while not lost.done():
                 await lane.company()
-                while len(batches) < lane.batches_ahead and (batch := self._next_batch(index)):
-                    batches.add(self._begin(index, batch))
+                while len(batches) < lane.batches_ahead and (batch := self._next_batch(lane)):
+                    batches.add(self._begin(lane, batch))
                 news = asyncio.ensure_future(lane.news.wait())
                 waited = {lost, news, *batches} if len(batches) < lane.batches_ahead else {lost, *batches}
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -295,14 +287,13 @@ class EmbeddingClient:
             if batches:
                 await asyncio.wait(batches)
 
-    def _next_batch(self, index: int) -> list[Input]:
+    def _next_batch(self, lane: Lane) -> list[Input]:
         """The next waiting inputs, as many as make a good batch; inputs that are no longer wanted are
         dropped."""
-        lane = self._lanes[index]
         batch: list[Input] = []
         tokens = 0
         if not lane.waiting:
-            self._take_over(index)
+            self._take_over(lane)
         now_s, most, end_s = self._now_s(), lane.most_in_batch, math.inf
         while lane.waiting and len(batch) < most.inputs:
             pending = lane.waiting.head
@@ -315,26 +306,25 @@ class EmbeddingClient:
                 lane.refused(pending, now_s)
                 pending.answer.set_exception(self._full())
             if not pending.wanted:
-                self._manager.release(index, pending.size)
+                self._manager.release(lane.index, pending.size)
                 continue
             batch.append(pending)
             tokens, end_s = with_it, min(end_s, pending.end_s)
         return batch
 
-    def _begin(self, index: int, batch: list[Input]) -> asyncio.Task[None]:
-        lane, now_s = self._lanes[index], self._now_s()
+    def _begin(self, lane: Lane, batch: list[Input]) -> asyncio.Task[None]:
+        now_s = self._now_s()
         lane.n_batches += 1
         n_tokens = sum(pending.size for pending in batch)
         for pending in batch:
             pending.batch, pending.sent_end_s = lane.n_batches, lane.end_of(n_tokens, now_s)
         running = SentBatch(now_s, n_tokens)
-        task = asyncio.ensure_future(self._compute(index, batch, running))
+        task = asyncio.ensure_future(self._compute(lane, batch, running))
         lane.running[task] = running
         task.add_done_callback(lane.running.pop)
         return task
 
-    async def _compute(self, index: int, batch: list[Input], running: SentBatch) -> None:
-        lane = self._lanes[index]
+    async def _compute(self, lane: Lane, batch: list[Input], running: SentBatch) -> None:
         try:
             vectors = await self._embedded(lane, batch)
             if len(vectors) != len(batch):
@@ -345,14 +335,14 @@ class EmbeddingClient:
         except RanksError as error:
             lane.worker.end_now()
             await lane.worker.lost()  # what runs again goes to the next one
-            self._again(index, batch, error)
+            self._again(lane, batch, error)
             return
         except ServingError as error:
-            self._fail(batch, index, error)
+            self._fail(batch, lane, error)
             return
         lane.computed(batch, running, self._now_s())
         for pending, vector in zip(batch, vectors, strict=True):
-            self._manager.release(index, pending.size)
+            self._manager.release(lane.index, pending.size)
             self._ends.append((lane.free_at_s, pending.size))
             if pending.wanted:
                 _answer(pending, vector)
@@ -368,48 +358,46 @@ class EmbeddingClient:
                 f"the embedding worker of {lane.queue.name} did not answer for {patience_s:.0f} s"
             ) from error
 
-    def _again(self, index: int, batch: list[Input], error: RanksError) -> None:
+    def _again(self, lane: Lane, batch: list[Input], error: RanksError) -> None:
         """Put the inputs of a lost batch back in front of the line; an input lost for the second time
         fails."""
-        lane = self._lanes[index]
         for pending in reversed(batch):
             pending.tries += 1
             if pending.wanted and pending.tries >= MOST_TRIES:
-                self._fail([pending], index, error)
+                self._fail([pending], lane, error)
             else:
                 lane.waiting.rejoin(pending)
 
-    def _move_waiting(self, index: int) -> None:
+    def _move_waiting(self, lane: Lane) -> None:
         """Move the inputs that wait for a lost device to others with room; the rest keep waiting."""
-        lane, staying = self._lanes[index], InputTurns()
+        staying = InputTurns()
         while lane.waiting:
             pending = lane.waiting.take()
-            place = self._manager.move(index, pending.size)
+            place = self._manager.move(lane.index, pending.size)
             if place is None:
                 staying.join(pending)
             else:
-                self._join(pending, place, self._now_s())
+                self._lanes[place].join(pending, self._now_s())
         lane.waiting = staying
 
-    def _take_over(self, index: int) -> None:
+    def _take_over(self, lane: Lane) -> None:
         """Move inputs that wait for CPUs to an accelerator that has room again."""
-        own = self._lanes[index]
-        rank, most, n_moved = own.queue.rank, own.most_in_batch.inputs, 0
-        for other, lane in enumerate(self._lanes):
-            while lane.queue.rank > rank and lane.waiting and n_moved < most:
-                place = self._manager.move(other, lane.waiting.head.size)
+        rank, most, n_moved = lane.queue.rank, lane.most_in_batch.inputs, 0
+        for other in self._lanes:
+            while other.queue.rank > rank and other.waiting and n_moved < most:
+                place = self._manager.move(other.index, other.waiting.head.size)
                 if place is None:
                     break
-                self._join(lane.waiting.take(), place, self._now_s())
+                self._lanes[place].join(other.waiting.take(), self._now_s())
                 n_moved += 1
 
-    def _fail(self, inputs: Iterable[Input], index: int, error: ServingError) -> None:
+    def _fail(self, inputs: Iterable[Input], lane: Lane, error: ServingError) -> None:
         for pending in list(inputs):
-            self._manager.release(index, pending.size)
+            self._manager.release(lane.index, pending.size)
             if pending.wanted:
                 pending.answer.set_exception(error)
-        if inputs is self._lanes[index].waiting:
-            self._lanes[index].waiting = InputTurns()
+        if inputs is lane.waiting:
+            lane.waiting = InputTurns()
 
     async def _start_again(self, lane: Lane) -> bool:
         loop = asyncio.get_running_loop()

@@ -75,6 +75,8 @@ class Input:
     """One input in progress. Times are of the event loop's clock."""
 
     tokens: Tokens
+    lane: Lane
+    """The lane of the input's device."""
     answer: asyncio.Future[Floats]
     owner: str = ""
     """The client that sent the input."""
@@ -86,8 +88,6 @@ class Input:
     sent_end_s: float = math.inf
     """The forecast, when the input was sent to the worker, of when it would be computed."""
     computed_s: float = math.inf
-    place: int = 0
-    """The index of the input's device."""
     batch: int = 0
     """The number of the input's batch."""
 
@@ -155,6 +155,8 @@ class Lane:
     """Recent errors of forecasts made when inputs arrived."""
     sent: Lateness
     """Recent errors of forecasts made when inputs were sent to the worker."""
+    index: int = 0
+    """The place of the queue in its manager."""
     waiting: InputTurns = field(default_factory=InputTurns)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: Restarts = field(default_factory=Restarts)
@@ -169,7 +171,7 @@ class Lane:
     n_restarts: int = 0
 
     @classmethod
-    def over(cls, queue: DeviceQueue, start: Start, worker: Worker, slo_s: float) -> Lane:
+    def over(cls, queue: DeviceQueue, start: Start, worker: Worker, slo_s: float, index: int = 0) -> Lane:
         learnt, planned_s_per_token = None, 0.0
         is_promised = math.isfinite(slo_s)
         if queue.depth == UNLIMITED and (queue.is_accelerator or is_promised):
@@ -180,7 +182,7 @@ class Lane:
             usable_s = max(0.0, slo_s * (1 - KEPT - FIRST_SHARE) - queue.batch_s)
             planned_s_per_token = ALMOST * usable_s / queue.depth.tokens
         pace = DevicePace(queue.batch_s, planned_s_per_token)
-        return cls(queue, start, worker, slo_s, pace, learnt, Lateness(slo_s), Lateness(slo_s))
+        return cls(queue, start, worker, slo_s, pace, learnt, Lateness(slo_s), Lateness(slo_s), index)
 
     @property
     def is_unmeasured(self) -> bool:
@@ -220,6 +222,12 @@ class Lane:
         await self.worker.embed(body)
         return n_inputs * PROBE_TOKENS, loop.time() - began_s
 
+    def join(self, pending: Input, now_s: float) -> None:
+        """Append an input to this device's line, behind all others of its client."""
+        pending.lane, pending.placed_end_s = self, self.end_of_all(now_s)
+        self.waiting.join(pending)
+        self.news.set()
+
     # ---- forecasts ---------------------------------------------------------------------------------------
 
     def s_per_token(self, now_s: float) -> float:
@@ -234,6 +242,12 @@ class Lane:
     def end_of_all(self, now_s: float) -> float:
         """The time at which all inputs of the lane are computed."""
         return self.end_of(self._waiting_tokens, now_s)
+
+    def end_of_placed(self, n_inputs: int, now_s: float, end_s: float) -> float:
+        """The time from which `n_inputs` inputs placed now are late: `end_s`, or inf for inputs that an idle
+        device took although it takes longer, or has not been measured."""
+        is_alone = self.queue.inputs == n_inputs
+        return math.inf if is_alone and (self.is_unmeasured or self.end_of_all(now_s) > end_s) else end_s
 
     def is_late(self, tokens: int, now_s: float, end_s: float) -> bool:
         """True if a batch of `tokens` sent now would be answered after `end_s`. An idle worker takes a batch

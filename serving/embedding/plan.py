@@ -77,58 +77,45 @@ class EmbeddingPlan:
         return f"embeddings{promise}: {'; '.join(parts)} ({self.source})"
 
 
-def fields_of(plan: EmbeddingPlan) -> dict[str, Any]:
-    """The plan's instances and promised time as JSON values."""
-    return {"instances": [asdict(instance) for instance in plan.instances], "slo_s": plan.slo_s}
-
-
-def plan_of(fields: Any, source: str) -> EmbeddingPlan:
-    """The plan that `fields_of` has written. KeyError, TypeError, ValueError or AttributeError for other
-    fields."""
-    instances = tuple(
-        Instance(
-            _text(instance["device"]),
-            tuple(_whole(core, 0) for core in instance["cores"]),
-            Depth(_whole(instance["depth"]["inputs"], 1), _whole(instance["depth"]["tokens"], 1)),
-            _seconds(instance.get("batch_s", 0.0)),
-        )
-        for instance in fields["instances"]
-    )
-    if not 1 <= len(instances) <= MAX_INSTANCES or any(not instance.cores for instance in instances):
-        raise ValueError(f"{counted(len(instances), 'instance')}")
-    slo = fields["slo_s"]
-    if slo is not None and not 0 < float(slo) < 1e6:
-        raise ValueError(f"an SLO of {slo!r:.20}")
-    return EmbeddingPlan(instances, None if slo is None else float(slo), source)
-
-
 def placed_json(plan: EmbeddingPlan, machine: Machine) -> str:
     """The plan as JSON with topology places for cores. ServingError where this process may not use one of its
     cores."""
-    fields = fields_of(plan)
+
+    def placed(instance: Instance) -> dict[str, Any]:
+        fields = asdict(instance)
+        fields["places"] = [*places_of(machine, fields.pop("cores"))]
+        return fields
+
     try:
-        for instance_fields, instance in zip(fields["instances"], plan.instances, strict=True):
-            instance_fields["places"] = [*places_of(machine, instance.cores)]
-            del instance_fields["cores"]
+        instances = [placed(instance) for instance in plan.instances]
     except TopologyError as error:
         raise ServingError(f"the embedding plan cannot be kept: {error}") from None
     kept = {"format": FORMAT, "pus": len(machine.allowed_pus), "slo_s": plan.slo_s}
-    return json.dumps({**kept, "instances": fields["instances"]})
+    return json.dumps({**kept, "instances": instances})
 
 
 def stored_plan(text: str, machine: Machine, source: str = "database") -> EmbeddingPlan:
     """A plan of the database with this machine's core numbers. ServingError, saying why, for an invalid
     plan."""
-    fields = _fields(text)
-    if fields["pus"] != len(machine.allowed_pus):
-        n_pus = len(machine.allowed_pus)
+    fields, n_pus = _fields(text), len(machine.allowed_pus)
+    if fields["pus"] != n_pus:
         raise ServingError(f"it is for a process with {fields['pus']!r:.20} PUs; this one may use {n_pus}")
     try:
-        instances = [
-            {**instance, "cores": [*pus_at(machine, own)]}
-            for instance, own in zip(fields["instances"], stored_places(text), strict=True)
-        ]
-        return plan_of({**fields, "instances": instances}, source)
+        instances = tuple(
+            Instance(
+                _text(own["device"]),
+                tuple(pus_at(machine, places)),
+                Depth(_whole(own["depth"]["inputs"]), _whole(own["depth"]["tokens"])),
+                _seconds(own.get("batch_s", 0.0)),
+            )
+            for own, places in zip(fields["instances"], stored_places(text), strict=True)
+        )
+        if not 1 <= len(instances) <= MAX_INSTANCES or any(not instance.cores for instance in instances):
+            raise ValueError(f"{counted(len(instances), 'instance')}")
+        slo = fields["slo_s"]
+        if slo is not None and not 0 < float(slo) < 1e6:
+            raise ValueError(f"an SLO of {slo!r:.20}")
+        return EmbeddingPlan(instances, None if slo is None else float(slo), source)
     except (TopologyError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ServingError(f"it is no plan of embedding: {error!s:.100}") from None
 
@@ -160,8 +147,8 @@ def _text(value: Any) -> str:
     return value
 
 
-def _whole(value: Any, least: int) -> int:
-    if type(value) is not int or not least <= value <= 1 << 40:
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 1 << 40:
         raise ValueError(f"a number {value!r:.40}")
     return value
 

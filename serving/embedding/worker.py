@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from phasewise.serving.embedding.devices import highest_cores
@@ -33,6 +34,7 @@ from phasewise.serving.embedding.protocol import (
     vectors_to_bytes,
 )
 from phasewise.serving.errors import RanksError
+from phasewise.serving.loaders import load_model
 from phasewise.topology import Machine, TopologyError, read_machine
 from phasewise.topology.process_limits import read_limits
 
@@ -103,10 +105,6 @@ def yield_to_the_front() -> None:
 
 
 def _cpu_backend(spec: WorkerSpec) -> Backend:
-    from pathlib import Path
-
-    from phasewise.serving.loaders import load_model
-
     yield_to_the_front()
     model = load_model(spec.model, spec.weight_format, Path(spec.cache) if spec.cache else None)
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import importlib
 import pickle
+import sys
 import types
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,16 @@ def plain(value: Any) -> Any:
     return type(value).__name__
 
 
+def everywhere(patch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """Replace what `MODULE.NAME` is, in each of our modules that has it by this name too."""
+    module, _, attribute = name.rpartition(".")
+    ours = [each for each in sys.modules.values() if each.__name__.startswith("phasewise.")]
+    own = getattr(importlib.import_module(module), attribute)
+    for each in ours:
+        if vars(each).get(attribute) is own:
+            patch.setattr(each, attribute, value)
+
+
 class Boundary:
     """The fakes, and what they were given since `begin`."""
 
@@ -85,7 +98,8 @@ class Boundary:
         self.opened.setdefault(kind, []).append(plain(value))
 
     def _replace(self) -> None:
-        set_ = self._patch.setattr
+        importlib.import_module("phasewise.workflows.serve.run")
+        set_ = partial(everywhere, self._patch)
         set_("phasewise.topology.read_machine", lambda *_: self._machine)
         set_("phasewise.serving.processes.headroom.use_one_heap", lambda: None)
         set_("phasewise.serving.processes.headroom.available_bytes", lambda: 1 << 36)
@@ -126,8 +140,8 @@ class Boundary:
             self.keep("loaded", ("schedules", db))
             return schedules(db, *rest, **more)
 
-        self._patch.setattr(loaders, "load_model", loading)
-        self._patch.setattr(tuned_schedules, "schedules_for", looking)
+        everywhere(self._patch, "phasewise.serving.loaders.load_model", loading)
+        everywhere(self._patch, "phasewise.workflows.opening.tuned_schedules.schedules_for", looking)
 
     def _tcp(self, host: str, port: int, *, secure: bool = False) -> Any:
         self.keep("address", (host, port, secure))
@@ -233,10 +247,10 @@ class Boundary:
         self.keep("service", dataclasses.replace(settings, length_log=None))
         self.keep("length log", None if log is None else log.path)
         for row in table.models:
-            if not isinstance(row.opened, OpenEngine):
+            if not isinstance(row.open_host, partial):
                 row.open_host(lambda delivery: None, lambda: None, OWN_CORES)
                 self._forget_loads_of_the_front(table.embedding)
-                self.keep("size", row.opened.size)
+                self.keep("size", row.size)
             self._keep_row(row)
         if table.embedding is not None:
             self.keep("embedding row", table.embedding.names)
@@ -245,11 +259,11 @@ class Boundary:
             with contextlib.ExitStack() as stack:
                 row = table.folder.measure(next(iter(table.folder.files()))).open(stack)
                 self._keep_row(row)
-                if not isinstance(row.opened, OpenEngine):
+                if not isinstance(row.open_host, partial):
                     row.open_host(lambda delivery: None, lambda: None, OWN_CORES)
 
     def _keep_row(self, row: Any) -> None:
-        text = vars(row.opened.text)["allow_special"]
+        text = vars(row.text)["allow_special"]
         self.keep("row", (row.names, row.sampling, row.predictor, row.answers, text))
 
     def _forget_loads_of_the_front(self, embedding: Any) -> None:

@@ -130,7 +130,7 @@ HANDED = {
             "--kv-format": ["--kv-format", "int8"],
             "--db": ["--db", "x.db"],
         },
-        {"phasewise.workflows.serve.embedding.makes_vectors": False},
+        {"phasewise.workflows.batch.server.is_made_for_embedding": False},
     ),
     "replay": Handing(
         "phasewise.workflows.replay.run.replay_files",

@@ -17,7 +17,7 @@ pytest.importorskip(
 )
 
 from phasewise.tuner.plans import PHASES
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.settings import Weights
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import Boundary, Run
 from tests.support.machines.paper_machines import xeon

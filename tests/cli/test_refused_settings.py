@@ -12,9 +12,8 @@ from tests.support.models import family_models as families
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 from phasewise.serving.errors import ModelError
-from phasewise.serving.model_table import AnswerPolicy
 from phasewise.workflows.opening.drafts import check_draft
-from phasewise.workflows.opening.open_model import NATIVE
+from phasewise.workflows.opening.settings import NATIVE
 from phasewise.workflows.serve.model_folder import model_folder
 from phasewise.workflows.serve.opened_models import Opener
 from phasewise.workflows.serve.settings import KeysAndValues, Residency, ServeSettings
@@ -99,7 +98,7 @@ def test_a_folder_of_models_refuses_what_a_model_cannot_have(tmp_path: Path, cac
     )
 
     with pytest.raises(ModelError, match="latent keeps latent vectors, which cannot be int4"):
-        model_folder(Opener(settings, AnswerPolicy())).measure("latent")
+        model_folder(Opener(settings)).measure("latent")
 
     assert not list(cache.glob("packed/*"))
 

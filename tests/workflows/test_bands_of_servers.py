@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineHost, SeveralEngines
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
-from phasewise.serving.engine.open_engine import OpenEngine
-from phasewise.serving.model_table import AnswerPolicy
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan, rank_on
-from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under
+from phasewise.workflows.opening.open_model import OpenModel, open_under
+from phasewise.workflows.opening.settings import NATIVE
 from phasewise.workflows.serve.core_plans import plans_now
 from phasewise.workflows.serve.embedding import EmbeddingRoom
 from phasewise.workflows.serve.opened_models import ALONE, Opener
@@ -105,13 +105,11 @@ def test_each_of_several_models_runs_by_the_band_of_its_own_sequences(tmp_path: 
     with ExitStack() as stack:
         host = SeveralEngines(deliver)
         plans = {}
-        for served in Opener(settings, AnswerPolicy()).open_models(
-            refs, [(name,) for name in by_name], stack
-        ):
-            opened, (name,) = served.row.opened, served.row.names
-            assert isinstance(opened, OpenEngine)
-            plans[name] = opened.plans["decode"]
-            noting_steps(opened.engine, seen[name])
+        for served in Opener(settings).open_models(refs, [(name,) for name in by_name], stack):
+            (name,) = served.row.names
+            assert isinstance(served.row.open_host, partial)
+            plans[name] = served.sized.open_model.plans["decode"]
+            noting_steps(served.row.open_host.args[0], seen[name])
             host.put(name, served.row.open_host)
         for number in range(N_REQUESTS):  # of other lengths, so that they end one by one
             for name in by_name:

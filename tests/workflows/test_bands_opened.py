@@ -9,7 +9,8 @@ import pytest
 from phasewise.serving.engine.engine_size import engine_bytes
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
-from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under
+from phasewise.workflows.opening.open_model import OpenModel, open_under
+from phasewise.workflows.opening.settings import NATIVE
 from phasewise.workflows.topo.plan_json import plan_cores, plan_fields
 from phasewise.workflows.tune_kernels.run import rounds_of_model
 from tests.support.engine_sizes import engine_size

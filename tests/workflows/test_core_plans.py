@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phasewise.serving.embedding.worker import cores_now
 from phasewise.topology import Machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, check_fits, default_plan, rank_on
-from phasewise.workflows.opening.open_model import NATIVE
+from phasewise.workflows.opening.settings import NATIVE
 from phasewise.workflows.serve.core_plans import _one_rank, cores_left, plans_left, plans_now
 from phasewise.workflows.serve.instance_process import InstanceSpec
 from phasewise.workflows.serve.settings import Embeddings, Running, ServeSettings

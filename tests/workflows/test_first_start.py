@@ -26,8 +26,9 @@ from phasewise.workflows.database.remote import Leaving, push
 from phasewise.workflows.database.remote_files import Trust
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening import first_start
-from phasewise.workflows.opening.first_start import Remote, fight_first, products_of, pull_what_fits
-from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_model
+from phasewise.workflows.opening.first_start import fight_first, products_of, pull_what_fits
+from phasewise.workflows.opening.open_model import OpenModel, open_model
+from phasewise.workflows.opening.settings import NATIVE, Remote
 from phasewise.workflows.tune_kernels.run import rounds_of_model
 from tests.cli import command
 from tests.support.models.tiny_models import tiny_gguf
@@ -44,7 +45,7 @@ def is_undecided(duel: Comparison) -> bool:
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STATE", "CACHE", "DATA"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
-    monkeypatch.setattr("phasewise.tuner.measurement_lock.user_lock", lambda *_: MeasurementLock())
+    monkeypatch.setattr("phasewise.workflows.opening.first_start.user_lock", lambda *_: MeasurementLock())
     monkeypatch.setattr(shipped, "shipped_names", lambda: ())
 
 

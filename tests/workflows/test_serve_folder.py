@@ -129,14 +129,14 @@ def test_what_is_unloaded_gives_its_memory_back(folder: Path, environment: dict[
 def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    from phasewise.serving.model_table import AnswerPolicy, ModelFolder
+    from phasewise.serving.model_table import ModelFolder
     from phasewise.workflows.errors import UsageError
     from phasewise.workflows.serve.model_folder import model_folder
     from phasewise.workflows.serve.opened_models import Opener
     from phasewise.workflows.serve.settings import Residency, ServeSettings
 
     def folder_of(place: Path) -> ModelFolder:
-        return model_folder(Opener(ServeSettings(coming=Residency(place, 1 << 30)), AnswerPolicy()))
+        return model_folder(Opener(ServeSettings(coming=Residency(place, 1 << 30))))
 
     served_folder = folder_of(folder)
     assert list(served_folder.files()) == list(NAMES)

@@ -16,7 +16,8 @@ from phasewise.cluster.real.instance import Orders
 from phasewise.serving.processes.behind_others import NICENESS
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, default_plan, rank_on
-from phasewise.workflows.opening.open_model import OpenModel, Weights, open_under
+from phasewise.workflows.opening.open_model import OpenModel, open_under
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.serve import instance_process as serve_instance
 from phasewise.workflows.serve.instance_process import InstanceSpec
 from tests.support.engine_sizes import engine_size

@@ -12,7 +12,6 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 
-from phasewise.serving.embedding import open_embedding
 from phasewise.serving.embedding.depth import LatencyLine
 from phasewise.serving.embedding.plan import EmbeddingPlan
 from phasewise.serving.embedding.protocol import inputs_from_bytes
@@ -85,7 +84,7 @@ def take(monkeypatch: pytest.MonkeyPatch, line: LatencyLine, **of_devices: Laten
         beside = spec.kind != "cpu" and n_on_cpus > 0
         return ModelledWorker(clock, of_devices.get(spec.kind, line), beside=beside)
 
-    monkeypatch.setattr(open_embedding, "start_worker", start)
+    monkeypatch.setattr(workflow, "start_worker", start)
 
 
 def test_the_plan_of_the_fitted_line_is_kept_and_served(
@@ -200,7 +199,7 @@ def test_beside_a_language_model_the_stored_plan_is_cut_to_the_cores_that_are_le
     encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = machine_of([1, 8])
-    monkeypatch.setattr("phasewise.topology.read_machine", lambda: machine)
+    monkeypatch.setattr("phasewise.workflows.embed.tune.read_machine", lambda: machine)
     take(monkeypatch, LatencyLine(0.01, 0.1), exec=LatencyLine(0.01, 0.1))
     tuned = workflow.tune_embed(str(encoder), "f32", 1.0, LENGTH, 1, accelerators=ACCELERATOR)
     accelerated, on_cpu = tuned.plan.instances

@@ -21,7 +21,8 @@ from phasewise.tuner.machine_limits import Roofline, peak_kinds
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator
 from phasewise.tuner.timing import Duel
-from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
+from phasewise.workflows.opening.open_model import OpenModel, open_model
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.report import silent
 from phasewise.workflows.tune_kernels.rounds import TunedRound, TuningBench
 from phasewise.workflows.tune_kernels.run import rounds_of_model, tune_rounds

@@ -20,14 +20,15 @@ from urllib.parse import urlsplit
 
 from phasewise._files import write_file
 from phasewise._options import changed, option, refuse_unused
+from phasewise.serving.loaders import is_made_for_embedding
 from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.drafts import check_draft
-from phasewise.workflows.opening.open_model import Weights, check_settings
+from phasewise.workflows.opening.open_model import check_settings
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, KV_FORMAT, ModelCores
 from phasewise.workflows.report import Report
-from phasewise.workflows.serve.embedding import makes_vectors
 
 _LOOK_EVERY_S = 0.1
 _END_S = 30.0
@@ -62,7 +63,7 @@ class OwnServer:
         words = [self.model, "--format", weight_format, "--log-level", "error"]
         words += [] if placement.threads is None else ["--threads", str(placement.threads)]
         words += ["--arithmetic", self.weights.arithmetic]
-        if makes_vectors(self.model, weight_format, report):
+        if is_made_for_embedding(self.model, weight_format, report=report):
             of_text = [*changed(self.weights, "sparse", "lora"), *changed(placement, "ranks", "db")]
             of_text += changed(answering, "draft", "draft_tokens", "kv_format")
             refuse_unused("where MODEL makes vectors and generates no text", of_text)

@@ -16,7 +16,8 @@ from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.generate.answer_settings import SamplingChoice
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import Weights, check_settings, hint_at_tuning, open_model
+from phasewise.workflows.opening.open_model import check_settings, hint_at_tuning, open_model
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.report import Report, silent
 
 Message = dict[str, Any]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from phasewise.serving.embedding.devices import Command, accelerators, command_of
 from phasewise.workflows.errors import UsageError
-
-if TYPE_CHECKING:
-    from phasewise.serving.embedding.devices import Command
 
 
 @dataclass(frozen=True)
@@ -26,8 +23,6 @@ class Accelerators:
 
 def accelerators_here(*, with_gpus: bool, devices: Sequence[str] | None) -> Accelerators:
     """List GPUs, then `exec:COMMAND` devices in their order. Raises UsageError for any other device."""
-    from phasewise.serving.embedding.devices import accelerators, command_of
-
     try:
         commands = {f"exec:{index}": command_of(text) for index, text in enumerate(devices or ())}
     except ValueError as error:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
 from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.records import Origin, PlanRecord
+from phasewise.kerneldb.start_reads import open_start_reads
+from phasewise.serving.embedding.plan import PHASE, EmbeddingPlan, placed_json, stored_plan
+from phasewise.serving.errors import ServingError
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.topology import Machine
+from phasewise.tuner.plans import machine_key, model_key
 from phasewise.workflows.report import Report
-
-if TYPE_CHECKING:
-    from phasewise.serving.embedding.plan import EmbeddingPlan
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.topology import Machine
 
 
 def keep_plan(
     db: str | None, model: PackedModel, machine: Machine, plan: EmbeddingPlan, report: Report
 ) -> None:
     """Append a plan to the database; from now on that plan is in use. Raises KernelDbError."""
-    from phasewise.kerneldb.records import Origin, PlanRecord
     from phasewise.kerneldb.store import open_store
-    from phasewise.serving.embedding.plan import PHASE, placed_json
-    from phasewise.tuner.plans import machine_key, model_key
 
     origin = Origin(machine_key(machine), __version__, time.time_ns() // 1_000_000)
     objectives = {} if plan.slo_s is None else {"slo_s": plan.slo_s}
@@ -33,14 +31,8 @@ def keep_plan(
 
 def kept_plan(db: str | None, model: PackedModel, machine: Machine, report: Report) -> EmbeddingPlan | None:
     """The plan in use; None, and a report, where there is no plan that this process can follow."""
-    from phasewise.serving.embedding.plan import PHASE, stored_plan
-    from phasewise.serving.errors import ServingError
-    from phasewise.tuner.plans import machine_key, model_key
-
     if locate(db).is_absent:
         return None
-    from phasewise.kerneldb.start_reads import open_start_reads
-
     with open_start_reads(db, report) as reads:
         record = reads.newest_plan(machine_key(machine), model_key(model.name, model.format), PHASE)
     if record is None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from phasewise._files import read_input
 from phasewise._words import reason_of
+from phasewise.serving.embedding.encoder.embedder import Embedder
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text
+from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, check_numbers, truncated
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.topology import read_machine
+from phasewise.tuner.plans import default_plan
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from phasewise.serving.embedding.encoder.embedder import Embedder
-    from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text
-    from phasewise.serving.embedding.encoder.pooling import Precision
-    from phasewise.serving.models.packed_model import PackedModel
 
 BATCH_INPUTS = 512
 MAX_TEXT_BYTES = 256 << 20
@@ -50,10 +51,6 @@ class OpenEmbedder:
         place of input_type. Raises WorkflowError where the model has fewer dimensions or no such prompt or
         task, and for a cross-encoder; StepFailed where values are not numbers.
         """
-        import numpy as np
-
-        from phasewise.serving.embedding.encoder.pooling import check_numbers, truncated
-
         if self.embedder.scores:
             raise WorkflowError(
                 f"{self.model.name} scores pairs of texts and makes no vectors: `phasewise serve` it and ask"
@@ -102,12 +99,6 @@ def open_embedder(
     threads: cores to use; None: all cores of the node that the default prefill plan names. is_canonical: the
     vectors have the same bits on every CPU.
     """
-    from phasewise.serving.embedding.encoder.embedder import Embedder
-    from phasewise.serving.embedding.encoder.input_tokens import EncoderText
-    from phasewise.serving.loaders import load_model
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import default_plan
-
     model = load_model(ref, weight_format, report=report)
     plan = default_plan(read_machine(), "prefill", threads)
     cores = [core for rank in plan.ranks for core in rank.cores]
@@ -117,10 +108,6 @@ def open_embedder(
 
 def in_precision(vectors: npt.NDArray[np.float32], precision: Precision) -> npt.NDArray[Any]:
     """Convert vectors to a precision of `pooling.PRECISIONS`, whose numbers take fewer bits."""
-    import numpy as np
-
-    from phasewise.serving.embedding.encoder.pooling import PRECISIONS
-
     return np.stack([PRECISIONS[precision](vector) for vector in vectors])
 
 

@@ -13,22 +13,29 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from phasewise._words import counted, number
+from phasewise.kerneldb.location import locate
+from phasewise.serving.embedding.depth import FoundDepth, LatencyLine, admission_depth, predict_and_try
+from phasewise.serving.embedding.devices import Command, free_cores, instance_cores
+from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
+from phasewise.serving.embedding.lateness import FIRST_SHARE
+from phasewise.serving.embedding.open_embedding import check_commands, start_worker, width_of
+from phasewise.serving.embedding.pace import KEPT
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.protocol import inputs_to_bytes
+from phasewise.serving.embedding.queues import Depth
+from phasewise.serving.embedding.worker import WorkerSpec
+from phasewise.serving.embedding.worker_process import WorkerProcess
+from phasewise.serving.errors import ServingError
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.topology import Machine, read_machine
 from phasewise.workflows.embed.accelerators import Accelerators
+from phasewise.workflows.embed.kept_plan import keep_plan
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    from phasewise.serving.embedding.depth import FoundDepth, LatencyLine
-    from phasewise.serving.embedding.devices import Command
-    from phasewise.serving.embedding.plan import EmbeddingPlan
-    from phasewise.serving.embedding.queues import Depth
-    from phasewise.serving.embedding.worker import WorkerSpec
-    from phasewise.serving.embedding.worker_process import WorkerProcess
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.topology import Machine
 
 ROUNDS = 3
 NOISE = 1 / 40
@@ -37,13 +44,12 @@ NEARLY = 0.97
 """Share of the best depth from which on an accelerator's worker gets no more cores."""
 
 
-@dataclass(frozen=True)
-class MeasuredCut:
-    """One way to cut the cores. `line`: latency of one instance by tokens, while all instances work. `depth`:
-    inputs that all instances hold, by the line or by trying, whichever is fewer.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredDevice:
+    """A measured device, or one way to cut the cores. `line`: latency of one instance by tokens, while all
+    instances work. `depth`: inputs that all instances hold, by the line or by trying, whichever is fewer.
     """
 
-    cores: tuple[tuple[int, ...], ...]
     line: LatencyLine
     depth: int
     predicted: int
@@ -52,16 +58,19 @@ class MeasuredCut:
     """Most inputs that one instance answered within the SLO when tried."""
 
 
-@dataclass(frozen=True)
-class MeasuredAccelerator:
-    """An accelerator with its worker on `cores`. `line`, `depth`, `predicted`, `tried`: as in MeasuredCut."""
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCut(MeasuredDevice):
+    """One way to cut the cores."""
+
+    cores: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredAccelerator(MeasuredDevice):
+    """An accelerator with its worker on `cores`."""
 
     device: str
     cores: tuple[int, ...]
-    line: LatencyLine
-    depth: int
-    predicted: int
-    tried: int
 
 
 @dataclass(frozen=True)
@@ -85,9 +94,6 @@ class _Probing:
     commands: Mapping[str, Command]
 
     def spec(self, device: str, cores: tuple[int, ...]) -> WorkerSpec:
-        from phasewise.serving.embedding.open_embedding import width_of
-        from phasewise.serving.embedding.worker import WorkerSpec
-
         command, width = self.commands.get(device, ()), width_of(self.model)
         return WorkerSpec(device, self.ref, self.model.format, cores, command=command, width=width)
 
@@ -104,13 +110,6 @@ def tune_embed(
     db: str | None = None,
 ) -> TunedEmbedding:
     """Measure, choose and keep a plan. WorkflowError where no device answers one input within the SLO."""
-    from phasewise.kerneldb.location import locate
-    from phasewise.serving.embedding.open_embedding import check_commands
-    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
-    from phasewise.serving.loaders import load_model
-    from phasewise.topology import read_machine
-    from phasewise.workflows.embed.kept_plan import keep_plan
-
     model = load_model(ref, weight_format, report=report)
     if model.embedding is None:
         raise WorkflowError(f"{model.name} is no embedding model")
@@ -140,12 +139,8 @@ def tune_embed(
     return TunedEmbedding(tuple(devices), tuple(cuts), plan, locate(db).name)
 
 
-def _held(measured: MeasuredCut | MeasuredAccelerator, slo_s: float, length: int) -> Depth:
+def _held(measured: MeasuredDevice, slo_s: float, length: int) -> Depth:
     """The depth of one worker's queue: its line's, times the share of inputs that held when tried."""
-    from phasewise.serving.embedding.depth import admission_depth
-    from phasewise.serving.embedding.lateness import FIRST_SHARE
-    from phasewise.serving.embedding.pace import KEPT
-
     share = min(1.0, measured.tried / max(1, measured.predicted))
     return admission_depth(measured.line, slo_s, length, KEPT + FIRST_SHARE).scaled(share)
 
@@ -154,18 +149,15 @@ def _accelerators(
     probing: _Probing, machine: Machine, names: Sequence[str], report: Report
 ) -> list[MeasuredAccelerator]:
     """The accelerators that can be measured and answer one input in time; all others are reported."""
-    from phasewise.serving.embedding.devices import free_cores
-    from phasewise.serving.errors import ServingError
-
     free, devices = free_cores(machine, ()), list[MeasuredAccelerator]()
     for name in names:
         left = free[sum(len(device.cores) for device in devices) :]
         counts = sorted({1, max(1, len(free) // 4)})
         try:
             tried = [
-                _measure_accelerator(probing, name, tuple(left[:n]))
-                for n in counts
-                if n < len(left) or n == len(free) == 1
+                MeasuredAccelerator(device=name, cores=own, **_measured(probing, [probing.spec(name, own)]))
+                for own in (tuple(left[:n]) for n in counts)
+                if len(own) < len(left) or len(free) == 1
             ]
         except ServingError as error:
             report(f"{name} is left out: {error}")
@@ -181,7 +173,7 @@ def _accelerators(
     return devices
 
 
-def _found(measured: MeasuredCut | MeasuredAccelerator, probing: _Probing) -> str:
+def _found(measured: MeasuredDevice, probing: _Probing) -> str:
     return (
         f"{counted(measured.depth, 'input')} of {counted(probing.length, 'token')} within"
         f" {number(probing.slo_s)} s (one: {measured.predicted} by the line, {measured.tried} tried)"
@@ -196,15 +188,15 @@ def _cuts(
     report: Report,
 ) -> list[MeasuredCut]:
     """Every number of CPU instances on the cores that accelerators' workers leave."""
-    from phasewise.serving.embedding.devices import free_cores, instance_cores
-
     of_workers = {core for device in devices for core in device.cores}
     taken = of_workers if set(free_cores(machine, of_workers)) else set[int]()
     n_cores = len(free_cores(machine, taken))
+    busy = [(probing.spec(device.device, device.cores), device.depth) for device in devices]
     cuts = []
     for n in _counts(min(n_cores, most_instances or n_cores)):
         cores = instance_cores(machine, n, taken)
-        cut = _measure_cut(probing, cores, devices)
+        specs = [probing.spec(f"cpu:{index}", own) for index, own in enumerate(cores)]
+        cut = MeasuredCut(cores=tuple(cores), **_measured(probing, specs, busy))
         where = " and ".join(",".join(map(str, own)) for own in cores)
         report(f"{counted(n, 'instance')} on cores {where}: {_found(cut, probing)}")
         cuts.append(cut)
@@ -219,53 +211,28 @@ def _counts(most: int) -> list[int]:
     return counts
 
 
-def _measure_accelerator(probing: _Probing, device: str, cores: tuple[int, ...]) -> MeasuredAccelerator:
-    probed = _probe_all(probing, [probing.spec(device, cores)], [])
-    depth = min(probed.predicted, probed.tried)
-    return MeasuredAccelerator(
-        device, cores, _by_tokens(probed.line, probing.length), depth, probed.predicted, probed.tried
-    )
-
-
-def _measure_cut(
-    probing: _Probing, cores: Sequence[tuple[int, ...]], devices: Sequence[MeasuredAccelerator]
-) -> MeasuredCut:
-    specs = [probing.spec(f"cpu:{index}", own) for index, own in enumerate(cores)]
-    busy = [(probing.spec(device.device, device.cores), device.depth) for device in devices]
-    probed = _probe_all(probing, specs, busy)
-    depth = min(probed.predicted, probed.tried) * len(cores)
-    line = _by_tokens(probed.line, probing.length)
-    return MeasuredCut(tuple(cores), line, depth, probed.predicted, probed.tried)
-
-
-def _by_tokens(line: LatencyLine, length: int) -> LatencyLine:
-    from phasewise.serving.embedding.depth import LatencyLine
-
-    return LatencyLine(line.alpha_s / length, line.beta_s)
-
-
-def _probe_all(
-    probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]]
-) -> FoundDepth:
-    """The depth of one worker of `specs` while all work, those of `busy` on the given numbers of inputs."""
-    from phasewise.serving.embedding.open_embedding import start_worker
-
+def _measured(
+    probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]] = ()
+) -> dict[str, Any]:
+    """The fields of `MeasuredDevice`: of one worker of `specs` while all work, those of `busy` on the given
+    numbers of inputs."""
     workers: list[WorkerProcess] = []
     try:
         for spec in (*specs, *(spec for spec, _ in busy)):
             workers.append(start_worker(spec))  # noqa: PERF401 (those are closed where the next fails)
         beside = list(zip(workers[len(specs) :], (n for _, n in busy), strict=True))
-        return asyncio.run(_probe(workers[: len(specs)], beside, probing))
+        probed = asyncio.run(_probe(workers[: len(specs)], beside, probing))
     finally:
         for worker in workers:
             worker.close()
+    depth = min(probed.predicted, probed.tried) * len(specs)
+    line = LatencyLine(probed.line.alpha_s / probing.length, probed.line.beta_s)
+    return {"line": line, "depth": depth, "predicted": probed.predicted, "tried": probed.tried}
 
 
 async def _probe(
     workers: Sequence[WorkerProcess], beside: Sequence[tuple[WorkerProcess, int]], probing: _Probing
 ) -> FoundDepth:
-    from phasewise.serving.embedding.depth import predict_and_try
-
     for worker in (*workers, *(worker for worker, _ in beside)):
         await worker.attach()
 
@@ -295,9 +262,6 @@ async def _probe(
 
 def _batch(n: int, probing: _Probing) -> bytes:
     """A batch of n inputs; with a task, which takes longest, where the model has tasks."""
-    from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
-    from phasewise.serving.embedding.protocol import inputs_to_bytes
-
     task = min(1, len(names_of_tasks(probing.model)))
     ids = [[1 + (7 * i + j) % 90 for j in range(probing.length)] for i in range(n)]
     return inputs_to_bytes([Tokens(own, task=task) for own in ids])

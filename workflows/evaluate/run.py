@@ -32,7 +32,8 @@ from phasewise.workflows.evaluate.figures import (
 )
 from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import Weights, check_settings, open_model
+from phasewise.workflows.opening.open_model import check_settings, open_model
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import ArithmeticChoice
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.topo.plan_json import plan_cores

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phasewise._options import option
 from phasewise.serving.models.sparse_mode import SparseMode
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import (
     ARITHMETIC,
     FORMAT,

@@ -11,7 +11,7 @@ from phasewise._files import read_input
 from phasewise._options import option
 from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows.errors import UsageError, WorkflowError
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import (
     ARITHMETIC,
     DRAFT,

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from phasewise.kerneldb.location import locate as locate_database
+from phasewise.kerneldb.records import StepTime
+from phasewise.kerneldb.start_reads import open_start_reads
+from phasewise.serving.drafts.contract import MOST_DRAFTED
+from phasewise.serving.drafts.gain import LEAST_GAIN
+from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import load_head, load_model
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+from phasewise.serving.models.forward import check_generates
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.topology import read_machine
+from phasewise.tuner.config.recorded import configurations
+from phasewise.tuner.plans import machine_key, model_key
+from phasewise.tuner.topotree import Configuration
+from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    from phasewise.serving.drafts.opening import DraftSource
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.workflows.opening.open_model import OpenModel
 
 LOOKUP = "lookup"
 HEAD = "mtp"
@@ -38,9 +48,6 @@ class DraftRule:
 
 def rule_of(drafts: DraftSource | None) -> DraftRule | None:
     """The rule of a source of drafts; None where nothing is drafted."""
-    from phasewise.serving.drafts.contract import MOST_DRAFTED
-    from phasewise.serving.drafts.gain import LEAST_GAIN
-
     if drafts is None:
         return None
     draft, source = drafts.model, LOOKUP
@@ -61,8 +68,6 @@ def check_draft(name: str | None, report: Report = silent) -> None:
     if name in (*NOT_NAMED, LOOKUP, HEAD, OFF):
         return
     assert name is not None
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-
     locate(name, cache_root(None), report)
 
 
@@ -85,18 +90,12 @@ def find_drafts(
     """
     if name == OFF:
         return None
-    from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
-
     recorded = _recorded_ns(opened, db)
     if name in (*NOT_NAMED, HEAD, LOOKUP):
         reads_head = name == HEAD or (name != LOOKUP and with_head)
         head = _head_of(opened, report, is_named=name == HEAD) if reads_head else None
         return DraftSource(head, recorded, n_tokens)
     assert name is not None
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders import load_model
-    from phasewise.serving.models.forward import check_generates
-
     draft = load_model(name, "native", report=report)
     check_generates(draft)
     if draft.config.state is not None:
@@ -111,9 +110,6 @@ def find_drafts(
 
 def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedModel | None:
     """The head in a model's files, in the model's format. ModelError where it is named but unusable."""
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders import load_head
-
     model = opened.model
     try:
         head = load_head(model, model.format, report=report)
@@ -135,18 +131,8 @@ def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedMode
 
 def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     """Recorded nanoseconds of the plan's decode steps by number of rows, at the shortest context."""
-    from phasewise.kerneldb.location import locate
-    from phasewise.tuner.plans import machine_key, model_key
-
-    location = locate(db)
-    if location.is_absent:
+    if locate_database(db).is_absent:
         return {}
-    from phasewise.kerneldb.records import StepTime
-    from phasewise.kerneldb.start_reads import open_start_reads
-    from phasewise.topology import read_machine
-    from phasewise.tuner.config.recorded import configurations
-    from phasewise.tuner.topotree import Configuration
-
     machine, plan = read_machine(), opened.plans["decode"]
     with open_start_reads(db) as reads:
         key = model_key(opened.model.name, opened.model.format)

@@ -7,24 +7,26 @@ believed costs one line: the start goes on without it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phasewise._options import changed, option, refuse_unused
 from phasewise._words import counted
+from phasewise.cython_kernels._native import kernel_abis
 from phasewise.kerneldb.errors import KernelDbError
-from phasewise.workflows.errors import UsageError
+from phasewise.kerneldb.location import locate, redacted
+from phasewise.kerneldb.start_reads import open_start_reads
+from phasewise.topology import Machine, core_signature
+from phasewise.tuner.measurement_lock import user_lock
+from phasewise.tuner.plans import machine_key
+from phasewise.workflows.opening.open_model import OpenModel, schedules_under
+from phasewise.workflows.opening.settings import Remote, Weights
+from phasewise.workflows.opening.tuned_schedules import Plans
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.product_counts import ProductCounts
-    from phasewise.topology import Machine
-    from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.workflows.database.remote_files import Trust
-    from phasewise.workflows.opening.open_model import OpenModel, Weights
     from phasewise.workflows.tune_kernels.rounds import Round
 
 MOST_BYTES = 64 * 2**20
@@ -32,58 +34,11 @@ MOST_BYTES = 64 * 2**20
 MOST_ROWS = 512
 """Most rows of a product: the engine computes no more at once."""
 
-Plans = Mapping["Phase", "ServicePlan"]
-
-
-@dataclass(frozen=True)
-class Remote:
-    """The remote of a start, and the reason to believe it: a pinned digest of its index, or signers' keys."""
-
-    PANEL = "What was learnt elsewhere"
-
-    remote: str | None = option(
-        None,
-        "a folder or an address, as for db pull: pull the schedules for cores like these, and time the best "
-        "beside those in use first, for at most a minute",
-        metavar="REMOTE",
-        envvar="PHASEWISE_REMOTE",
-    )
-    remote_digest: str | None = option(
-        None,
-        "believe the remote's index if it has this digest",
-        metavar="SHA256",
-        envvar="PHASEWISE_REMOTE_DIGEST",
-    )
-    remote_signers: Path | None = option(
-        None,
-        "believe the remote's index if one of these signed it",
-        metavar="FILE",
-        envvar="PHASEWISE_REMOTE_SIGNERS",
-    )
-
-    def __post_init__(self) -> None:
-        if self.remote is None:
-            believing = "they are reasons to believe what --remote names; name one, or leave that out"
-            refuse_unused("without --remote", changed(self, "remote_digest", "remote_signers"), believing)
-
-    def trust(self) -> Trust:
-        """The trust in the remote. UsageError where neither a digest nor signers are given."""
-        from phasewise.workflows.database.remote_files import Trust
-
-        trust = Trust(self.remote_digest, self.remote_signers)
-        if not trust.is_given:
-            raise UsageError(
-                "--remote is believed by --remote-digest, which its owner tells you, or by --remote-signers, "
-                "a file of their public keys"
-            )
-        return trust
-
 
 def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Report) -> None:
     """Import a remote's rows for cores like these, unless its index was pulled before. The remote's faults
     are reported in one line, never raised.
     """
-    from phasewise.kerneldb.location import redacted
     from phasewise.workflows.database.remote import PullLimits, pull
 
     if remote.remote is None:
@@ -112,9 +67,6 @@ def fight_first(
 
     plans: each set of plans that the model runs by, one for each instance.
     """
-    from phasewise.kerneldb.start_reads import open_start_reads
-    from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.opening.open_model import schedules_under
     from phasewise.workflows.tune_kernels.hints import fight_hints
 
     deadline_s, lock = time.monotonic() + seconds, user_lock(report)
@@ -136,12 +88,7 @@ def products_of(
     opened: OpenModel, plans: Sequence[Plans], db: str | None, machine: Machine
 ) -> ProductCounts | None:
     """Numbers of products of the model: tuned, imported, verified; None where no database can be read."""
-    from phasewise.cython_kernels._native import kernel_abis
-    from phasewise.kerneldb.location import locate
     from phasewise.kerneldb.product_counts import count_products
-    from phasewise.kerneldb.start_reads import open_start_reads
-    from phasewise.topology import core_signature
-    from phasewise.tuner.plans import machine_key
 
     if locate(db).is_absent:
         return None

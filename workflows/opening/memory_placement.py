@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.serving.ranks.rank_layout import RankLayout
-    from phasewise.topology import MemoryNodes
-    from phasewise.tuner.plans import Phase
+from phasewise.cython_kernels.division import share
+from phasewise.serving.models.forward import kv_bytes_per_slot
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.rank_layout import RankLayout
+from phasewise.serving.ranks.rank_teams import TABLES
+from phasewise.topology import MemoryNodes
+from phasewise.tuner.plans import PHASES, Phase
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class MemoryPlacement:
 
 def place(model: PackedModel, layout: RankLayout) -> MemoryPlacement | None:
     """The placement by `open_ranks` where every node has room; None: one node, even shares."""
-    from phasewise.serving.models.forward import kv_bytes_per_slot
-
     plans, memory, shares = layout.plans, layout.memory, _rank_shares(layout)
     if memory is None:
         return MemoryPlacement({}, (), {}, rank_shares=shares) if shares else None
@@ -65,8 +64,6 @@ def place(model: PackedModel, layout: RankLayout) -> MemoryPlacement | None:
 
 def _rank_shares(layout: RankLayout) -> dict[Phase, tuple[float, ...]]:
     """Shares of ranks by phase, where they are not in proportion to threads."""
-    from phasewise.serving.ranks.rank_teams import TABLES
-
     told: dict[Phase, tuple[float, ...]] = {}
     for phase in layout.plans:
         weights, threads = layout.division(0).shares(TABLES[phase]), layout.teams[TABLES[phase]]
@@ -78,16 +75,11 @@ def _rank_shares(layout: RankLayout) -> dict[Phase, tuple[float, ...]]:
 
 def _owned(layout: RankLayout, panels: int) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, begin, end) of the panels in each rank's memory."""
-    from phasewise.tuner.plans import PHASES
-
     return _read(layout, next(phase for phase in reversed(PHASES) if phase in layout.plans), panels)
 
 
 def _read(layout: RankLayout, phase: Phase, panels: int) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, begin, end) of the panels that each rank reads in a phase."""
-    from phasewise.cython_kernels.division import share
-    from phasewise.serving.ranks.rank_teams import TABLES
-
     weights = layout.division(0).shares(TABLES[phase])
     for rank in range(len(weights)):
         yield rank, *share(panels, weights, rank)

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.loaders import open_source
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+from phasewise.serving.loaders.formats.hf_config import config_of
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.loaders.layout import plan_weights, weight_shapes
+from phasewise.serving.loaders.source import (
+    BF16,
+    F16,
+    F32,
+    INT4,
+    INT8,
+    SourceFile,
+    parse_json_object,
+    read_all,
+)
+from phasewise.serving.models.forward import EXACT_KINDS, resolve_kv_format
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    from phasewise.serving.models.packed_model import PackedModel
 
 CONFIG_FILE = "config.json"
 _NATIVE_OF_A_CONFIG = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -23,8 +36,6 @@ _NATIVE_OF_A_CONFIG = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def shape_of_model(model: PackedModel) -> ModelShape:
-    from phasewise.serving.models.forward import resolve_kv_format
-
     read = {name: weight.nbytes for name, weight in model.weights.items()}
     return _shape(model.name, model.config, read, 4 if resolve_kv_format(model) == "f32" else 2)
 
@@ -37,11 +48,6 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
     lone = lone_config(reference)
     if lone is not None:
         return _shape_of_config(*lone, weight_format)
-    from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-    from phasewise.serving.loaders.layout import plan_weights
-    from phasewise.serving.models.forward import EXACT_KINDS
-
     with open_source(locate(reference, cache_root(), report)) as source:
         plans = plan_weights(source, weight_format)
         layers = [plan.form.kind for plan in plans if plan.name.startswith("layers.")]
@@ -51,9 +57,6 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
 
 def lone_config(reference: str) -> tuple[str, dict[str, Any]] | None:
     """Name and fields of a `config.json`, given itself or in a directory without weights; else None."""
-    from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-    from phasewise.serving.loaders.source import SourceFile, parse_json_object, read_all
-
     path = Path(reference).expanduser()
     if path.suffix == ".json" and path.is_file():
         with SourceFile(path) as file:
@@ -66,11 +69,6 @@ def lone_config(reference: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _shape_of_config(name: str, fields: dict[str, Any], weight_format: str) -> ModelShape:
-    from phasewise.serving.loaders.formats.hf_config import config_of
-    from phasewise.serving.loaders.layout import weight_shapes
-    from phasewise.serving.loaders.source import BF16, F16, F32, INT4, INT8
-    from phasewise.serving.models.forward import EXACT_KINDS
-
     config = config_of(fields, {}, add_bos=False)
     kind = weight_format
     if kind == "native":

@@ -6,65 +6,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from phasewise._options import option
 from phasewise._places import user_folder
-from phasewise.kerneldb.location import locate
+from phasewise.cython_kernels._native import kernel_abi
+from phasewise.kerneldb.location import locate as locate_database
+from phasewise.kerneldb.start_reads import open_start_reads
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import config_of_model, load_model
+from phasewise.serving.loaders.adapter_files import check_takes_adapters, named_paths, with_adapters
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+from phasewise.serving.loaders.source import WeightForm
 from phasewise.serving.loaders.storage import StorageChoice, StorageDecision
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS, check_kv_format
 from phasewise.serving.models.sparse_mode import SparseMode
-from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE, ArithmeticChoice, check_arithmetic
+from phasewise.serving.ranks.rank_layout import RankLayout
+from phasewise.topology import Machine, read_machine
+from phasewise.tuner.config.rates import MachineRates, default_rates
+from phasewise.tuner.config.suited import has_choice, suited_plan
+from phasewise.tuner.core_shares import measured_shares
+from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.lookup import ScheduleTable
+from phasewise.tuner.plans import (
+    DefaultPlan,
+    Phase,
+    ServicePlan,
+    default_plan,
+    machine_key,
+    model_key,
+    plans_for,
+)
+from phasewise.tuner.storage import StorageTable, read_storage_table
+from phasewise.tuner.weights import format_of_kind
+from phasewise.workflows.opening.memory_placement import MemoryPlacement, place
+from phasewise.workflows.opening.model_shape import shape_of_reference
+from phasewise.workflows.opening.settings import NATIVE, Weights
+from phasewise.workflows.opening.tuned_schedules import ScheduleUse, explain, schedules_for
+from phasewise.workflows.options import check_arithmetic
 from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    from phasewise.serving.loaders.source import WeightForm
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.topology import Machine
-    from phasewise.tuner.config.rates import MachineRates
-    from phasewise.tuner.lookup import ScheduleTable
-    from phasewise.tuner.plans import DefaultPlan, Phase, ServicePlan
-    from phasewise.tuner.storage import StorageTable
-    from phasewise.workflows.opening.memory_placement import MemoryPlacement
-    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The storage and arithmetic of a model's weights, in every process that computes with them."""
-
-    PANEL = "Engine and memory"
-
-    weight_format: str = FORMAT("native")
-    sparse: SparseMode = SPARSE("auto")
-    checksum: bool = option(
-        False,
-        "read the whole packed model at the start, and pack it again if any byte has changed",
-        "--checksum",
-        envvar="PHASEWISE_CHECKSUM",
-    )
-    arithmetic: ArithmeticChoice = ARITHMETIC("tuned")
-    lora: Sequence[str] | None = LORA(None)
-    sequences: int = field(default=1, kw_only=True)
-
-    @property
-    def is_canonical(self) -> bool:
-        """True where products are to have the same bits on every CPU."""
-        return self.arithmetic == "canonical"
-
-
-NATIVE = Weights()
-
-
-@dataclass(frozen=True)
-class ReadWeights(Weights):
-    """Weights of a command that computes and ends, and verifies no packed model's checksum."""
-
-    PANEL = "Options"
-
-    sparse: SparseMode = SPARSE("auto", config_only=True)
-    checksum: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,15 +60,10 @@ class OpenModel:
 
     def memory(self) -> MemoryPlacement | None:
         """Placement of the weights on NUMA nodes, and ranks' unequal shares; None where there is neither."""
-        from phasewise.serving.ranks.rank_layout import RankLayout
-        from phasewise.workflows.opening.memory_placement import place
-
         return place(self.model, RankLayout.here(self.plans))
 
     def explain(self, prefill_rows: int, decode_rows: int, kv_format: str = "auto") -> list[ScheduleUse]:
         """The schedule of every product and of attention, for steps of up to this many rows in each phase."""
-        from phasewise.workflows.opening.tuned_schedules import explain
-
         most_rows: dict[Phase, int] = {"prefill": prefill_rows, "decode": decode_rows}
         return explain(self.model, self.plans, self.schedules, most_rows, kv_format, self.storage)
 
@@ -106,10 +82,6 @@ def open_model(
     ranks: how many divide them; both None for the stored plan, or the default one. db: URL or file of the
     tuning database; None for the user's own. Raises ModelError, PlanError, KernelDbError.
     """
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import model_key, plans_for
-
     check_arithmetic(weights.arithmetic)
     machine = read_machine()
     name = locate(ref, cache_root(None), report).name
@@ -128,14 +100,10 @@ def open_under(
     report: Report = silent,
 ) -> OpenModel:
     """Open a model under these plans, with the schedules in use on their cores. Otherwise as `open_model`."""
-    from phasewise.serving.loaders import load_model
-
     check_arithmetic(weights.arithmetic)
     storage = storage_choice(weights.sparse, db, machine, plans, report, weights.sequences)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
     if weights.lora:
-        from phasewise.serving.loaders.adapter_files import with_adapters
-
         model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
 
@@ -144,8 +112,6 @@ def schedules_under(
     plans: Mapping[Phase, ServicePlan], weights: Weights, db: str | None, machine: Machine, report: Report
 ) -> Mapping[Phase, ScheduleTable]:
     """The schedules in use on the plans' cores, in the arithmetic of `weights`."""
-    from phasewise.workflows.opening.tuned_schedules import schedules_for
-
     return schedules_for(db, machine, plans, report, arithmetic=weights.arithmetic)
 
 
@@ -161,13 +127,8 @@ def storage_choice(
     cores. Ranks of several share weights, so that for them nothing was compared.
     """
     unmeasured = StorageChoice(mode, sequences=sequences)
-    if mode != "auto" or locate(db).is_absent or any(len(plan.ranks) > 1 for plan in plans.values()):
+    if mode != "auto" or locate_database(db).is_absent or any(len(plan.ranks) > 1 for plan in plans.values()):
         return unmeasured
-    from phasewise.cython_kernels._native import kernel_abi
-    from phasewise.kerneldb.start_reads import open_start_reads
-    from phasewise.tuner.plans import machine_key
-    from phasewise.tuner.storage import read_storage_table
-
     keys = [machine_key(machine, own.ranks[0].cores) for plan in plans.values() for own in plan.each]
     with open_start_reads(db, report) as reads:
         table = read_storage_table(reads, keys, kernel_abi("gemm"))
@@ -175,8 +136,6 @@ def storage_choice(
 
 
 def _measured_choice(table: StorageTable, sequences: int) -> StorageChoice:
-    from phasewise.tuner.weights import format_of_kind
-
     def measured(form: WeightForm, n: int, k: int, density: float) -> StorageDecision | None:
         name = format_of_kind(form.kind, form.group, form.has_mins)
         verdict = table.verdict(name, n, k, density, sequences)
@@ -189,15 +148,8 @@ def suited_default(ref: str, weight_format: str, report: Report) -> DefaultPlan:
     """A default plan for `plans_for`, suited to the model `ref`; its choice and reason go to `report`."""
 
     def default(machine: Machine, phase: Phase) -> ServicePlan:
-        from phasewise.tuner.plans import default_plan
-
         if len(machine.allowed_pus) < 3:
             return default_plan(machine, phase)
-        from phasewise.serving.errors import ModelError
-        from phasewise.tuner.config.suited import has_choice, suited_plan
-        from phasewise.tuner.errors import EvaluationError
-        from phasewise.workflows.opening.model_shape import shape_of_reference
-
         if not has_choice(machine):
             return default_plan(machine, phase)
         try:
@@ -216,9 +168,6 @@ def _rates(machine: Machine) -> MachineRates | None:
     """Measured rates of a running machine's kinds of cores; None: the stated rates apply."""
     if not (machine.kinds and machine.is_live):
         return None
-    from phasewise.tuner.config.rates import default_rates
-    from phasewise.tuner.core_shares import measured_shares
-
     return default_rates(machine, measured_shares(machine))
 
 
@@ -227,20 +176,13 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
 
     The model's config is read only where some models could not have these.
     """
-    from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS, check_kv_format
-
     may_have = ("auto", *LATENT_KV_FORMATS)
     if kv_format in may_have and not weights.lora:
         return
-    from phasewise.serving.loaders import config_of_model
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-
     config = config_of_model(ref, weights.weight_format, report=report)
     if kv_format not in may_have:
         check_kv_format(config.latent, locate(ref, cache_root(None), report).name, kv_format)
     if weights.lora:
-        from phasewise.serving.loaders.adapter_files import check_takes_adapters, named_paths
-
         for _, path in named_paths(weights.lora):
             check_takes_adapters(config, path)
 
@@ -250,9 +192,7 @@ def hint_at_tuning(model: str, db: str | None, report: Report) -> None:
 
     A state file remembers that it was said; where the file cannot be written, nothing is said.
     """
-    from phasewise.kerneldb.location import locate
-
-    if not locate(db).is_absent:
+    if not locate_database(db).is_absent:
         return
     said = user_folder("state") / "tuning-hint"
     try:

@@ -8,25 +8,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phasewise._words import counted
+from phasewise.cython_kernels import sparse
+from phasewise.cython_kernels._native import compute_paths, default_schedule
 from phasewise.cython_kernels.division import columns, head_share, share
+from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.start_reads import open_start_reads
+from phasewise.serving.loaders.source import WeightForm
+from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.forward import attention_problem, tuned_attention
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.core_weights import weights_here
 from phasewise.topology import Machine
-from phasewise.tuner.lookup import ScheduleStore, ScheduleTable
+from phasewise.tuner.lookup import ScheduleStore, ScheduleTable, read_table
+from phasewise.tuner.native import abi_of, is_default_for, obstacle
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
 from phasewise.workflows.options import PATHS, ArithmeticChoice
 from phasewise.workflows.report import Report, silent
-
-if TYPE_CHECKING:
-    from phasewise.cython_kernels.packing import PackedWeight
-    from phasewise.serving.loaders.storage import StorageChoice
-    from phasewise.serving.models.packed_model import PackedModel
 
 Plans = Mapping[Phase, ServicePlan]
 
@@ -59,8 +62,6 @@ def _tables(
     db: str | os.PathLike[str] | None, machine: Machine, cores: Iterable[tuple[int, ...]], report: Report
 ) -> dict[tuple[int, ...], ScheduleTable]:
     """Schedule tables by rank's cores."""
-    from phasewise.kerneldb.start_reads import open_start_reads
-
     with open_start_reads(db, report) as reads:
         return {rank_cores: read_schedules(reads, machine, rank_cores, report) for rank_cores in cores}
 
@@ -69,9 +70,6 @@ def read_schedules(
     store: ScheduleStore, machine: Machine, cores: Sequence[int], report: Report
 ) -> ScheduleTable:
     """The schedules in use on such cores with this build of the kernels, of those that can run here."""
-    from phasewise.tuner.lookup import read_table
-    from phasewise.tuner.native import abi_of, is_default_for, obstacle
-
     key = machine_key(machine, cores)
     return read_table(store, key, abi_of, is_default_for(len(cores)), obstacle, report)
 
@@ -171,9 +169,6 @@ def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
 
 def _storage_of(weight: PackedWeight, storage: StorageChoice) -> tuple[str, str]:
     """Storage and density of a weight, and the reason for the storage; reads the whole weight."""
-    from phasewise.cython_kernels import sparse
-    from phasewise.serving.loaders.source import WeightForm
-
     if not sparse.can_be_sparse(weight.kind, weight.mins is not None):
         return "dense", ""
     scale_dtype = None if weight.scales is None else str(weight.scales.dtype)
@@ -202,8 +197,6 @@ def _product_use(
     threads: int,
     cut: tuple[int, RowRange],
 ) -> ScheduleUse:
-    from phasewise.cython_kernels._native import compute_paths, default_schedule
-
     (path, k_parts), (first_m, rows), paths = arithmetic, cut, compute_paths(weight.kind, weight.group)
     return ScheduleUse(
         phase,

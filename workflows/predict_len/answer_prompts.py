@@ -61,7 +61,8 @@ def _engine(ref: str, wish: CollectWish, report: Report) -> OpenEngine:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import open_engine
     from phasewise.serving.ranks.rank_layout import teams_of
-    from phasewise.workflows.opening.open_model import Weights, open_model
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.opening.settings import Weights
 
     opened_model = open_model(ref, Weights(wish.weight_format), wish.threads, wish.db, report)
     for plan in opened_model.plans.values():

@@ -317,7 +317,8 @@ def _perplexity(
     from phasewise.workflows.evaluate.figures import perplexity
     from phasewise.workflows.evaluate.run import Chunk, Scorer, losses_of
     from phasewise.workflows.opening.kept_cores import KeptCores
-    from phasewise.workflows.opening.open_model import Weights, open_model
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.opening.settings import Weights
 
     opened, cores = open_model(model, Weights("bf16"), report=report), KeptCores(report)
     pieces = windows(opened.model, read_text(text), EVALUATION_TOKENS)

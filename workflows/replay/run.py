@@ -23,7 +23,8 @@ from phasewise.serving.engine.receipts import (
 )
 from phasewise.serving.errors import ServingError
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, check_settings, open_model
+from phasewise.workflows.opening.open_model import OpenModel, check_settings, open_model
+from phasewise.workflows.opening.settings import NATIVE, Weights
 from phasewise.workflows.options import ANYWHERE, ModelCores
 from phasewise.workflows.replay.said_text import says_its_tokens, usage_counts_its_tokens
 from phasewise.workflows.report import Report, silent

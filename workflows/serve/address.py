@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phasewise._files import read_input
+from phasewise.serving.http.http_settings import ApiKey, HttpLimits
+from phasewise.serving.http.routes.middleware import ReadKeys
+from phasewise.serving.http.transport.listening import (
+    Address,
+    TcpAddress,
+    TlsContext,
+    UnixAddress,
+    allow_many_connections,
+    allowed_hosts,
+    is_loopback,
+    tls_context,
+)
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.settings import Accepting, Listening
-
-if TYPE_CHECKING:
-    from phasewise.serving.http.http_settings import HttpLimits
-    from phasewise.serving.http.routes.middleware import ReadKeys
-    from phasewise.serving.http.transport.listening import Address, TlsContext
 
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_KEY_CHARS = 4096
@@ -23,9 +29,6 @@ LABEL = re.compile(r"# *name: *([A-Za-z0-9_.-]{1,64})")
 
 
 def http_limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
-    from phasewise.serving.http.http_settings import HttpLimits
-    from phasewise.serving.http.transport.listening import allow_many_connections, allowed_hosts
-
     n_live = accepting.max_sequences + accepting.max_waiting
     host = None if listening.unix_socket else listening.host
     return HttpLimits(
@@ -73,8 +76,6 @@ def _keys_in(path: Path, report: Report) -> list[str]:
     """Read a file of keys, one on a line, without empty lines and lines that begin with #; but `# name:
     LABEL` names the next key.
     """
-    from phasewise.serving.http.http_settings import ApiKey
-
     try:
         text = read_input(path, MAX_KEY_FILE_BYTES).decode()
     except OSError as error:
@@ -102,8 +103,6 @@ def _keys_in(path: Path, report: Report) -> list[str]:
 
 
 def tls_of(listening: Listening, report: Report) -> TlsContext | None:
-    from phasewise.serving.http.transport.listening import tls_context
-
     certificate, key = listening.tls_cert, listening.tls_key
     if certificate is None and key is None:
         return None
@@ -122,16 +121,12 @@ def _warn_readable(path: Path, secret: str, report: Report) -> None:
 
 
 def address_of(listening: Listening, tls: TlsContext | None) -> Address:
-    from phasewise.serving.http.transport.listening import TcpAddress, UnixAddress
-
     if listening.unix_socket is not None:
         return UnixAddress(listening.unix_socket)
     return TcpAddress(listening.host, listening.port, secure=tls is not None)
 
 
 def warn_of_strangers(listening: Listening, limits: HttpLimits, report: Report) -> None:
-    from phasewise.serving.http.transport.listening import is_loopback
-
     if limits.api_keys or listening.unix_socket is not None or is_loopback(listening.host):
         return
     report(

@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from phasewise.workflows.opening.open_model import schedules_under
+from phasewise.kerneldb.errors import KernelDbError
+from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
+from phasewise.serving.engine.fingerprint import arithmetic_of
+from phasewise.serving.errors import RanksError
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+from phasewise.topology import Kind, Machine, TopologyError, read_machine
+from phasewise.topology.process_limits import read_limits
+from phasewise.tuner.errors import TunerError
+from phasewise.tuner.plans import (
+    DefaultPlan,
+    RankCores,
+    ServicePlan,
+    default_plan,
+    default_thread_count,
+    model_key,
+    nodes_of,
+    plans_for,
+    pus_by_preference,
+    rank_on,
+)
+from phasewise.workflows.opening.open_model import OpenModel, schedules_under, suited_default
+from phasewise.workflows.opening.settings import Weights
+from phasewise.workflows.opening.tuned_schedules import Plans
 from phasewise.workflows.report import silent
-
-if TYPE_CHECKING:
-    from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
-    from phasewise.topology import Machine
-    from phasewise.tuner.plans import DefaultPlan, Phase, RankCores, ServicePlan
-    from phasewise.workflows.opening.open_model import OpenModel, Weights
-    from phasewise.workflows.serve.settings import ServeSettings
-
-    Plans = Mapping[Phase, ServicePlan]
+from phasewise.workflows.serve.embedding import cores_of_embeddings
+from phasewise.workflows.serve.settings import ServeSettings
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +49,6 @@ def watch_of_instance(
     instances have mapped its keys and values. own: its plans, some of whose cores may have been gone at the
     start. n_others: cores of the server's other instances.
     """
-    from phasewise.serving.engine.core_watch import CoreWatch
-    from phasewise.serving.errors import RanksError
-    from phasewise.topology.process_limits import read_limits
 
     def plans_on(machine: Machine) -> Plans:
         return plans_left(own, machine, n_others)
@@ -64,8 +75,6 @@ def cores_left(plan: ServicePlan, machine: Machine, most: int | None = None) -> 
 
     most: cores of all ranks together (ranks lose their last cores in turns); None: any number.
     """
-    from phasewise.tuner.plans import ServicePlan, nodes_of, pus_by_preference, rank_on
-
     allowed = frozenset(machine.allowed_pus)
 
     def ranks_left(own: ServicePlan) -> tuple[RankCores, ...]:
@@ -94,13 +103,6 @@ def replanned(
     """Plans for the machine of now, with the schedules in use on their cores, or with those of the start
     where the new schedules have another arithmetic. Raises RanksError.
     """
-    from phasewise.kerneldb.errors import KernelDbError
-    from phasewise.serving.engine.core_watch import CorePlans
-    from phasewise.serving.engine.fingerprint import arithmetic_of
-    from phasewise.serving.errors import RanksError
-    from phasewise.topology import TopologyError, read_machine
-    from phasewise.tuner.errors import TunerError
-
     try:
         machine = read_machine()
         plans = plans_on(machine)
@@ -114,8 +116,6 @@ def replanned(
 
 def most_threads(threads: int | None) -> int:
     """Threads for which a rank of a server has room: `threads`, else one on every core of the machine."""
-    from phasewise.topology import Kind, read_machine
-
     machine = read_machine()
     return threads or len(machine.nodes(Kind.CORE)) or len(machine.allowed_pus)
 
@@ -127,12 +127,6 @@ def watch_of_server(
 
     most: threads that a rank has room for. in_one_rank: the engine stays one rank.
     """
-    from phasewise.serving.engine.core_watch import CoreWatch
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-    from phasewise.topology.process_limits import read_limits
-    from phasewise.tuner.plans import model_key
-    from phasewise.workflows.opening.open_model import suited_default
-
     name = locate(ref, cache_root(None), silent).name
     key = model_key(name, settings.weights.weight_format)
     default = suited_default(ref, settings.weights.weight_format, silent)
@@ -149,9 +143,6 @@ def watch_of_server(
 
 def plans_now(key: str, settings: ServeSettings, machine: Machine, default: DefaultPlan) -> Plans:
     """The plans of a server on the cores of `machine`; flags are followed as far as these cores go."""
-    from phasewise.tuner.plans import default_thread_count, plans_for
-    from phasewise.workflows.serve.embedding import cores_of_embeddings
-
     running, n_cores = settings.running, default_thread_count(machine)
     threads, ranks = running.threads, running.ranks
     if threads is not None:
@@ -165,8 +156,6 @@ def plans_now(key: str, settings: ServeSettings, machine: Machine, default: Defa
 
 
 def _one_rank(plan: ServicePlan, machine: Machine, most: int) -> ServicePlan:
-    from phasewise.tuner.plans import default_plan, default_thread_count
-
     if len(plan.ranks) == 1 and len(plan.cores) <= most:
         return plan.with_bands_that(lambda band: len(band.cores) <= most)
     threads = min(most, default_thread_count(machine))

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from phasewise._words import counted
-from phasewise.workflows.embed.accelerators import Accelerators
+from phasewise.serving.embedding.devices import cores_by_node, highest_cores, instance_cores
+from phasewise.serving.embedding.open_embedding import OpenEmbedding, open_embedding
+from phasewise.serving.embedding.plan import DEFAULT_SLO_S, EmbeddingPlan, Instance
+from phasewise.serving.embedding.queues import Depth
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.topology import Machine, read_machine
+from phasewise.tuner.plans import default_thread_count
+from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
+from phasewise.workflows.embed.kept_plan import kept_plan
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.settings import Embeddings, ServeSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from phasewise.serving.embedding.open_embedding import OpenEmbedding
-    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.topology import Machine
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,10 @@ class EmbeddingRoom:
     @property
     def cores(self) -> list[int]:
         """The cores for all instances. UsageError where too few are left."""
-        from phasewise.serving.embedding.devices import highest_cores
-
         return highest_cores(self.machine, self.taken, self.threads)
 
     def cut(self, n_instances: int) -> list[tuple[int, ...]]:
         """The cores of each instance. UsageError where there are too few."""
-        from phasewise.serving.embedding.devices import instance_cores
-
         try:
             return instance_cores(self.machine, n_instances, self.taken, self.threads)
         except ValueError as error:
@@ -62,9 +59,6 @@ def plan_for(
     language model a stored plan's CPU instances are cut to the cores that are left, and their depths with
     them. db: where plans are kept. UsageError where there are too few cores, or no device is left.
     """
-    from phasewise.serving.embedding.plan import DEFAULT_SLO_S, EmbeddingPlan, Instance
-    from phasewise.workflows.embed.kept_plan import kept_plan
-
     is_flagged = settings.embed_instances is not None or room.threads is not None
     stored = None
     if not is_flagged or room.taken:
@@ -96,10 +90,6 @@ def _instances(
     room: EmbeddingRoom, settings: Embeddings, planned: tuple[Instance, ...]
 ) -> tuple[Instance, ...]:
     """The accelerators that `planned` names, and its CPU instances cut to the cores that are there."""
-    from phasewise.serving.embedding.devices import cores_by_node
-    from phasewise.serving.embedding.plan import Instance
-    from phasewise.serving.embedding.queues import Depth
-
     on_cpus = [instance for instance in planned if instance.is_cpu]
     others = [instance for instance in planned if not instance.is_cpu]
     if planned and not on_cpus:
@@ -121,13 +111,6 @@ def _instances(
     )
 
 
-def makes_vectors(ref: str, weight_format: str, report: Report) -> bool:
-    """True where the model is made for embedding, False where it generates text. ModelError."""
-    from phasewise.serving.loaders import is_made_for_embedding
-
-    return is_made_for_embedding(ref, weight_format, report=report)
-
-
 def open_embeddings(
     ref: str, settings: ServeSettings, taken: Collection[int] | None, report: Report
 ) -> OpenEmbedding:
@@ -135,10 +118,6 @@ def open_embeddings(
 
     taken: PUs of language models on this machine; None: there are none. RanksError, UsageError, ModelError.
     """
-    from phasewise.serving.embedding.open_embedding import open_embedding
-    from phasewise.serving.loaders import load_model
-    from phasewise.topology import read_machine
-
     weights, on, machine = settings.weights, settings.embeddings, read_machine()
     if weights.is_canonical:  # accelerators round in their own ways
         on = replace(on, embed_accelerators=False)
@@ -147,7 +126,7 @@ def open_embeddings(
     else:
         room = _room_beside(on, machine, taken, report)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum)
-    accelerators = on.accelerators()
+    accelerators = accelerators_here(with_gpus=on.embed_accelerators, devices=on.embed_device)
     plan = plan_for(model, room, on, accelerators, report, settings.db)
     report(plan.describe() + (", with the same bits on every CPU" if weights.is_canonical else ""))
     opened = open_embedding(
@@ -171,9 +150,6 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
 
     UsageError where there are too few for both.
     """
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import default_thread_count
-
     n_cores = default_thread_count(read_machine())
     own = cores_of_embeddings(settings, n_cores)
     left = n_cores - own if threads is None else threads
@@ -186,22 +162,14 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
 
 
 def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
-    """Number of `n_cores` that embeddings have beside a language model."""
-    return settings.embed_cores or _default_share(n_cores)
+    """Number of `n_cores` that embeddings have beside a language model: a quarter, unless it is given."""
+    return settings.embed_cores or max(1, n_cores // 4)
 
 
 def cores_beside(settings: Embeddings) -> int:
     """Cores of embeddings beside a language model here; 0 where no embedding model is asked for."""
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import default_thread_count
-
-    if settings.embed_model is None:
-        return 0
-    return cores_of_embeddings(settings, default_thread_count(read_machine()))
-
-
-def _default_share(n_cores: int) -> int:
-    return max(1, n_cores // 4)
+    is_asked = settings.embed_model is not None
+    return cores_of_embeddings(settings, default_thread_count(read_machine())) if is_asked else 0
 
 
 def _room_beside(
@@ -212,11 +180,10 @@ def _room_beside(
     Where none is left and no number is given embeddings share the highest one, behind the language models.
     UsageError where there are too few.
     """
-    from phasewise.serving.embedding.devices import highest_cores
-    from phasewise.tuner.plans import default_thread_count
-
     free = highest_cores(machine, taken)
-    own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
+    own = cores_of_embeddings(settings, default_thread_count(machine))
+    if settings.embed_cores is None:
+        own = min(own, max(1, len(free)))
     if not free and settings.embed_cores is None:
         report("embeddings share a core with the language model, which goes first: no other is left")
         return EmbeddingRoom(machine, threads=own)

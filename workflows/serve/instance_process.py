@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from phasewise.serving.prefix_store.store import PrefixSettings
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.workflows.opening.open_model import OpenModel, Weights
+    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.opening.settings import Weights
     from phasewise.workflows.report import Report
 
 MODULE = "phasewise.workflows.serve.instance_process"

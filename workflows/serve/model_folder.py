@@ -10,22 +10,28 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phasewise._words import counted
+from phasewise.kerneldb.errors import KernelDbError
+from phasewise.serving.engine.engine_size import default_kv_bytes
+from phasewise.serving.errors import ModelError, ServingError
+from phasewise.serving.http.http_settings import ModelFacts
+from phasewise.serving.http.models.model_shelf import ModelFile
+from phasewise.serving.loaders import config_of_model, is_made_for_embedding, open_source
+from phasewise.serving.loaders.adapter_files import load_adapter, named_path, named_paths
+from phasewise.serving.loaders.fetching.resolve import Located
+from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
+from phasewise.serving.model_table import FolderModel, ModelFolder, TextRow
+from phasewise.serving.processes.headroom import available_bytes
+from phasewise.tuner.errors import TunerError
 from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.opening.open_model import check_settings
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.opened_models import Opener
-from phasewise.workflows.serve.ways import SizedModel
-
-if TYPE_CHECKING:
-    from phasewise.serving.http.http_settings import ModelFacts
-    from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.model_table import ModelFolder, TextRow
-    from phasewise.workflows.opening.open_model import Weights
 
 SHARE_OF_FREE_MEMORY = 0.75
 """Share of free memory that all models may take together where no budget is named."""
@@ -36,30 +42,9 @@ _LAST_SECOND = 253_402_300_799
 """The last second of the year 9999, where dates end. Files may have any time."""
 
 
-@dataclass(frozen=True)
-class _FolderModel:
-    """A model of the folder that is mapped, and not in memory yet."""
-
-    name: str
-    sized: SizedModel
-    opener: Opener
-
-    @property
-    def n_bytes(self) -> int:
-        return self.sized.n_bytes
-
-    def open(self, stack: ExitStack) -> TextRow:
-        with _told_as_ours():
-            return self.opener.open(self.sized, (self.name,), stack).row
-
-
 @contextmanager
 def _told_as_ours() -> Iterator[None]:
     """Turn errors of plans, the database or settings into ModelError, which the model's requester is told."""
-    from phasewise.kerneldb.errors import KernelDbError
-    from phasewise.serving.errors import ModelError
-    from phasewise.tuner.errors import TunerError
-
     try:
         yield
     except (KernelDbError, TunerError, WorkflowError, OSError, MemoryError) as error:
@@ -68,11 +53,6 @@ def _told_as_ours() -> Iterator[None]:
 
 def model_folder(opener: Opener) -> ModelFolder:
     """The folder of `--models`. UsageError where there is no such folder, or two models have one name."""
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders.adapter_files import named_paths
-    from phasewise.serving.model_table import ModelFolder
-    from phasewise.serving.processes.headroom import available_bytes
-
     settings, report = opener.settings, opener.report
     coming = settings.coming
     assert coming.models is not None
@@ -96,7 +76,7 @@ def model_folder(opener: Opener) -> ModelFolder:
     if budget is not None:
         report(f"models in memory take at most {budget / (1 << 20):.0f} MiB together")
 
-    def measure(name: str) -> _FolderModel:
+    def measure(name: str) -> FolderModel:
         path = dict(reversed(list(_models_in(folder)))).get(name)
         if path is None:
             raise ModelError(f"it has just gone from {folder}")
@@ -108,8 +88,6 @@ def model_folder(opener: Opener) -> ModelFolder:
         return {name: _file_of(paths[name]) for name in sorted(paths)}
 
     def facts(name: str) -> ModelFacts:
-        from phasewise.serving.http.http_settings import ModelFacts
-
         path = dict(reversed(list(_models_in(folder)))).get(name)
         return ModelFacts() if path is None else _facts_of(path, _file_of(path))
 
@@ -119,11 +97,6 @@ def model_folder(opener: Opener) -> ModelFolder:
 @lru_cache(maxsize=1024)
 def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
     """Facts that a file states before it is loaded; no facts of an unreadable file."""
-    from phasewise.serving.errors import ServingError
-    from phasewise.serving.http.http_settings import ModelFacts
-    from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.fetching.resolve import Located
-
     try:
         with open_source(Located(path.name, path)) as source:
             tensors = source.tensors.values()
@@ -135,15 +108,9 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
         return ModelFacts()
 
 
-def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _FolderModel:
-    from phasewise.serving.engine.engine_size import default_kv_bytes
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.workflows.opening.open_model import check_settings
-    from phasewise.workflows.serve.embedding import makes_vectors
-
+def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> FolderModel:
     ref, settings, report = str(path), opener.settings, opener.report
-    if makes_vectors(ref, settings.weights.weight_format, report):
+    if is_made_for_embedding(ref, settings.weights.weight_format, report=report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
     weights = _with_adapters_that_fit(ref, settings.weights, report)
     check_settings(ref, weights, settings.kv.kv_format, report)
@@ -151,17 +118,19 @@ def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> _Fol
     opened, kv_bytes = opener.loaded(ref), settings.kv.kv_budget_bytes
     if kv_bytes is None and budget is not None:
         kv_bytes = min(default_kv_bytes(opened.model, available_bytes()), int(budget * KV_SHARE))
-    return _FolderModel(name, opener.sized(ref, opened, kv_bytes), opener)
+    sized = opener.sized(ref, opened, kv_bytes)
+
+    def opened_row(stack: ExitStack) -> TextRow:
+        with _told_as_ours():
+            return opener.open(sized, (name,), stack).row
+
+    return FolderModel(sized.n_bytes, opened_row)
 
 
 def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weights:
     """`weights` with those adapters whose shapes fit the model."""
     if not weights.lora:
         return weights
-    from phasewise.serving.errors import ModelError
-    from phasewise.serving.loaders import config_of_model
-    from phasewise.serving.loaders.adapter_files import load_adapter, named_path
-
     config, fitting = config_of_model(ref, weights.weight_format, report=report), list[str]()
     for given in weights.lora:
         try:
@@ -187,8 +156,6 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _name_of(path: Path) -> str | None:
     """The name that requests use; None: no model, or a path that cannot be read or named."""
-    from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
-
     if not _is_text(path.name):
         return None
     try:
@@ -205,9 +172,6 @@ def _is_text(name: str) -> bool:
 
 
 def _file_of(path: Path) -> ModelFile:
-    from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.loaders.formats.gguf_file import part_paths
-
     files, sizes = part_paths(path), []
     with suppress(OSError):  # a directory that cannot be read
         files = list(path.glob("*.safetensors")) if path.is_dir() else files

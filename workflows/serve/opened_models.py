@@ -6,21 +6,30 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from phasewise._words import counted
+from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, EngineSize, default_kv_bytes
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.open_engine import ModelText
+from phasewise.serving.model_table import AnswerPolicy, Predictor, TextRow
+from phasewise.serving.models.forward import kv_bytes_per_slot
+from phasewise.serving.pools.contract import Estimate
+from phasewise.serving.processes.headroom import available_bytes
+from phasewise.serving.ranks.rank_layout import teams_of
+from phasewise.topology import read_machine
+from phasewise.tuner.first_duels import FIRST_S
+from phasewise.tuner.predictor.files import default_file, load_predictor
+from phasewise.tuner.predictor.live import LiveEstimator
+from phasewise.tuner.predictor.log import PromptFacts
+from phasewise.workflows.opening.drafts import find_drafts
+from phasewise.workflows.opening.first_start import fight_first, pull_what_fits
+from phasewise.workflows.opening.open_model import OpenModel, check_settings, open_model, open_under
+from phasewise.workflows.opening.tuned_schedules import Plans
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.core_plans import most_threads
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
 from phasewise.workflows.serve.ways import InThisProcess, OnNodes, PlannedInstance, SizedModel, Way
-
-if TYPE_CHECKING:
-    from phasewise.serving.drafts.opening import DraftSource
-    from phasewise.serving.engine.engine_size import EngineSize
-    from phasewise.serving.engine.messages import Submit
-    from phasewise.serving.model_table import AnswerPolicy, Predictor, TextRow
-    from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 ALONE = InThisProcess()
 
@@ -34,25 +43,14 @@ class OpenedModel:
     lines: Sequence[str]
     cores: frozenset[int]
 
-    def uses(self, model: OpenModel) -> list[ScheduleUse]:
-        """The schedules that `model` uses for steps of this server's sizes."""
-        size = self.row.opened.size
-        return model.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
-
 
 @dataclass(frozen=True)
 class Opener:
     """Opens models of a server by its settings, all in one way."""
 
     settings: ServeSettings
-    answers: AnswerPolicy
     way: Way = ALONE
     report: Report = silent
-
-    def without_adapters(self) -> Opener:
-        """An opener for further models: adapters are the first model's."""
-        weights = replace(self.settings.weights, lora=None)
-        return replace(self, settings=replace(self.settings, weights=weights))
 
     def open_models(
         self, refs: Sequence[str], names: Sequence[tuple[str, ...]], stack: ExitStack
@@ -61,12 +59,9 @@ class Opener:
 
         names: for each model, names that requests may use; its id comes first.
         """
-        from phasewise.tuner.first_duels import FIRST_S
-        from phasewise.workflows.opening.first_start import pull_what_fits
-        from phasewise.workflows.opening.open_model import check_settings
-
         settings, deadline_s = self.settings, time.monotonic() + FIRST_S
-        openers = [self, *(self.without_adapters() for _ in refs[1:])]
+        plain = replace(self, settings=replace(settings, weights=replace(settings.weights, lora=None)))
+        openers = [self, *[plain] * len(refs[1:])]  # adapters are the first model's
         for ref, own in zip(refs, openers, strict=False):
             check_settings(ref, own.settings.weights, settings.kv.kv_format, self.report)
         pull_what_fits(settings.remote, settings.db, FIRST_S, self.report)
@@ -81,24 +76,20 @@ class Opener:
 
     def loaded(self, ref: str) -> OpenModel:
         """The model in memory, with the plans of one engine."""
-        from phasewise.workflows.opening.open_model import open_model
-
         settings, running = self.settings, self.settings.running
         return open_model(ref, settings.weights, running.threads, settings.db, self.report, running.ranks)
 
     def _fought(self, opened: OpenModel, seconds: float) -> OpenModel:
         """The model after hints for its products were fought over, on the cores of each of its instances."""
-        from phasewise.topology import read_machine
-        from phasewise.workflows.opening.first_start import fight_first
-
-        plans = [instance.plans for instance in self.way.instances] or [opened.plans]
-        settings = self.settings
+        settings, plans = self.settings, self.plans_of(opened)
         return fight_first(opened, plans, settings.weights, settings.db, read_machine(), seconds, self.report)
+
+    def plans_of(self, opened: OpenModel) -> Sequence[Plans]:
+        """The plans of each instance of a model; of its one engine where there are no instances."""
+        return [instance.plans for instance in self.way.instances] or [opened.plans]
 
     def sized(self, ref: str, opened: OpenModel, kv_bytes: int | None) -> SizedModel:
         """The model with its engine's size. kv_bytes: for keys and values; None: a default."""
-        from phasewise.workflows.opening.drafts import find_drafts
-
         running = self.settings.running
         drafts = None
         if self.way == ALONE:
@@ -108,15 +99,7 @@ class Opener:
             )
         return SizedModel(ref, opened, drafts, self._size(opened, kv_bytes, drafts))
 
-    @property
-    def _shares_kv(self) -> bool:
-        """True where keys and values leave the engine that computed them."""
-        return self.way != ALONE or self.settings.prefixes.is_asked
-
     def _size(self, opened: OpenModel, kv_bytes: int | None, drafts: DraftSource | None) -> EngineSize:
-        from phasewise.serving.engine.engine_size import EngineSize
-        from phasewise.serving.ranks.rank_layout import teams_of
-
         running, kv = self.settings.running, self.settings.kv
         is_alone = self.way == ALONE  # instances have plans of their own, and nodes memory of their own
         is_elsewhere = isinstance(self.way, OnNodes)
@@ -127,7 +110,7 @@ class Opener:
             None if is_elsewhere else kv_bytes,
             kv.kv_format,
             None if drafts is None else drafts.model,
-            kv_shared=self._shares_kv,
+            kv_shared=not is_alone or self.settings.prefixes.is_asked,  # they leave what computed them
             free=(lambda: None) if is_elsewhere else None,
             teams=teams_of(opened.plans) if is_alone else (),
         )
@@ -145,23 +128,18 @@ class Opener:
 
     def open(self, sized: SizedModel, names: tuple[str, ...], stack: ExitStack) -> OpenedModel:
         """Open the model's host, which `stack` closes. names: names that requests may use, the id first."""
-        from phasewise.serving.engine.open_engine import ModelText
-        from phasewise.serving.model_table import TextRow
-
         settings, model = self.settings, sized.open_model.model
         text = ModelText(model, allow_special=settings.accepting.allow_special)
         predictor = open_predictor(settings.running.predictor, model.name, self.report)
         hosted = stack.enter_context(self.way.open(sized, text, settings))
         answering = settings.answering
         sampling = model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
-        row = TextRow(hosted.served, names, hosted.host, sampling, predictor, self.answers)
+        policy = AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
+        row = TextRow(model, text, hosted.size, names, hosted.host, sampling, predictor, policy)
         return OpenedModel(sized, row, hosted.lines, hosted.cores)
 
     def opened_as(self, served: OpenedModel) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:
         """Yield the model as this host opens it for each instance; without instances, as it is opened."""
-        from phasewise.topology import read_machine
-        from phasewise.workflows.opening.open_model import open_under
-
         weights, db = self.settings.weights, self.settings.db
         for instance in self.way.instances:
             yield instance, open_under(instance.plans, served.sized.ref, weights, db, read_machine())
@@ -176,12 +154,6 @@ def open_predictor(text: str, model_name: str, report: Report = silent) -> Predi
     """
     if text == "off":
         return None
-    from phasewise.serving.model_table import Predictor
-    from phasewise.serving.pools.contract import Estimate
-    from phasewise.tuner.predictor.files import default_file, load_predictor
-    from phasewise.tuner.predictor.live import LiveEstimator
-    from phasewise.tuner.predictor.log import PromptFacts
-
     path = default_file(model_name) if text == "auto" else text
     if text == "auto" and not default_file(model_name).exists():
         report(f"there is no predictor of {model_name} at {path}: answers' lengths are not predicted")
@@ -207,11 +179,6 @@ def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]
     """Bytes of each model's keys and values, for as many tokens in each. They divide the budget; without a
     budget, a quarter of the free memory, where no model gets more than it would alone. None: a default.
     """
-    from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
-    from phasewise.serving.models.forward import kv_bytes_per_slot
-    from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.serving.ranks.rank_layout import teams_of
-
     if len(models) == 1:
         return [kv.kv_budget_bytes]
     per_slot = [kv_bytes_per_slot(each.model, kv.kv_format, teams_of(each.plans)) for each in models]

@@ -6,12 +6,30 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from phasewise._options import NoEffect, changed, refuse_unused
 from phasewise._places import user_folder
 from phasewise._words import counted
+from phasewise.serving.engine.fingerprint import fingerprint_of
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.monitoring.access_log import Logging
+from phasewise.serving.http.monitoring.lengths import LengthLog
+from phasewise.serving.http.transport.listening import TlsContext
+from phasewise.serving.loaders import is_made_for_embedding
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+from phasewise.serving.model_table import EmbeddingRow, ModelTable
+from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.prefix_store.folder import PrefixFolder
+from phasewise.serving.processes.core_claims import claimed_on_host
+from phasewise.serving.ranks.rank_layout import teams_of
+from phasewise.serving.service import ServiceSettings, run_service
+from phasewise.topology import read_machine
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.drafts import DraftRule, check_draft, rule_of
+from phasewise.workflows.opening.first_start import products_of
+from phasewise.workflows.opening.memory_placement import MemoryPlacement
+from phasewise.workflows.opening.open_model import hint_at_tuning
+from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 from phasewise.workflows.options import check_arithmetic
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.address import (
@@ -21,25 +39,16 @@ from phasewise.workflows.serve.address import (
     tls_of,
     warn_of_strangers,
 )
+from phasewise.workflows.serve.embedding import open_embeddings, threads_beside
+from phasewise.workflows.serve.model_folder import model_folder
 from phasewise.workflows.serve.opened_models import OpenedModel, Opener
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
 from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, way_of
 
-if TYPE_CHECKING:
-    from phasewise.serving.http.http_settings import HttpLimits
-    from phasewise.serving.http.monitoring.access_log import Level, Logging
-    from phasewise.serving.http.transport.listening import TlsContext
-    from phasewise.serving.model_table import AnswerPolicy
-    from phasewise.serving.service import ServiceSettings
-    from phasewise.workflows.opening.drafts import DraftRule
-    from phasewise.workflows.opening.memory_placement import MemoryPlacement
-    from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
-
 _FEW_CONNECTIONS = 1024
 
 
-Explain = Callable[[list["ScheduleUse"], "MemoryPlacement | None", "DraftRule | None"], None]
+Explain = Callable[[list[ScheduleUse], MemoryPlacement | None, DraftRule | None], None]
 
 
 def serve_models(
@@ -53,17 +62,6 @@ def serve_models(
     exclude each other, and NoEffect for those that this way of serving does not follow. What is wrong with a
     model of a folder is told to whoever asks for it.
     """
-    from phasewise.serving.processes.headroom import use_one_heap
-
-    use_one_heap()  # before numpy's threads are there
-    from phasewise.serving.model_table import EmbeddingRow, ModelTable
-    from phasewise.serving.processes.core_claims import claimed_on_host
-    from phasewise.serving.service import run_service
-    from phasewise.topology import read_machine
-    from phasewise.workflows.opening.drafts import check_draft
-    from phasewise.workflows.serve.embedding import open_embeddings
-    from phasewise.workflows.serve.model_folder import model_folder
-
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
     weights = replace(settings.weights, sequences=settings.accepting.max_sequences)
     settings = replace(settings, weights=weights)  # stored for as many as may decode together
@@ -74,8 +72,7 @@ def serve_models(
     generates = bool(refs or settings.coming.models)
     way = way_of(settings, read_machine(), generates=generates, explains=explain is not None)
     if model is None:
-        named = changed(settings.answering, "served_model_name")
-        refuse_unused("without MODEL", named)
+        refuse_unused("without MODEL", changed(settings.answering, "served_model_name"))
     if generates and not refs:  # schedules are told, and fought over, of models that stay
         refuse_unused("without MODEL", [*changed(settings.remote), *(["explain"] if explain else [])])
     names, embed_names = _called(refs, embed_ref, model, settings, report)
@@ -87,8 +84,8 @@ def serve_models(
         opened, folder, taken = list[OpenedModel](), None, frozenset[int]()
         if way is not None:
             own = _beside_embeddings(settings, embed_ref, way)
-            opener = Opener(own, _answers(settings), way, report)  # or why not, before a model is opened
-            _check_prefixes(settings, way)
+            opener = Opener(own, way, report)  # or why not, before a model is opened
+            _check_prefixes(settings.prefixes, way, report)
             check_draft(settings.running.draft, report)
             taken = way.cores(own.running.threads)
             if refs:
@@ -96,7 +93,6 @@ def serve_models(
                 service, taken = _told(opened, opener, service, explain), opened[0].cores
             if settings.coming.models is not None:
                 folder = model_folder(opener)
-            _tell_prefixes(settings.prefixes, report)
         embedding = None
         if embed_ref is not None:
             beside = None if way is None else taken
@@ -112,10 +108,8 @@ def serve_models(
 
 def _embed_ref(model: str | None, settings: ServeSettings, report: Report) -> str | None:
     """The model that embeds: `--embed-model`'s, or MODEL where it makes vectors. NoEffect, UsageError."""
-    from phasewise.workflows.serve.embedding import makes_vectors
-
     embeddings, running = settings.embeddings, settings.running
-    if model is not None and makes_vectors(model, settings.weights.weight_format, report):
+    if model is not None and is_made_for_embedding(model, settings.weights.weight_format, report=report):
         is_alone = not (running.also or settings.coming.models)
         if embeddings.embed_model is not None and not is_alone:
             raise UsageError(f"{model} makes vectors, and so does --embed-model: give one of them")
@@ -137,14 +131,13 @@ def _called(
 
     UsageError where two models share a name, or a model is of the wrong kind.
     """
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-    from phasewise.workflows.serve.embedding import makes_vectors
-
     weight_format = settings.weights.weight_format
     for ref in refs:
-        if ref != model and makes_vectors(ref, weight_format, report):
+        if ref != model and is_made_for_embedding(ref, weight_format, report=report):
             raise UsageError(f"--also {ref}: it is an embedding model; serve it with --embed-model {ref}")
-    if embed_ref not in (None, model) and not makes_vectors(str(embed_ref), weight_format, report):
+    if embed_ref not in (None, model) and not is_made_for_embedding(
+        str(embed_ref), weight_format, report=report
+    ):
         raise UsageError(f"--embed-model {embed_ref} is no embedding model")
     chosen = tuple(settings.answering.served_model_name or ())
     if "" in chosen:
@@ -170,15 +163,13 @@ def _told(
     opened: Sequence[OpenedModel], opener: Opener, service: ServiceSettings, explain: Explain | None
 ) -> ServiceSettings:
     """Report the models that stay, and add their tuned products to the metrics of `service`."""
-    from phasewise.workflows.opening.open_model import hint_at_tuning
-
     report = opener.report
     hint_at_tuning(opened[0].sized.ref, opener.settings.db, report)
     if explain is not None:
         for served in opened:
             _explain(served, opener, explain)
     service = replace(service, products=_products(opened, opener))
-    _tell(opened, service, report)
+    _tell(opened, opener.way, service, report)
     return service
 
 
@@ -186,8 +177,6 @@ def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way)
     """Settings of the models that generate text. An engine in this process has as many cores as embeddings
     beside it leave. UsageError.
     """
-    from phasewise.workflows.serve.embedding import threads_beside
-
     if embed_ref is None:
         return settings
     settings = replace(settings, embeddings=replace(settings.embeddings, embed_model=embed_ref))
@@ -197,60 +186,40 @@ def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way)
     return replace(settings, running=replace(settings.running, threads=threads))
 
 
-def _check_prefixes(settings: ServeSettings, way: Way) -> None:
-    """Raise ServingError for a prefix folder that cannot be used, if this host reads it."""
-    from phasewise.serving.prefix_store.folder import PrefixFolder
-
-    prefixes = settings.prefixes
-    if prefixes.prefix_cache is not None and not isinstance(way, OnNodes):
+def _check_prefixes(prefixes: Prefixes, way: Way, report: Report) -> None:
+    """Report the prefix folder. ServingError for one that cannot be used, if this host reads it."""
+    if prefixes.prefix_cache is None:
+        return
+    if not isinstance(way, OnNodes):
         PrefixFolder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
-
-
-def _tell_prefixes(prefixes: Prefixes, report: Report) -> None:
-    if prefixes.prefix_cache is not None:
-        most = counted(prefixes.prefix_cache_bytes >> 20, "MiB", "MiB")
-        report(f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}")
+    most = counted(prefixes.prefix_cache_bytes >> 20, "MiB", "MiB")
+    report(f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}")
 
 
 def _explain(served: OpenedModel, opener: Opener, explain: Explain) -> None:
-    """Give `explain` the schedules and the drafts of a model, or of each of its instances."""
-    from phasewise.workflows.opening.drafts import rule_of
-
+    """Report the fingerprint of a model's answers, and give `explain` its schedules and drafts; of each of
+    its instances where there are some."""
+    size, defaults = served.row.size, served.row.defaults
+    most_slots = min(size.limits.context_length, size.kv.slots)
     for instance, opened in opener.opened_as(served):
         name = opened.model.name if instance is None else instance.describe()
-        opener.report(f"{name}: {_fingerprint(served, opened, opener.settings)}")
-        explain(served.uses(opened), opened.memory(), rule_of(served.sized.drafts))
-
-
-def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
-    """The fingerprint of the model's answers, for people."""
-    from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
-
-    size = served.row.opened.size
-    context = size.limits.context_length
-    own = fingerprint_of(opened.model, size.kv.format, opened.schedules, min(context, size.kv.slots))
-    defaults = defaults_told(
-        served.row.sampling or opened.model.sampling,
-        settings.answering.tool_format,
-        context,
-        allow_special=settings.accepting.allow_special,
-    )
-    return f"fingerprint {own.with_defaults(defaults).short}, arithmetic {own.arithmetic}"
+        own = fingerprint_of(opened.model, size.kv.format, opened.schedules, most_slots)
+        fingerprint = own.with_defaults(defaults).short
+        opener.report(f"{name}: fingerprint {fingerprint}, arithmetic {own.arithmetic}")
+        uses = opened.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
+        explain(uses, opened.memory(), rule_of(served.sized.drafts))
 
 
 def _service_settings(
     settings: ServeSettings, limits: HttpLimits, tls: TlsContext | None, report: Report
 ) -> ServiceSettings:
-    from phasewise.serving.http.monitoring.lengths import LengthLog
-    from phasewise.serving.service import ServiceSettings
-
-    batches = settings.batches
+    batches, logged = settings.batches, settings.logged
     return ServiceSettings(
         limits=limits,
         tls=tls,
         length_log=None if settings.length_log is None else LengthLog(settings.length_log, report),
         cors_origins=tuple(settings.answering.cors_origin or ()),
-        logging=_logging(settings),
+        logging=Logging(logged.access_log, logged.log_level, logged.log_format == "json"),
         page=not settings.answering.no_page,
         read_keys=reader_of_keys(settings.accepting, report),
         batch_dir=batches.batch_dir or user_folder("state") / "batches",
@@ -258,59 +227,27 @@ def _service_settings(
     )
 
 
-def _answers(settings: ServeSettings) -> AnswerPolicy:
-    from phasewise.serving.model_table import AnswerPolicy
-
-    answering = settings.answering
-    return AnswerPolicy(settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts)
-
-
 def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Mapping[str, int]]:
     """Numbers of products of each model by state; none where the model computes on other hosts."""
-    from phasewise.topology import read_machine
-    from phasewise.workflows.opening.first_start import products_of
-
     if isinstance(opener.way, OnNodes):
         return {}
     products: dict[str, Mapping[str, int]] = {}
     for served in opened:
         model = served.sized.open_model
-        plans = [instance.plans for instance in opener.way.instances] or [model.plans]
-        counts = products_of(model, plans, opener.settings.db, read_machine())
+        counts = products_of(model, opener.plans_of(model), opener.settings.db, read_machine())
         if counts is not None:
             products[served.row.names[0]] = counts.by_state()
     return products
 
 
-def _logging(settings: ServeSettings) -> Logging:
-    from phasewise.serving.http.monitoring.access_log import Logging
-
-    logged = settings.logged
-    return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
-
-
-def _level(name: str) -> Level:
-    from phasewise.serving.http.monitoring.access_log import LEVELS
-
-    levels: dict[str, Level] = {level: level for level in LEVELS}
-    if name not in levels:
-        raise UsageError(f"--log-level {name!r} is not one of {', '.join(LEVELS)}")
-    return levels[name]
-
-
-def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, report: Report) -> None:
-    from phasewise.serving.engine.open_engine import OpenEngine
-    from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
-    from phasewise.serving.ranks.rank_layout import teams_of
-
-    first, *others = opened_models
-    opened = first.row.opened
-    size = opened.size
-    report(f"{opened.model.name} ({opened.model.format}): context {size.limits.context_length} tokens")
-    teams = teams_of(opened.plans) if isinstance(opened, OpenEngine) else ()  # pools have plans of their own
-    per_slot = kv_bytes_per_slot(opened.model, size.kv.format, teams)
-    kv_mib = size.kv.slots * per_slot / (1 << 20)
-    kv_format = resolve_kv_format(opened.model, size.kv.format)
+def _tell(opened: Sequence[OpenedModel], way: Way, settings: ServiceSettings, report: Report) -> None:
+    first, *others = opened
+    model, size = first.row.model, first.row.size
+    report(f"{model.name} ({model.format}): context {size.limits.context_length} tokens")
+    is_here = isinstance(way, InThisProcess)  # pools have plans of their own
+    teams = teams_of(first.sized.open_model.plans) if is_here else ()
+    kv_mib = size.kv.slots * kv_bytes_per_slot(model, size.kv.format, teams) / (1 << 20)
+    kv_format = resolve_kv_format(model, size.kv.format)
     report(f"KV cache: {size.kv.slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
     for line in first.lines:
         report(line)
@@ -322,8 +259,8 @@ def _tell(opened_models: Sequence[OpenedModel], settings: ServiceSettings, repor
             f"warning: room for {counted(n_connections, 'connection')} only; raise the limit on open files"
         )
     for other in others:
-        size = other.row.opened.size
+        size = other.row.size
         report(
-            f"also {other.row.opened.model.name}: context {size.limits.context_length} tokens, KV cache of "
+            f"also {other.row.model.name}: context {size.limits.context_length} tokens, KV cache of "
             f"{size.kv.slots} tokens"
         )

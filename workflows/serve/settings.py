@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from phasewise._options import MOST_USED, changed, option, parse_bytes, parse_time, refuse_unused
+from phasewise._options import MOST_USED, changed, option, parse_time, refuse_unused, size
 from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
-from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
-from phasewise.workflows.opening.first_start import Remote
-from phasewise.workflows.opening.open_model import NATIVE, Weights
+from phasewise.workflows.opening.settings import NATIVE, Remote, Weights
 from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, EMBED_DEVICE_HELP, KV_FORMAT, RANKS, THREADS
 
 if TYPE_CHECKING:
@@ -102,21 +100,11 @@ class Accepting:
         metavar="N",
         config_only=True,
     )
-    max_body_bytes: int = option(
-        4 << 20,
-        "largest request body, e.g. 512K",
-        "--max-body",
-        parser=parse_bytes,
-        metavar="BYTES",
-        written="4M",
-    )
-    max_unfinished_bytes: int = option(
-        64 << 20,
+    max_body_bytes: int = size("4M", "largest request body, e.g. 512K", "--max-body")
+    max_unfinished_bytes: int = size(
+        "64M",
         "memory for all incomplete request bodies; beyond it the oldest of them is dropped",
         "--max-unfinished",
-        parser=parse_bytes,
-        metavar="BYTES",
-        written="64M",
         config_only=True,
         envvar="PHASEWISE_MAX_UNFINISHED",
     )
@@ -143,19 +131,14 @@ class Accepting:
         config_only=True,
         envvar="PHASEWISE_MAX_SEQUENCES_PER_KEY",
     )
-    max_response_bytes: int = option(
-        64 << 20,
+    max_response_bytes: int = size(
+        "64M",
         "most memory of one answer that is not sent yet; a larger answer ends with an error",
         "--max-response",
-        parser=parse_bytes,
-        metavar="BYTES",
-        written="64M",
         config_only=True,
     )
     allow_special: bool = option(
-        False,
-        "recognise control tokens such as <|im_end|> in chat contents; else they are text",
-        "--allow-special",
+        False, "recognise control tokens such as <|im_end|> in chat contents; else they are text"
     )
     drain_s: float = option(
         30,
@@ -225,19 +208,15 @@ class Residency:
         envvar="PHASEWISE_MODELS",
         metavar="DIR",
     )
-    models_memory: int | None = option(
+    models_memory: int | None = size(
         None,
         "most memory of all loaded models, with KV caches, scratch and vocabularies; the least recently "
         "used one goes first [default: three quarters of the free memory]",
-        "--models-memory",
-        parser=parse_bytes,
         envvar="PHASEWISE_MODELS_MEMORY",
-        metavar="BYTES",
     )
     keep_alive: float = option(
         300,
         "time without a request after which a model is unloaded; 0: at once",
-        "--keep-alive",
         parser=parse_time,
         envvar="PHASEWISE_KEEP_ALIVE",
         metavar="TIME",
@@ -256,28 +235,21 @@ class KeysAndValues:
 
     PANEL = "Engine and memory"
 
-    kv_budget_bytes: int | None = option(
+    kv_budget_bytes: int | None = size(
         None,
         "memory for keys and values, e.g. 4G, allocated at the start, with --cluster on each node "
         "[default: a quarter of the free memory]",
         "--kv-budget",
-        parser=parse_bytes,
         envvar="PHASEWISE_KV_BUDGET",
-        metavar="BYTES",
         panel=MOST_USED,
     )
     kv_format: str = KV_FORMAT("auto")
-    kv_policy: str = option(
-        "odma",
-        "how KV slots are given to requests",
-        kind=Literal["odma", "paged"],
-        envvar="PHASEWISE_KV_POLICY",
-        config_only=True,
+    kv_policy: Literal["odma", "paged"] = option(
+        "odma", "how KV slots are given to requests", envvar="PHASEWISE_KV_POLICY", config_only=True
     )
     no_prefix_reuse: bool = option(
         False,
         "compute a prompt's beginning again even if its keys and values are still there",
-        "--no-prefix-reuse",
         config_only=True,
     )
 
@@ -295,13 +267,10 @@ class Prefixes:
         envvar="PHASEWISE_PREFIX_CACHE",
         metavar="DIR",
     )
-    prefix_cache_bytes: int = option(
-        8 << 30,
+    prefix_cache_bytes: int = size(
+        "8G",
         "most bytes of that folder; what saves least time for its bytes leaves",
-        parser=parse_bytes,
         envvar="PHASEWISE_PREFIX_CACHE_BYTES",
-        metavar="BYTES",
-        written="8G",
         config_only=True,
     )
 
@@ -350,10 +319,9 @@ class Answering:
         metavar="P",
         config_only=True,
     )
-    tool_format: str = option(
+    tool_format: Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"] = option(
         "auto",
         "how the model writes tool calls; auto: as its chat template does",
-        kind=Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"],
         envvar="PHASEWISE_TOOL_FORMAT",
         config_only=True,
     )
@@ -370,12 +338,11 @@ class Answering:
         envvar="PHASEWISE_SERVED_MODEL_NAME",
     )
     no_page: bool = option(
-        False, "serve no page with a chat at /", "--no-page", envvar="PHASEWISE_NO_PAGE", config_only=True
+        False, "serve no page with a chat at /", envvar="PHASEWISE_NO_PAGE", config_only=True
     )
     receipts: bool = option(
         False,
         'give a receipt of each answer whose request has "receipt": true; phasewise replay checks it',
-        "--receipts",
         envvar="PHASEWISE_RECEIPTS",
     )
 
@@ -392,17 +359,13 @@ class Logged:
         metavar="FILE",
         envvar="PHASEWISE_ACCESS_LOG",
     )
-    log_level: str = option(
+    log_level: Literal["debug", "info", "warning", "error", "off"] = option(
         "info",
         "debug: every request; info: without health checks; warning: those refused; error: those that failed",
-        kind=Literal["debug", "info", "warning", "error", "off"],
         envvar="PHASEWISE_LOG_LEVEL",
     )
-    log_format: str = option(
-        "text",
-        "form of its lines, and of all others that the server writes",
-        kind=Literal["text", "json"],
-        envvar="PHASEWISE_LOG_FORMAT",
+    log_format: Literal["text", "json"] = option(
+        "text", "form of its lines, and of all others that the server writes", envvar="PHASEWISE_LOG_FORMAT"
     )
 
     def __post_init__(self) -> None:
@@ -423,13 +386,10 @@ class Batches:
         metavar="DIR",
         envvar="PHASEWISE_BATCH_DIR",
     )
-    batch_bytes: int = option(
-        4 << 30,
+    batch_bytes: int = size(
+        "4G",
         "most bytes of all files of batches, their answers and records; 0: no batches are taken",
-        parser=parse_bytes,
-        metavar="BYTES",
         envvar="PHASEWISE_BATCH_BYTES",
-        written="4G",
     )
 
 
@@ -465,7 +425,7 @@ class Pools:
         metavar="auto|ADDRESS",
         envvar="PHASEWISE_CLUSTER",
     )
-    spread: bool = option(False, "with --cluster: place instances on different nodes", "--spread")
+    spread: bool = option(False, "with --cluster: place instances on different nodes")
 
     @property
     def named(self) -> list[tuple[Role, str]]:
@@ -517,10 +477,6 @@ class Embeddings:
         config_only=True,
         envvar="PHASEWISE_EMBED_CPU",
     )
-
-    def accelerators(self) -> Accelerators:
-        """Accelerators to embed on. UsageError for an invalid device."""
-        return accelerators_here(with_gpus=self.embed_accelerators, devices=self.embed_device)
 
 
 ALONE = Pools()

@@ -10,14 +10,43 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from phasewise._options import changed, refuse_unused
 from phasewise._words import counted
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.routing import Role
+from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.embedding.devices import free_cores
+from phasewise.serving.engine.engine_host import Deliver, EngineHost, OpenHost, SharedCores
+from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes, engine_bytes
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.open_engine import ModelText, open_engine
+from phasewise.serving.errors import ServingError
+from phasewise.serving.models.forward import kv_bytes_per_slot
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.pools.contract import ALIGNMENT
+from phasewise.serving.processes.sockets import Keys
+from phasewise.serving.ranks.rank_layout import teams_of
+from phasewise.topology import Machine, read_machine
+from phasewise.tuner.plans import (
+    PHASES,
+    Phase,
+    ServicePlan,
+    check_fits,
+    list_cores,
+    parse_cores,
+    pus_by_preference,
+    rank_on,
+)
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.first_start import Remote
+from phasewise.workflows.opening.open_model import OpenModel
+from phasewise.workflows.opening.settings import Remote
+from phasewise.workflows.serve.core_plans import watch_of_server
+from phasewise.workflows.serve.embedding import cores_beside
+from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from phasewise.workflows.serve.settings import (
     Answering,
     Batches,
@@ -30,17 +59,6 @@ from phasewise.workflows.serve.settings import (
 
 if TYPE_CHECKING:
     from phasewise.cluster.real.ray_cluster import RayInstances
-    from phasewise.cluster.routing import Role
-    from phasewise.serving.drafts.opening import DraftSource
-    from phasewise.serving.engine.engine_host import Deliver, EngineHost, OpenHost, SharedCores
-    from phasewise.serving.engine.engine_size import EngineSize
-    from phasewise.serving.engine.open_engine import ModelText
-    from phasewise.serving.model_table import Served
-    from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.topology import Machine
-    from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.serve.instance_process import InstanceSpec
 
 MAX_INSTANCES = 1000
 DEFAULT_KEY = "phasewise"
@@ -68,27 +86,18 @@ class SizedModel:
     @property
     def n_bytes(self) -> int:
         """Bytes of weights, keys and values, scratch and vocabulary, its draft model's as well."""
-        from phasewise.serving.engine.engine_size import engine_bytes
-
         draft = None if self.drafts is None else self.drafts.model
         return engine_bytes(self.open_model.model, self.open_model.plans, self.size, draft)
 
 
 class Hosted(NamedTuple):
-    """A model that a host computes. `lines`: text on its plans. `cores`: its CPUs of this host."""
+    """A model that a host computes. `size`: of each of its engines. `lines`: text on its plans. `cores`: its
+    CPUs of this host."""
 
-    served: Served
+    size: EngineSize
     host: OpenHost
     lines: Sequence[str]
     cores: frozenset[int]
-
-
-class PooledModel(NamedTuple):
-    """A model as HTTP sees it, whose engines are in other processes. size: of each instance."""
-
-    model: PackedModel
-    text: ModelText
-    size: EngineSize
 
 
 @dataclass(frozen=True)
@@ -125,18 +134,11 @@ class InThisProcess:
 
     def cores(self, threads: int | None) -> frozenset[int]:
         """CPUs of this host that models may compute on. threads: their number; None: all."""
-        from phasewise.topology import read_machine
-        from phasewise.tuner.plans import pus_by_preference
-
         return frozenset(pus_by_preference(read_machine())[:threads])
 
     @contextmanager
     def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
         """Open one model's engine."""
-        from phasewise.serving.engine.engine_thread import EngineThread
-        from phasewise.serving.engine.open_engine import open_engine
-        from phasewise.workflows.serve.core_plans import watch_of_server
-
         model, plans = sized.open_model, sized.open_model.plans
         with open_engine(
             model.model,
@@ -154,7 +156,7 @@ class InThisProcess:
             )
             cores = frozenset(core for plan in plans.values() for core in plan.all_cores)
             lines = [plan.describe() for plan in plans.values()]
-            yield Hosted(opened, partial(EngineThread, engine), lines, cores)
+            yield Hosted(opened.size, partial(EngineThread, engine), lines, cores)
 
 
 @dataclass(frozen=True)
@@ -189,15 +191,11 @@ class OnCores:
         return frozenset().union(*(instance.cores for instance in self.instances))
 
     @contextmanager
-    def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
+    def open(self, sized: SizedModel, _text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
         """Prepare one model's instances, which start with its host. Raises UsageError."""
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.local_instances import LocalInstances
         from phasewise.cluster.real.supervisor import FrontSettings
-        from phasewise.serving.embedding.devices import free_cores
-        from phasewise.topology import read_machine
-        from phasewise.workflows.serve.embedding import cores_beside
-        from phasewise.workflows.serve.instance_process import MODULE
 
         model = sized.open_model.model
         size = _that_hold(sized.size, model, self.instances)
@@ -214,7 +212,7 @@ class OnCores:
             )
             launcher = LocalInstances(MODULE, [spec.tell for spec in specs])
             yield Hosted(
-                PooledModel(model, text, size),
+                size,
                 lambda deliver, on_lost, _cores: Front(roles, launcher, front, deliver, on_lost),
                 [instance.describe() for instance in self.instances],
                 cores,
@@ -258,17 +256,13 @@ class OnNodes:
         return frozenset()
 
     @contextmanager
-    def open(self, sized: SizedModel, text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
+    def open(self, sized: SizedModel, _text: ModelText, settings: ServeSettings) -> Iterator[Hosted]:
         """Prepare one model's instances, which start with its host. Raises UsageError, ClusterError."""
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.ray_cluster import NODE, NODE_ID, RayInstances, WantedInstance
         from phasewise.cluster.real.ray_connection import ray_connection
         from phasewise.cluster.real.ray_desk import DeskThread
         from phasewise.cluster.real.supervisor import FrontSettings
-        from phasewise.serving.processes.sockets import Keys
-        from phasewise.topology import read_machine
-        from phasewise.tuner.plans import pus_by_preference
-        from phasewise.workflows.serve.instance_process import MODULE
 
         assert self.asked.cluster is not None
         model = sized.open_model.model
@@ -303,7 +297,7 @@ class OnNodes:
             smallest = min(sizes, key=lambda size: size.kv.slots)
             lines = [pool.describe() for pool in self.pools]
             try:
-                yield Hosted(PooledModel(model, text, smallest), host, lines, frozenset(here))
+                yield Hosted(smallest, host, lines, frozenset(here))
             finally:
                 for desk in desks:
                     desk.close()
@@ -322,18 +316,7 @@ def way_of(
     """
     pools = settings.pools
     kind = OnNodes if pools.cluster is not None else OnCores if pools.named else InThisProcess
-    groups = (
-        settings.running,
-        settings.kv,
-        settings.prefixes,
-        settings.answering,
-        settings.accepting,
-        settings.weights,
-        pools,
-        settings.embeddings,
-        settings.remote,
-        settings.batches,
-    )
+    groups = [group for group in vars(settings).values() if is_dataclass(group)]
     given = {name for group in groups for name in changed(group)}
     given.update(["explain"] if explains else [], changed(settings, "length_log"))
     chosen = kind if generates else VectorsAlone
@@ -342,8 +325,6 @@ def way_of(
 
 
 def _spec(sized: SizedModel, size: EngineSize, settings: ServeSettings, **places: Any) -> InstanceSpec:
-    from phasewise.workflows.serve.instance_process import InstanceSpec
-
     prefixes = settings.prefixes.for_engines()
     return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, prefixes=prefixes, **places)
 
@@ -364,8 +345,6 @@ class PlannedInstance:
         return frozenset().union(*(plan.all_cores for plan in self.plans.values()))
 
     def describe(self) -> str:
-        from phasewise.tuner.plans import list_cores
-
         ranks = " | ".join(list_cores(rank.cores) for rank in self.plans["decode"].ranks)
         return f"{self.role} pool: cores {ranks}"
 
@@ -381,8 +360,6 @@ def _check_roles(roles: set[Role]) -> None:
 
 
 def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
-    from phasewise.tuner.plans import PHASES, ServicePlan, check_fits, parse_cores, rank_on
-
     if _COUNTED.fullmatch(cores):
         raise UsageError(f"{cores:.40} is for nodes of a cluster: add --cluster, or name cores like 0-3")
     ranks = tuple(rank_on(machine, parse_cores(part)) for part in cores.split("+"))
@@ -393,8 +370,6 @@ def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
 
 
 def _refuse_shared_cores(instances: Sequence[PlannedInstance]) -> None:
-    from phasewise.tuner.plans import list_cores
-
     owners: dict[int, PlannedInstance] = {}
     for instance in instances:
         shared = [core for core in instance.plans["decode"].cores if core in owners]
@@ -409,8 +384,6 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
 
     UsageError where the context that was asked for does not fit into one of them.
     """
-    from phasewise.serving.pools.contract import ALIGNMENT
-
     kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
@@ -425,9 +398,6 @@ def _that_hold(size: EngineSize, model: PackedModel, instances: Sequence[Planned
     """`size` with as many slots as all instances hold in the same memory: ranks that share heads keep copies
     of the heads' keys and values.
     """
-    from phasewise.serving.models.forward import kv_bytes_per_slot
-    from phasewise.serving.ranks.rank_layout import teams_of
-
     per_slot = [kv_bytes_per_slot(model, size.kv.format, teams_of(instance.plans)) for instance in instances]
     of_one = kv_bytes_per_slot(model, size.kv.format)
     return size.with_slots(size.kv.slots * of_one * len(instances) // sum(per_slot))
@@ -495,10 +465,6 @@ def _size_on(
     settings: ServeSettings,
 ) -> EngineSize:
     """free: bytes of the instance's node. n_sharing: instances of this server on that node."""
-    from phasewise.cluster.errors import ClusterError
-    from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes
-    from phasewise.serving.errors import ServingError
-
     of_node = settings.kv.kv_budget_bytes or default_kv_bytes(model, free)
     try:
         own = EngineSize.for_many(

@@ -18,7 +18,7 @@ from phasewise.cli.options import DbOption, ExplainOption, Form, KvFormatOption,
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
 from phasewise.cli.tables import RowTable, low_limit_lines, scalar_names, show
 from phasewise.workflows.bench.settings import BenchRunning, BenchTests
-from phasewise.workflows.opening.open_model import ReadWeights
+from phasewise.workflows.opening.settings import ReadWeights
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.throughput import Workload

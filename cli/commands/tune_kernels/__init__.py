@@ -13,7 +13,7 @@ from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
 from phasewise.cli.tables import show
-from phasewise.workflows.opening.first_start import Remote
+from phasewise.workflows.opening.settings import Remote
 from phasewise.workflows.options import WEIGHT_FORMATS
 from phasewise.workflows.tune_kernels.settings import TuneKernelsSettings
 
@@ -152,7 +152,8 @@ def _rounds(
         return rounds_of_shapes(problem_shapes, machine, phases, max_m, threads), None
     if settings.weight_format not in WEIGHT_FORMATS:
         raise typer.BadParameter(f"a model's --format is one of {', '.join(WEIGHT_FORMATS)}")
-    from phasewise.workflows.opening.open_model import Weights, open_model
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.opening.settings import Weights
 
     opened = open_model(model, Weights(settings.weight_format), threads, settings.db, note)
     return rounds_of_model(opened, machine, phases, max_m), opened

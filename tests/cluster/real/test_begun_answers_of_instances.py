@@ -17,7 +17,7 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.processes.restarts import MOST_RERUNS
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.settings import Weights
 from tests.soak.changing_instances import ROLES, Asked, every_way, roomy, run_changing, undisturbed
 from tests.support.servers.pools import PATIENCE_S, PoolServer, guides_of, pools, tiny_adapters, tiny_model
 from tests.support.whole_answers import whole_answer

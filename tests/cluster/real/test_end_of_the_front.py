@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.cluster.real.instance import Orders
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from tests.support import ROOT
 from tests.support.process_trees import tree_of

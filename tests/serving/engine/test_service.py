@@ -72,7 +72,8 @@ def serve(opened: start.OpenEngine, predictor: Predictor, work: Callable[[str], 
             if line.startswith("listening"):
                 worker.start()
 
-        row = TextRow(opened, ("tiny",), partial(EngineThread, opened.engine), predictor=predictor)
+        host = partial(EngineThread, opened.engine)
+        row = TextRow(opened.model, opened.text, opened.size, ("tiny",), host, predictor=predictor)
         run_service(ModelTable([row]), ServiceSettings(HttpLimits()), address, report)
         worker.join()
 

@@ -35,7 +35,8 @@ def test_formats_keep_the_perplexity_of_float32(format_name: str, bound: float, 
     pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
     from phasewise.workflows.evaluate.figures import perplexity
     from phasewise.workflows.evaluate.run import Scorer, losses_of, windows
-    from phasewise.workflows.opening.open_model import Weights, open_model
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.opening.settings import Weights
 
     default_model()
     length = EXPECTED["window_tokens"]

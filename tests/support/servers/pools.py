@@ -28,7 +28,7 @@ from phasewise.serving.prefix_store.store import PrefixSettings
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
-from phasewise.workflows.opening.open_model import NATIVE, Weights
+from phasewise.workflows.opening.settings import NATIVE, Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from tests.support.models.adapters import ATTENTION, drawn_pairs, write_peft
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights

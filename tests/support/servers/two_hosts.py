@@ -26,7 +26,7 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys
 from phasewise.serving.sampling.sampling import GREEDY
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from tests.support.servers.pools import (
     PATIENCE_S,
