@@ -1,5 +1,5 @@
-"""Options of commands from settings dataclasses: one for each field with an `Option` (`phasewise._options`), and
-those of each field that is such a dataclass itself."""
+"""Options of commands from settings dataclasses: one for each field with an `Option` (`phasewise._options`),
+and those of each field that is such a dataclass itself."""
 
 from __future__ import annotations
 

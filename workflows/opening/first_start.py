@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.product_counts import ProductCounts
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.workflows.database.remote_files import Trust
+    from phasewise.workflows.database.settings import Trust
     from phasewise.workflows.opening.open_model import OpenModel, Weights
     from phasewise.workflows.tune_kernels.rounds import Round
 
@@ -68,7 +68,7 @@ class Remote:
 
     def trust(self) -> Trust:
         """The trust in the remote. UsageError where neither a digest nor signers are given."""
-        from phasewise.workflows.database.remote_files import Trust
+        from phasewise.workflows.database.settings import Trust
 
         trust = Trust(self.remote_digest, self.remote_signers)
         if not trust.is_given:

@@ -27,7 +27,7 @@ from phasewise.tuner.machine_limits import Roofline, measure_roofline
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of, obstacle
 from phasewise.tuner.nearest import NearestSchedules
-from phasewise.tuner.plans import Phase, machine_key
+from phasewise.tuner.plans import Phase, list_cores, machine_key
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.task_division import Task
@@ -95,6 +95,12 @@ class Round:
     tasks: tuple[Task, ...]
     """One task for each shape."""
     attention: Task | None = None
+    ranks: int = 1
+    """Number of ranks of the plan; the cores are one rank's."""
+
+    def describe(self) -> str:
+        of = f" (a rank of {self.ranks})" if self.ranks > 1 else ""
+        return f"{' and '.join(self.phases)} on cores {list_cores(self.cores)}{of}"
 
     def weight_bytes(self, problem: Problem) -> int:
         """Bytes of one weight, as it lies in memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
@@ -23,7 +23,7 @@ from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import default_schedule, paths_of
-from phasewise.tuner.plans import Phase, ServicePlan, default_plan, list_cores, machine_key
+from phasewise.tuner.plans import Phase, ServicePlan, default_plan, machine_key
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.timing import PAIRS
 from phasewise.tuner.tuning_run import TuningProgress
@@ -162,21 +162,9 @@ MOST_ROWS = 512
 """Most rows of a product: the engine computes no more at once."""
 
 
-@dataclass(frozen=True)
-class KernelRound:
-    """One set of products on one rank's cores."""
-
-    round: Round
-    ranks: int
-
-    def describe(self) -> str:
-        of = f" (a rank of {self.ranks})" if self.ranks > 1 else ""
-        return f"{' and '.join(self.round.phases)} on cores {list_cores(self.round.cores)}{of}"
-
-
 def kernel_rounds(
     model: PackedModel, machine: Machine, plans: Sequence[ServicePlan], most_rows: int = MOST_ROWS
-) -> list[KernelRound]:
+) -> list[Round]:
     """The products to tune for `plans`, the most wanted first; both phases at once where they use the same
     cores.
     """
@@ -195,16 +183,16 @@ def _round(
     plan: ServicePlan,
     phases: Mapping[Phase, tuple[int, ...]],
     most_rows: int,
-) -> KernelRound:
+) -> Round:
     whole = shapes_of(model)
     if len(plan.ranks) == 1:
         (only,) = plan_rounds(machine, phases, whole, most_rows, tuned_attention(model))
-        return KernelRound(only, 1)
+        return only
     weights = weights_here(plan)
     shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, weights)))
     (only,) = plan_rounds(machine, phases, shapes, most_rows, _attention_of_a_rank(model, weights))
     tasks = tuple(replace(task, group=_in_default_arithmetic(task.group)) for task in only.tasks)
-    return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
+    return replace(only, tasks=tasks, ranks=len(plan.ranks))
 
 
 def _attention_of_a_rank(model: PackedModel, weights: tuple[int, ...]) -> tuple[str, int, int] | None:
@@ -239,12 +227,8 @@ def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase]
     """The products and the attention of a model, on the cores of its plans for `phases`, bands included."""
     plans: dict[Phase, ServicePlan] = {phase: plan for phase, plan in opened.plans.items() if phase in phases}
     if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
-        return [
-            kernel_round.round
-            for kernel_round in kernel_rounds(
-                opened.model, machine, [own for plan in plans.values() for own in plan.each], max_m
-            )
-        ]
+        each = [own for plan in plans.values() for own in plan.each]
+        return kernel_rounds(opened.model, machine, each, max_m)
     cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
     shapes, attention = shapes_of(opened.model), tuned_attention(opened.model)
     rounds = plan_rounds(machine, cores, shapes, max_m, attention)

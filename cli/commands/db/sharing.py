@@ -15,11 +15,12 @@ import typer
 from phasewise._words import counted
 from phasewise.cli.commands.db.rows import diff_fields, print_diff
 from phasewise.cli.commands.topo.text import core_words
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
+from phasewise.workflows.database.settings import Leaving, Trust
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import StoredRow
     from phasewise.kerneldb.remote_index import Bundle
     from phasewise.workflows.database.sharing import Imported
 
@@ -31,27 +32,13 @@ RemoteArgument = Annotated[
         metavar="REMOTE", help="a folder, such as a git working tree, or an https:// address of static files"
     ),
 ]
-DigestOption = Annotated[
-    str | None,
-    typer.Option(metavar="SHA256", help="believe the remote's index if it has this digest, as `push` prints"),
-]
-SignersOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--allowed-signers",
-        metavar="FILE",
-        help="believe the remote's index if one of these signed it; a file as ssh-keygen reads it",
-    ),
-]
 
 
+@spread
 def push(
+    *,
     remote: RemoteArgument,
-    signature: SignatureOption = None,
-    step_times: StepTimesOption = False,
-    users_kernels: UserKernelsOption = False,
-    plans: NoPlansOption = True,
-    scores: ScoresOption = True,
+    leaving: Leaving,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -61,8 +48,7 @@ def push(
         ),
     ] = False,
     sign: Annotated[Path | None, typer.Option(metavar="KEY", help="sign the index with this SSH key")] = None,
-    digest: DigestOption = None,
-    allowed_signers: SignersOption = None,
+    trust: Trust,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -75,11 +61,9 @@ def push(
     checked by --digest or --allowed-signers first. Rows whose names hold this
     host's, the user's or a path stay here.
     """
-    from phasewise.workflows.database.remote import Leaving, preview
+    from phasewise.workflows.database.remote import preview
     from phasewise.workflows.database.remote import push as push_rows
-    from phasewise.workflows.database.remote_files import Trust
 
-    leaving = Leaving(tuple(signature or ()), named_kinds(plans, scores, step_times, users_kernels))
     if dry_run:
         previewed = preview(db, leaving, _unwritten if as_json else write_out, note)
         if as_json:
@@ -89,7 +73,7 @@ def push(
         _tell(previewed.bundles)
         note(textwrap.fill(f"fields that would leave: {', '.join(previewed.fields)}", WIDTH))
         return
-    done = push_rows(remote, db, leaving, Trust(digest, allowed_signers), sign, note)
+    done = push_rows(remote, db, leaving, trust, sign, note)
     if as_json:
         print_json(
             {
@@ -117,10 +101,10 @@ def _tell(bundles: list[Bundle]) -> None:
         note(textwrap.fill(told, WIDTH, subsequent_indent="    "))
 
 
+@spread
 def pull(
     remote: RemoteArgument,
-    digest: DigestOption = None,
-    allowed_signers: SignersOption = None,
+    trust: Trust,
     every_core: Annotated[
         bool, typer.Option("--all", help="bundles of every kind of core, not only of cores like these")
     ] = False,
@@ -136,9 +120,8 @@ def pull(
     line, where anything in it was changed, is too large or makes no sense.
     """
     from phasewise.workflows.database.remote import pull as pull_rows
-    from phasewise.workflows.database.remote_files import Trust
 
-    done = pull_rows(remote, db, Trust(digest, allowed_signers), every_core=every_core, report=note)
+    done = pull_rows(remote, db, trust, every_core=every_core, report=note)
     if as_json:
         counts = {"read": done.taken.read, "added": done.taken.added, "known": done.taken.known}
         print_json({"remote": remote, "bundles": [asdict(bundle) for bundle in done.bundles], **counts})
@@ -156,43 +139,9 @@ OtherArgument = Annotated[
 ]
 
 
-SignatureOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TEXT",
-        help="only machines whose core or placement signature contains TEXT; `here`: like this one",
-    ),
-]
-StepTimesOption = Annotated[
-    bool,
-    typer.Option(
-        "--step-times", help="also the step times of `tune-config`; they contain the names of your models"
-    ),
-]
-UserKernelsOption = Annotated[
-    bool,
-    typer.Option(
-        "--user-kernels",
-        help="also parameters of your own kernels; they contain the names of their functions",
-    ),
-]
-NoPlansOption = Annotated[
-    bool, typer.Option("--plans/--no-plans", help="plans too; they contain the names of your models")
-]
-ScoresOption = Annotated[
-    bool,
-    typer.Option(
-        "--scores/--no-scores", help="scores of length predictors too; they contain the names of your models"
-    ),
-]
-
-
+@spread
 def export(
-    signature: SignatureOption = None,
-    step_times: StepTimesOption = False,
-    users_kernels: UserKernelsOption = False,
-    plans: NoPlansOption = True,
-    scores: ScoresOption = True,
+    leaving: Leaving,
     in_use: Annotated[
         bool, typer.Option("--in-use", help="of schedules only those in use, each with its newest timing")
     ] = False,
@@ -209,23 +158,8 @@ def export(
     """
     from phasewise.workflows.database.sharing import export_rows
 
-    also = named_kinds(plans, scores, step_times, users_kernels)
-    exported = export_rows(db, signature or (), write_out, also, report=note, in_use=in_use)
+    exported = export_rows(db, leaving, write_out, note, in_use=in_use)
     note(f"{counted(exported.n_rows, 'row')} of {counted(len(exported.machines), 'kind')} of machine")
-
-
-def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool) -> list[type[StoredRow]]:
-    """The asked-for kinds of rows among those that name something of their owner."""
-    from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, UserPromotion, UserTiming
-
-    asked: dict[type[StoredRow], bool] = {
-        PlanRecord: plans,
-        PredictorScore: scores,
-        StepTime: step_times,
-        UserTiming: users_kernels,
-        UserPromotion: users_kernels,
-    }
-    return [kind for kind, wanted in asked.items() if wanted]
 
 
 def write_out(lines: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.ledger import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
-    from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
+    from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 DISTURBED_LAPS = 0.1
 """Least share of disturbed timings for which the result carries a warning."""
@@ -49,17 +49,11 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def _round_name(tuning_round: Round) -> str:
-    from phasewise.tuner.plans import list_cores
-
-    return f"{' and '.join(tuning_round.phases)} on cores {list_cores(tuning_round.cores)}"
-
-
 def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowTable]:
     """Yield the tables of one round: each weight's products, then the sums. resume: the run's own option."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
     tables += [_attention_table(tuned), _storage_table(tuned)]
-    yield _round_name(tuned.round)
+    yield tuned.round.describe()
     for part in (*(table for table in tables if table), *_closing_lines(tuned, resume)):
         yield ""
         yield part
