@@ -311,12 +311,14 @@ def _tune_kernels(
 
     Each plan may take half of the time that is left: the best plan's products are worth the most.
     """
-    from phasewise.workflows.tune_kernels.rounds import tune_round
+    from phasewise.workflows.tune_kernels.rounds import Tuning, tune_round
     from phasewise.workflows.tune_kernels.run import kernel_rounds
 
     assert run.subject.model is not None
     plans = [finalist.plan for turn in zip_longest(*chosen.values()) for finalist in turn if finalist]
-    rounds = kernel_rounds(run.subject.model, run.subject.machine, plans)
+    machine = run.subject.machine
+    rounds = kernel_rounds(run.subject.model, machine, plans)
+    tuning = Tuning(machine, store, run.lock, progress=run.show.tuning, resume=run.wish.resume)
     for place, tuning_round in enumerate(rounds):
         left_s = deadline_s - time.monotonic()
         if left_s < LEAST_KERNEL_S:
@@ -327,8 +329,7 @@ def _tune_kernels(
             break
         share_s = left_s if place == len(rounds) - 1 else left_s / 2
         run.show.say(f"kernels: {tuning_round.describe()}, at most {share_s:.0f} s")
-        machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
-        run.kernels.append(tune_round(tuning_round, machine, store, share_s, resume, report, run.lock))
+        run.kernels.append(tune_round(tuning_round, tuning, share_s))
         if run.kernels[-1].is_interrupted:
             run.end = "interrupted"
             return False
