@@ -10,8 +10,9 @@ import typer
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, JsonOption, ModelArgument
-from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line, print_json, say
+from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line
 from phasewise.cli.status_line import status_line
+from phasewise.cli.tables import present
 from phasewise.workflows.evaluate.settings import EvalSettings
 
 if TYPE_CHECKING:
@@ -39,11 +40,7 @@ def evaluate(
 
     with status_line() as status:
         evaluation = run(model, settings, db, status.say, lambda line: status.show(lambda: line))
-    if as_json:
-        print_json(vars(evaluation))
-    else:
-        for line in evaluation_lines(evaluation):
-            say(line)
+    present(as_json, vars(evaluation), evaluation_lines(evaluation))
     if not evaluation.is_whole:
         note("phasewise: interrupted: the figures are those of what was done")
         raise typer.Exit(EXIT_INTERRUPTED)

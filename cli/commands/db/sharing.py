@@ -6,7 +6,6 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +17,11 @@ from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
+from phasewise.cli.tables import present
 from phasewise.workflows.database.settings import Leaving, Trust
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.portable import Taken
     from phasewise.kerneldb.remote_index import Bundle
     from phasewise.workflows.database.sharing import Imported
 
@@ -67,26 +68,17 @@ def push(
     if dry_run:
         previewed = preview(db, leaving, _unwritten if as_json else write_out, note)
         if as_json:
-            bundles = [asdict(bundle) for bundle in previewed.bundles]
-            print_json({"remote": remote, "bundles": bundles, "fields": list(previewed.fields)})
+            print_json({"remote": remote, **vars(previewed)})
             return
         _tell(previewed.bundles)
         note(textwrap.fill(f"fields that would leave: {', '.join(previewed.fields)}", WIDTH))
         return
     done = push_rows(remote, db, leaving, trust, sign, note)
-    if as_json:
-        print_json(
-            {
-                "remote": remote,
-                "bundles": [asdict(bundle) for bundle in done.bundles],
-                "new": len(done.new),
-                "serial": done.index.serial,
-                "digest": done.digest,
-            }
-        )
-        return
-    _tell(done.bundles)
-    say(f"{counted(len(done.new), 'new bundle')}; the index has the digest\n{done.digest}")
+    if not as_json:
+        _tell(done.bundles)
+    fields = {"remote": remote, "bundles": done.bundles, "new": len(done.new), "serial": done.index.serial}
+    told = f"{counted(len(done.new), 'new bundle')}; the index has the digest\n{done.digest}"
+    present(as_json, {**fields, "digest": done.digest}, [told])
 
 
 def _unwritten(lines: Iterable[str]) -> None:
@@ -122,14 +114,17 @@ def pull(
     from phasewise.workflows.database.remote import pull as pull_rows
 
     done = pull_rows(remote, db, trust, every_core=every_core, report=note)
-    if as_json:
-        counts = {"read": done.taken.read, "added": done.taken.added, "known": done.taken.known}
-        print_json({"remote": remote, "bundles": [asdict(bundle) for bundle in done.bundles], **counts})
-        return
-    if not done.bundles:
+    if not done.bundles and not as_json:
         note(f"{remote} has no bundle for cores like these; --all pulls those of every kind")
+    counts, told = _taken(done.taken)
     bundles = counted(len(done.bundles), "bundle")
-    say(f"{bundles}: {counted(done.taken.added, 'row')} added, {done.taken.known} known already")
+    present(as_json, {"remote": remote, "bundles": done.bundles, **counts}, [f"{bundles}: {told}"])
+
+
+def _taken(taken: Taken) -> tuple[dict[str, int], str]:
+    """JSON fields and words of the rows that were imported."""
+    counts = {name: getattr(taken, name) for name in ("read", "added", "known")}
+    return counts, f"{counted(taken.added, 'row')} added, {taken.known} known already"
 
 
 EXIT_FAILURE = 1
@@ -212,19 +207,11 @@ def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False
 
 
 def _print_imported(imported: Imported, as_json: bool) -> None:
-    taken = imported.taken
-    if as_json:
-        counts = {
-            "read": taken.read,
-            "added": taken.added,
-            "known": taken.known,
-            "refused": imported.n_refused,
-        }
-        print_json({"source": imported.source, **counts})
-    else:
-        refusals = f", {counted(imported.n_refused, 'line')} refused" if imported.n_refused else ""
-        say(f"{imported.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
-    if taken.added:
+    counts, told = _taken(imported.taken)
+    refusals = f", {counted(imported.n_refused, 'line')} refused" if imported.n_refused else ""
+    fields = {"source": imported.source, **counts, "refused": imported.n_refused}
+    present(as_json, fields, [f"{imported.source}: {told}{refusals}"])
+    if imported.taken.added:
         note("a schedule that was added is used once `tune-kernels`, or a server, has found it faster here")
 
 
@@ -286,17 +273,12 @@ def gc(
 
     with existing_store(db, note) as store:
         garbage = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
-    if as_json:
-        told = {
-            "deleted": dict(garbage.deleted),
-            "summarised": garbage.summarised,
-            "spared": dict(garbage.spared),
-        }
-        print_json({"dry_run": dry_run, **told})
-        return
     counts = [counted(count, table.replace("_", " ")) for table, count in garbage.deleted.items() if count]
-    say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
+    lines = [f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}"]
     for build, winners in garbage.spared.items():
-        say(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
+        lines.append(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
     if keep is not None:
-        say(f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}")
+        lines.append(
+            f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}"
+        )
+    present(as_json, {"dry_run": dry_run, **vars(garbage)}, lines)
