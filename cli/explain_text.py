@@ -108,10 +108,17 @@ def _source(use: ScheduleUse) -> str:
 
 
 def _tile_and_grid(schedule: Mapping[str, Any] | None) -> str:
-    if schedule is None:
-        return "by the step"
-    s = schedule
-    return f"{s['mr']}x{16 * s['panels']}, {s['threads_m']}x{s['threads_n']}x{s['threads_k']}"
+    return "by the step" if schedule is None else f"{tile(schedule)}, {grid(schedule)}"
+
+
+def tile(schedule: Mapping[str, Any]) -> str:
+    """The tile of a schedule, rows x columns."""
+    return f"{schedule['mr']}x{16 * schedule['panels']}"
+
+
+def grid(schedule: Mapping[str, Any]) -> str:
+    """The threads of a schedule over m, n and k."""
+    return "x".join(str(schedule[f"threads_{side}"]) for side in "mnk")
 
 
 def _problem(use: ScheduleUse) -> str:

@@ -1,10 +1,11 @@
-"""Options of commands from settings dataclasses, for each field with an `Option` (`phasewise._options`)."""
+"""Options of commands from settings dataclasses: one for each field with an `Option` (`phasewise._options`),
+and those of each field that is such a dataclass itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -40,7 +41,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def called(**given: Any) -> None:
         for name, settings in sets.items():
-            given[name] = settings(**{field.name: given.pop(field.name) for field in _fields(settings)})
+            given[name] = _made(settings, given)
         command(**given)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -52,17 +53,32 @@ def _is_settings(kind: Any) -> bool:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind) and any(_fields(kind))
 
 
-def _fields(settings: Any) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(settings) if OPTION in field.metadata]
+def _fields(settings: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """Yield the fields that have options, with their types."""
+    hints = get_type_hints(settings)
+    for field in dataclasses.fields(settings):
+        if OPTION in field.metadata or _is_settings(hints[field.name]):
+            yield field, hints[field.name]
+
+
+def _made(settings: Any, given: dict[str, Any]) -> Any:
+    """Make the settings of the options' values, which leave `given`."""
+    own = {
+        field.name: given.pop(field.name) if OPTION in field.metadata else _made(kind, given)
+        for field, kind in _fields(settings)
+    }
+    return settings(**own)
 
 
 def _parameters(settings: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(settings)
     parameters = []
-    for field in _fields(settings):
+    for field, hint in _fields(settings):
+        if OPTION not in field.metadata:
+            parameters += _parameters(hint)
+            continue
         option: Option = field.metadata[OPTION]
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        kind = _kind(hints[field.name]) if option.kind is None else option.kind
+        kind = _kind(hint) if option.kind is None else option.kind
         if "parser" in option.settings:
             kind = str | None if default is None else str
         if option.written is not None:

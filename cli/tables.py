@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from phasewise._rows import Row
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import LOW_LIMIT, NO_VERDICT, NOTHING, share_of_limit
-from phasewise.cli.present import has_colours, on_one_line, say
+from phasewise.cli.present import has_colours, on_one_line, print_json, say
 
 if TYPE_CHECKING:
     import rich.table
@@ -122,6 +122,25 @@ def show(*parts: str | RowTable) -> None:
             Console(color_system=system, width=shutil.get_terminal_size().columns).print(part.drawn())
         else:
             say(part)
+
+
+def present(as_json: bool, fields: Mapping[str, Any], parts: Iterable[str | RowTable]) -> None:
+    """Print a command's result: as one JSON object, or its texts and tables for people."""
+    if as_json:
+        print_json(fields)
+    else:
+        show(*parts)
+
+
+def table_of(
+    rows: Sequence[Sequence[str]],
+    headers: Sequence[str],
+    left: Sequence[str] = (),
+    form: Literal["simple", "github"] = "simple",
+) -> RowTable:
+    """Make a table of cells. left: columns aligned to the left beside the first."""
+    cells = [dict(zip(headers, row, strict=True)) for row in rows]
+    return RowTable(cells, [headers[0], *left], form=form)
 
 
 def table_of_rows(

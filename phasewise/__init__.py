@@ -12,22 +12,18 @@ from phasewise._version import __version__
 
 if TYPE_CHECKING:
     from phasewise._api import (
-        ContextLengthExceeded,
-        EvaluationError,
         Generation,
-        KernelDbError,
         Model,
-        ModelError,
-        PlanError,
-        RequestError,
-        TraceError,
-        UsageError,
         open_model,
         open_store,
         read_machine,
         tune_config,
         tune_kernels,
     )
+    from phasewise.kerneldb.errors import KernelDbError
+    from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
+    from phasewise.tuner.errors import EvaluationError, PlanError, TraceError
+    from phasewise.workflows.errors import UsageError
 
 __all__ = [
     "ContextLengthExceeded",

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from phasewise._interrupts import keep_interrupts
-from phasewise.kerneldb.errors import KernelDbError
-from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
+from phasewise.kerneldb.errors import KernelDbError as KernelDbError
+from phasewise.serving.errors import ContextLengthExceeded as ContextLengthExceeded
+from phasewise.serving.errors import ModelError as ModelError
+from phasewise.serving.errors import RequestError as RequestError
 from phasewise.topology import Machine, read_lstopo
 from phasewise.topology import read_machine as read_sysfs
-from phasewise.tuner.errors import EvaluationError, PlanError, TraceError
+from phasewise.tuner.errors import EvaluationError as EvaluationError
+from phasewise.tuner.errors import PlanError as PlanError
+from phasewise.tuner.errors import TraceError as TraceError
 from phasewise.workflows.config_file import StandingOptions
-from phasewise.workflows.errors import UsageError
+from phasewise.workflows.errors import UsageError as UsageError
 from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.opening.open_model import open_model as open_for_running
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
     from phasewise.serving.models.sparse_mode import SparseMode
     from phasewise.tuner.config.steps import EvaluatorKind
-    from phasewise.tuner.config.study import Event
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
     from phasewise.workflows.options import ArithmeticChoice
@@ -245,7 +248,7 @@ def tune_config(
     """
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.loads import tune_loads
-    from phasewise.workflows.tune_config.settings import TuneConfigSettings
+    from phasewise.workflows.tune_config.settings import Show, TuneConfigSettings
     from phasewise.workflows.tune_config.subject import open_subject
 
     started_s, standing = time.monotonic(), StandingOptions.of("tune-config")
@@ -263,42 +266,4 @@ def tune_config(
         concurrency=tuple(concurrency),
     )
     wish.check()
-    return tune_loads(wish, open_subject(wish, report), started_s, _Told(report), user_lock(report))
-
-
-@dataclass(frozen=True)
-class _Told:
-    """Observer of a search that reports lines that stay, and drops events and the progress of kernels."""
-
-    report: Report
-
-    def searching(self, phase: Phase) -> Callable[[Event], None]:
-        return lambda event: None
-
-    def tuning(self, progress: TuningProgress) -> None:
-        pass
-
-    def stage(self, name: str) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        self.report(line)
-
-
-__all__ = [
-    "ContextLengthExceeded",
-    "EvaluationError",
-    "Generation",
-    "KernelDbError",
-    "Model",
-    "ModelError",
-    "PlanError",
-    "RequestError",
-    "TraceError",
-    "UsageError",
-    "open_model",
-    "open_store",
-    "read_machine",
-    "tune_config",
-    "tune_kernels",
-]
+    return tune_loads(wish, open_subject(wish, report), started_s, Show(report), user_lock(report))

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
 
 from phasewise._words import NOTHING
 
@@ -62,6 +62,13 @@ class Row:
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
+
+    @classmethod
+    def made_of(cls, *sources: object, **own: Any) -> Self:
+        """Make a row whose fields, by name, are of `own`, else of the first source that has them."""
+        for name in cls.__dataclass_fields__.keys() - own.keys():
+            own[name] = next(getattr(source, name) for source in sources if hasattr(source, name))
+        return cls(**own)
 
     def cells(self) -> Iterator[tuple[Column, Mapping[str, str]]]:
         """Yield the columns, in the order of the fields, with their cells."""

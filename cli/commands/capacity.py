@@ -12,8 +12,8 @@ import typer
 from phasewise._words import counted, number, percent
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, TraceArgument, WideOption
-from phasewise.cli.present import fail, note, on_one_line, print_json
-from phasewise.cli.tables import WIDTH, RowTable, show
+from phasewise.cli.present import fail, note, on_one_line
+from phasewise.cli.tables import WIDTH, RowTable, present
 from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summary, broken
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish, SimulationWish
 
@@ -51,10 +51,8 @@ def simulate(
     from phasewise.workflows.capacity.simulate import simulate_cluster
 
     simulated = simulate_cluster(trace, pools, wish, inputs, note)
-    if as_json:
-        print_json(simulation_fields(simulated.spec, simulated.summary, simulated.slo))
-    else:
-        show(*simulation_text(simulated.spec, simulated.summary, simulated.slo))
+    what = simulated.spec, simulated.summary, simulated.slo
+    present(as_json, simulation_fields(*what), simulation_text(*what))
 
 
 @spread
@@ -78,10 +76,7 @@ def provision(
     from phasewise.workflows.capacity.provision import provision_cluster
 
     answers, slo = provision_cluster(trace, wish, inputs, note)
-    if as_json:
-        print_json(provision_fields(answers, slo))
-    else:
-        show(*provision_text(answers, slo, wide=wide))
+    present(as_json, provision_fields(answers, slo), provision_text(answers, slo, wide=wide))
     if all(answer.spec is None for answer in answers):
         fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
 

@@ -11,26 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.cells import cell_len
 
 from phasewise._files import write_file
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import counted, number
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import (
-    DbOption,
-    FormatOption,
-    KvFormatOption,
-    ModelArgument,
-    OneLoraOption,
-    ThreadsOption,
-)
+from phasewise.cli.options import ModelArgument
 from phasewise.cli.present import note, write_text
 from phasewise.cli.status_line import StatusLine, status_line
-from phasewise.workflows.generate.answer_settings import SamplingChoice
+from phasewise.workflows.generate.answer_settings import ChatSettings, SamplingChoice
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.messages import Progress
@@ -42,29 +34,7 @@ FENCE = '"""'
 
 
 @spread
-def chat(
-    model: ModelArgument,
-    sampling: SamplingChoice,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="system message")] = None,
-    n_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--n-tokens",
-            min=1,
-            metavar="N",
-            help="most tokens of an answer [default: 4096, or until it only repeats itself]",
-        ),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=32, metavar="N", help="most tokens of the conversation")
-    ] = None,
-    weight_format: FormatOption = "native",
-    kv_format: KvFormatOption = "auto",
-    threads: ThreadsOption = None,
-    lora: OneLoraOption = None,
-    db: DbOption = None,
-) -> None:
+def chat(model: ModelArgument, sampling: SamplingChoice, settings: ChatSettings) -> None:
     """Talk to MODEL. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
 
     $ phasewise chat smollm2-135m-instruct
@@ -76,18 +46,7 @@ def chat(
     """
     from phasewise.workflows.chat.session import ChatSession
 
-    with ChatSession(
-        model,
-        context_tokens=context,
-        weight_format=weight_format,
-        kv_format=kv_format,
-        threads=threads,
-        lora=lora,
-        db=db,
-        report=note,
-    ) as session:
-        if system is not None:
-            session.set_system(system)
+    with ChatSession(model, settings, note) as session:
         if sys.stdin.isatty():
             note(f"{session.model_name}, context {session.context_tokens} tokens. /help lists the commands.")
         for message in _messages():
@@ -96,7 +55,7 @@ def chat(
                     return
                 sampling = _obey(message, session, sampling)
             else:
-                _answer(session, message, sampling, n_tokens)
+                _answer(session, message, sampling, settings.n_tokens)
 
 
 def _messages() -> Iterator[str]:

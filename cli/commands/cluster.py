@@ -10,6 +10,7 @@ from phasewise._words import NOTHING, counted, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, on_one_line, print_json, say, say_words
+from phasewise.cli.tables import present
 
 if TYPE_CHECKING:
     from phasewise.workflows.cluster_status import ClusterStatus
@@ -76,11 +77,8 @@ def drain(
     from phasewise.workflows.cluster_status import drain as drain_instances
 
     instances = drain_instances(cluster, name, undo=undo, wait=wait, report=note)
-    if as_json:
-        print_json({"instances": instances})
-        return
-    for instance in instances:
-        say(f"{_name(instance)}: {on_one_line(instance['state'])}")
+    lines = [f"{_name(instance)}: {on_one_line(instance['state'])}" for instance in instances]
+    present(as_json, {"instances": instances}, lines)
 
 
 def _say_status(state: ClusterStatus) -> None:

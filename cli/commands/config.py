@@ -12,7 +12,8 @@ import typer
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.config_file import read_config, unknown_key, wrong_value
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import fail, note, print_json, say, write_target
+from phasewise.cli.present import fail, note, write_target
+from phasewise.cli.tables import present
 from phasewise.workflows.config_file import config_path, config_text
 
 HELP = """The configuration file: defaults of options, by command.
@@ -34,12 +35,10 @@ def show(context: typer.Context, as_json: JsonOption = False) -> None:
     """
     path = config_path()
     values = read_config(path, context.find_root().command)
-    if as_json:
-        print_json({"path": str(path), "exists": path.exists(), "values": values})
-        return
-    note(f"{path}{'' if path.exists() else ' (there is no such file yet)'}")
-    for name, value in _flat(values):
-        say(f"{name} = {json.dumps(value, ensure_ascii=False)}")
+    if not as_json:
+        note(f"{path}{'' if path.exists() else ' (there is no such file yet)'}")
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in _flat(values)]
+    present(as_json, {"path": str(path), "exists": path.exists(), "values": values}, lines)
 
 
 @app.command("set")

@@ -13,7 +13,8 @@ import typer
 from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.options import DbOption, JsonOption
-from phasewise.cli.present import note, print_json, say
+from phasewise.cli.present import note
+from phasewise.cli.tables import present
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
 from phasewise.tuner.doctor.memory import computing_processes
@@ -84,11 +85,7 @@ def doctor(
         refuse_unused("with --root", kept)
     host = this_host(db) if root is None else snapshot_host(root)
     findings = examine(host)
-    if as_json:
-        print_json(doctor_fields(host, findings))
-    else:
-        for line in doctor_lines(host, findings, sys.stdout.encoding):
-            say(line)
+    present(as_json, doctor_fields(host, findings), doctor_lines(host, findings, sys.stdout.encoding))
     if strict and findings:
         sys.exit(EXIT_FINDINGS)
 
@@ -101,23 +98,17 @@ def _explain_decode(model: str, db: str | None, as_json: bool) -> None:
     with user_lock(note).turn():
         figures = decode_figures(model, db, note)
     findings = [explain_decode(figures)]
-    if as_json:
-        print_json(decode_fields(figures, findings))
-    else:
-        for line in decode_lines(figures, findings, sys.stdout.encoding):
-            say(line)
+    fields = {"figures": figures, "findings": _findings_fields(findings)}
+    present(as_json, fields, decode_lines(figures, findings, sys.stdout.encoding))
 
 
 def _check_bits(as_json: bool) -> None:
     from phasewise.workflows.replay.bits_check import check_bits
 
     outcomes = check_bits(note)
-    if as_json:
-        print_json(bits_fields(outcomes))
-    else:
-        for line in bits_lines(outcomes):
-            say(line)
-    if any(outcome.problem for outcome in outcomes):
+    n_wrong = sum(outcome.problem is not None for outcome in outcomes)
+    present(as_json, {"outcomes": outcomes, "problems": n_wrong}, bits_lines(outcomes))
+    if n_wrong:
         sys.exit(EXIT_FINDINGS)
 
 
@@ -157,10 +148,6 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
     return [line.encode(encoding, "replace").decode(encoding) for line in lines]
 
 
-def decode_fields(figures: DecodeFigures, findings: Sequence[Finding]) -> dict[str, Any]:
-    return {"figures": figures, "findings": _findings_fields(findings)}
-
-
 def decode_lines(figures: DecodeFigures, findings: Sequence[Finding], encoding: str) -> list[str]:
     """Text of `--decode` in lines of at most 80 characters, all of which `encoding` can write."""
     lines = _wrap("", f"{figures.model} on {counted(figures.n_cores, 'core')}")
@@ -195,13 +182,6 @@ def _facts(host: Host) -> Iterator[str]:
             yield f"The package brings schedules for {kinds}, but none for such cores."
     for process in computing_processes(host):
         yield f"Memory of phasewise's process {process.pid}: {process.describe()}."
-
-
-def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
-    return {
-        "outcomes": [outcome.to_json() for outcome in outcomes],
-        "problems": sum(outcome.problem is not None for outcome in outcomes),
-    }
 
 
 def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:

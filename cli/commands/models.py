@@ -12,7 +12,8 @@ from phasewise._options import refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, complete_name
-from phasewise.cli.present import note, on_one_line, print_json, say
+from phasewise.cli.present import note, on_one_line
+from phasewise.cli.tables import present
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection, Removed, WeightDensity
@@ -62,10 +63,7 @@ def pull(
 
     with status_line() as line:
         located = fetch(model, cache_root(), line.say, progress)
-    if as_json:
-        print_json({"name": located.name, "path": str(located.path)})
-    else:
-        say(located.path)
+    present(as_json, {"name": located.name, "path": str(located.path)}, [str(located.path)])
 
 
 @app.command("list")
@@ -80,10 +78,8 @@ def list_models(as_json: JsonOption = False) -> None:
 
     root = cache_root()
     fetchable, here, packed = known_models(root), stored(root), packed_models(root)
-    if as_json:
-        print_json({"cache": str(root), "models": fetchable, "stored": here, "packed": packed})
-        return
-    say(list_text(fetchable, here, packed), end="")
+    fields = {"cache": str(root), "models": fetchable, "stored": here, "packed": packed}
+    present(as_json, fields, [list_text(fetchable, here, packed)])
 
 
 @app.command("rm")
@@ -135,10 +131,7 @@ def prune(
 
 
 def _present(removed: list[Removed], as_json: bool, dry_run: bool) -> None:
-    if as_json:
-        print_json({"dry_run": dry_run, "removed": removed})
-        return
-    say(removed_text(removed, dry_run), end="")
+    present(as_json, {"dry_run": dry_run, "removed": removed}, [removed_text(removed, dry_run)])
 
 
 @app.command()
@@ -170,14 +163,9 @@ def inspect(
         with open_head_source(place) as head:
             inspected = inspection.inspect_source(source, head)
         zeros = inspection.densities(source, weight_format) if density else []
-    if as_json:
-        counted = {"densities": zeros} if density else {}
-        print_json(inspection.to_json(inspected) | counted)
-        return
-    for label, value in _facts(inspected):
-        say(f"{label:<{LABEL_COLUMNS}}{on_one_line(value)}")
-    for weight in zeros:
-        say(_density_line(weight))
+    fields = inspection.to_json(inspected) | ({"densities": zeros} if density else {})
+    lines = [f"{label:<{LABEL_COLUMNS}}{on_one_line(value)}" for label, value in _facts(inspected)]
+    present(as_json, fields, [*lines, *map(_density_line, zeros)])
 
 
 def _density_line(weight: WeightDensity) -> str:
@@ -324,7 +312,7 @@ def list_text(
         lines.append(
             f"  {size_text(file['file_bytes']):>9}  {file['format']:<11}  {on_one_line(file['name'])}{state}"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def removed_text(removed: Sequence[Removed], dry_run: bool) -> str:
@@ -335,4 +323,4 @@ def removed_text(removed: Sequence[Removed], dry_run: bool) -> str:
         for removal in removed
     ]
     total = size_text(sum(removal.n_bytes for removal in removed))
-    return "\n".join([*lines, f"{verb} {total} in all"]) + "\n"
+    return "\n".join([*lines, f"{verb} {total} in all"])

@@ -13,7 +13,7 @@ from phasewise.cli.command_app import CommandApp
 from phasewise.cli.option_sets import info, spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, read_stdin, say
-from phasewise.cli.tables import RowTable, show
+from phasewise.cli.tables import RowTable, present
 from phasewise.workflows.predict_len.settings import PREDICTOR, SEED, TOKENS, CollectWish, EvalWish
 
 if TYPE_CHECKING:
@@ -148,14 +148,11 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
 
     judged = judge_predictions(logs, wish, note)
     keep_scores(judged, wish, note)
-    if as_json:
-        split = {"split": judged.split.share, "seed": judged.split.seed}
-        asked = {"hold": 1 - wish.overflow, "folds": wish.folds}
-        fields = {"model": judged.model_name, **split, **asked}
-        print_json({**fields, "logs": [report.fields() for report in judged.reports]})
-    else:
-        for number, report in enumerate(judged.reports):
-            show(*([""] if number else []), *report_text(report))
+    split = {"split": judged.split.share, "seed": judged.split.seed}
+    asked = {"hold": 1 - wish.overflow, "folds": wish.folds}
+    fields = {"model": judged.model_name, **split, **asked}
+    parts = [part for report in judged.reports for part in ("", *report_text(report))]
+    present(as_json, {**fields, "logs": [report.fields() for report in judged.reports]}, parts[1:])
 
 
 @app.command()
@@ -176,14 +173,9 @@ def predict(
 
     message = read_stdin() if prompt == "-" else prompt
     fields = predict_length(model, message, max_tokens, temperature, predictor, note)
-    if as_json:
-        print_json(fields)
-    else:
-        bounds = [
-            f"{tokens} in {percent(float(share))}" for share, tokens in fields["at_most_tokens"].items()
-        ]
-        told = {**fields, "at_most_tokens": f"{', '.join(bounds)} of such answers"}
-        say("\n".join(f"{name:<14}  {value}" for name, value in told.items()))
+    bounds = [f"{tokens} in {percent(float(share))}" for share, tokens in fields["at_most_tokens"].items()]
+    told = {**fields, "at_most_tokens": f"{', '.join(bounds)} of such answers"}
+    present(as_json, fields, [f"{name:<14}  {value}" for name, value in told.items()])
 
 
 def report_text(report: LogReport) -> Iterator[str | RowTable]:

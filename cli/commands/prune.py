@@ -12,7 +12,7 @@ import typer
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
-from phasewise.cli.present import print_json, say
+from phasewise.cli.tables import present
 from phasewise.workflows.prune.settings import PruneSettings, parse_pattern
 
 if TYPE_CHECKING:
@@ -47,12 +47,8 @@ def prune(
     settings = replace(settings, model=model, out=out, pattern=parse_pattern(sparsity))
     with status_line() as status:
         pruned = run(settings, status.say, lambda line: status.show(lambda: line))
-    if as_json:
-        gains = {"decode_bound": pruned.decode_bound, "decode_gain_here": pruned.decode_gain_here}
-        print_json({**vars(pruned), **gains})
-        return
-    for line in pruned_lines(pruned):
-        say(line)
+    gains = {"decode_bound": pruned.decode_bound, "decode_gain_here": pruned.decode_gain_here}
+    present(as_json, {**vars(pruned), **gains}, pruned_lines(pruned))
 
 
 LABEL_COLUMNS = 22

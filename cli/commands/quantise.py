@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +12,9 @@ import typer
 from phasewise._words import counted, percent
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
-from phasewise.cli.present import on_one_line, print_json, say
+from phasewise.cli.present import on_one_line
 from phasewise.cli.status_line import status_line
+from phasewise.cli.tables import present
 from phasewise.workflows.quantise.settings import QuantiseSettings
 
 if TYPE_CHECKING:
@@ -42,11 +43,7 @@ def quantise(
     settings = replace(settings, model=model, out=out)
     with status_line() as status:
         quantised = run(settings, status.say, lambda line: status.show(lambda: line))
-    if as_json:
-        print_json({**asdict(quantised), "out": str(quantised.out)})
-        return
-    for line in quantised_lines(quantised):
-        say(line)
+    present(as_json, vars(quantised), quantised_lines(quantised))
 
 
 def quantised_lines(quantised: Quantised) -> Iterator[str]:

@@ -11,7 +11,8 @@ import typer
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import note, on_one_line, print_json, say
+from phasewise.cli.present import note, on_one_line
+from phasewise.cli.tables import present
 from phasewise.workflows.opening.settings import ReadWeights
 from phasewise.workflows.options import ModelCores
 
@@ -53,23 +54,17 @@ def replay(
 
     verdicts = replay_files(receipts, model, weights, placement, report=note)
     n_refused = sum(not verdict.is_confirmed for verdict in verdicts)
-    if as_json:
-        print_json(
-            {
-                "confirmed": len(verdicts) - n_refused,
-                "refused": n_refused,
-                "receipts": [verdict.to_json() for verdict in verdicts],
-            }
-        )
-    else:
-        for verdict in verdicts:
-            name = f"{on_one_line(verdict.source)} {on_one_line(verdict.request_id)}".rstrip()
-            if verdict.is_confirmed:
-                say(f"confirmed: {name}: {counted(verdict.n_tokens, 'token')}")
-            else:
-                say(f"refused: {name}: {on_one_line('; '.join(verdict.problems))}")
-        say(
-            f"{counted(len(verdicts), 'receipt')}: {len(verdicts) - n_refused} confirmed, {n_refused} refused"
-        )
+    n_confirmed = len(verdicts) - n_refused
+    lines = []
+    for verdict in verdicts:
+        name = f"{on_one_line(verdict.source)} {on_one_line(verdict.request_id)}".rstrip()
+        if verdict.is_confirmed:
+            lines.append(f"confirmed: {name}: {counted(verdict.n_tokens, 'token')}")
+        else:
+            lines.append(f"refused: {name}: {on_one_line('; '.join(verdict.problems))}")
+    lines.append(f"{counted(len(verdicts), 'receipt')}: {n_confirmed} confirmed, {n_refused} refused")
+    receipts_told = [verdict.to_json() for verdict in verdicts]
+    fields = {"confirmed": n_confirmed, "refused": n_refused, "receipts": receipts_told}
+    present(as_json, fields, lines)
     if n_refused:
         sys.exit(EXIT_REFUSED)

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import DbOption, ExplainOption, OptionalModelArgument
+from phasewise.cli.options import ExplainOption, OptionalModelArgument
 from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.settings import Remote, Weights
-from phasewise.workflows.serve.settings import (
-    Accepting,
-    Answering,
-    Batches,
-    Embeddings,
-    KeysAndValues,
-    Listening,
-    Logged,
-    Pools,
-    Prefixes,
-    Residency,
-    Running,
-    ServeSettings,
-)
+from phasewise.workflows.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from phasewise.workflows.opening.drafts import DraftRule
@@ -35,32 +18,7 @@ if TYPE_CHECKING:
 
 @spread
 def serve(
-    *,
-    model: OptionalModelArgument = None,
-    listening: Listening,
-    accepting: Accepting,
-    weights: Weights,
-    running: Running,
-    coming: Residency,
-    kv: KeysAndValues,
-    prefixes: Prefixes,
-    answering: Answering,
-    logged: Logged,
-    pools: Pools,
-    embeddings: Embeddings,
-    remote: Remote,
-    batches: Batches,
-    length_log: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="PHASEWISE_LENGTH_LOG",
-            metavar="FILE",
-            help="append prompts (token ids) and answer lengths, for predict-len; without it no prompt "
-            "is stored",
-        ),
-    ] = None,
-    db: DbOption = None,
-    explain: ExplainOption = False,
+    *, model: OptionalModelArgument = None, settings: ServeSettings, explain: ExplainOption = False
 ) -> None:
     """Serve MODEL, or the models of a folder, through the OpenAI API.
 
@@ -87,24 +45,7 @@ def serve(
             "warning: the command line showed the API key to everybody on this machine until now; "
             "PHASEWISE_API_KEY or --api-key-file does not"
         )
-    settings = ServeSettings(
-        listening,
-        accepting,
-        weights,
-        running,
-        kv,
-        prefixes,
-        answering,
-        logged,
-        pools,
-        embeddings,
-        length_log=length_log,
-        remote=remote,
-        batches=batches,
-        db=db,
-        coming=coming,
-    )
-    if model is None and coming.models is None:
+    if model is None and settings.coming.models is None:
         raise UsageError("give a MODEL to serve, or --models DIR: a folder of models")
     use_one_heap()  # before numpy's threads are there
     from phasewise.workflows.serve.run import serve_models

@@ -48,14 +48,7 @@ def tune_embed(
     with user_lock(note).turn():
         tuned = tune(model, weight_format, parse_budget(slo), tokens, instances, note, accelerators, db=db)
     if as_json:
-        print_json(
-            {
-                "database": tuned.database,
-                "plan": tuned.plan,
-                "accelerators": tuned.accelerators,
-                "measured": tuned.measured,
-            }
-        )
+        print_json(vars(tuned))
         return
     say_words(tuned.plan.describe())
     note(f"kept in {tuned.database}")

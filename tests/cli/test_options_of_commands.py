@@ -44,7 +44,7 @@ class Handing:
 class FakeChat:
     """A conversation of which the settings and the sampling are of interest."""
 
-    def __init__(self, *arguments: object, **settings: object) -> None:
+    def __init__(self, model: str, settings: object, report: object) -> None:
         self._settings = settings
 
     def __enter__(self) -> FakeChat:

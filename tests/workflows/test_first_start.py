@@ -22,8 +22,8 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import machine_key
-from phasewise.workflows.database.remote import Leaving, push
-from phasewise.workflows.database.remote_files import Trust
+from phasewise.workflows.database.remote import push
+from phasewise.workflows.database.settings import Leaving, Trust
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening import first_start
 from phasewise.workflows.opening.first_start import fight_first, products_of, pull_what_fits

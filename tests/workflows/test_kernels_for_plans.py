@@ -32,9 +32,9 @@ def test_one_rank_computes_whole_weights_and_phases_on_alike_cores_share_a_round
     plans = [plan("prefill", range(10)), plan("decode", range(20, 30)), plan("decode", range(5))]
     first, second = kernel_rounds(model, MACHINE, plans)
 
-    assert (first.round.phases, second.round.phases) == (("prefill", "decode"), ("decode",))
-    assert first.round.shapes == shapes_of(model)
-    assert first.round.cores == tuple(range(10))
+    assert (first.phases, second.phases) == (("prefill", "decode"), ("decode",))
+    assert first.shapes == shapes_of(model)
+    assert first.cores == tuple(range(10))
     assert first.describe() == "prefill and decode on cores 0-9"
 
 
@@ -42,9 +42,9 @@ def test_several_ranks_compute_the_columns_that_the_program_gives_them(model: Pa
     """Every weight of every rank is among the products, in its weight's own arithmetic."""
     teams = (20, 10)
     (only,) = kernel_rounds(model, MACHINE, [plan("decode", range(20), range(20, 30))])
-    shapes = {(shape.n, shape.k) for shape in only.round.shapes}
+    shapes = {(shape.n, shape.k) for shape in only.shapes}
     parts = [Division((teams, teams), rank).weight(w, 1) for w in model.weights.values() for rank in (0, 1)]
 
     assert {(part.n, part.k) for part in parts if part is not None} <= shapes
-    assert all(len(task.group.arithmetics) == 1 for task in only.round.tasks)
+    assert all(len(task.group.arithmetics) == 1 for task in only.tasks)
     assert only.describe() == "decode on cores 0-19 (a rank of 2)"

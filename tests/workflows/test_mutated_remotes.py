@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, StoredRow
+from phasewise.kerneldb.records import StoredRow
 from phasewise.kerneldb.remote_index import NAME, Bundle, RemoteIndex
 from phasewise.kerneldb.store import open_store
-from phasewise.workflows.database.remote import Leaving, pull, push
-from phasewise.workflows.database.remote_files import Trust, sign
+from phasewise.workflows.database.remote import pull, push
+from phasewise.workflows.database.remote_files import sign
+from phasewise.workflows.database.settings import Leaving, Trust
 from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
     ORIGIN,
@@ -84,7 +85,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     (folder / "allowed").write_text(f'fleet@example namespaces="phasewise" {public}')
     remote, db = folder / "remote", folder / "here.db"
     leaving, trust = (
-        Leaving(also=(PlanRecord, PredictorScore, StepTime)),
+        Leaving(step_times=True),
         Trust(allowed_signers=folder / "allowed"),
     )
     for rows in (ROWS[:2], ROWS[2:]):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb.fields import parts
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import KINDS, Measurement, PlanRecord, PredictorScore, StepTime, StoredRow
+from phasewise.kerneldb.records import KINDS, Measurement, StoredRow
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
     MAX_INDEX_BYTES,
@@ -39,8 +39,9 @@ from phasewise.kerneldb.remote_index import (
 from phasewise.kerneldb.store import open_store
 from phasewise.workflows.database import remote as remote_module
 from phasewise.workflows.database import remote_files
-from phasewise.workflows.database.remote import Leaving, preview, pull, push
-from phasewise.workflows.database.remote_files import Trust, identity_of, sign
+from phasewise.workflows.database.remote import preview, pull, push
+from phasewise.workflows.database.remote_files import identity_of, sign
+from phasewise.workflows.database.settings import Leaving, Trust
 from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
     ORIGIN,
@@ -63,7 +64,7 @@ ROWS: list[StoredRow] = [
     measured(700, origin=ELSEWHERE),
 ]
 """A row of each kind that a push may take, but for users' kernels; the last is of another kind of core."""
-ALSO = Leaving(also=(PlanRecord, PredictorScore, StepTime))
+ALSO = Leaving(step_times=True)
 TLS = Path(__file__).parent.parent / "data" / "tls"
 
 

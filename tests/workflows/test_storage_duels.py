@@ -19,7 +19,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 from phasewise.workflows.opening import tuned_schedules
 from phasewise.workflows.opening.open_model import storage_choice
-from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
+from phasewise.workflows.tune_kernels.rounds import Round, Tuning, plan_rounds, shapes_of
 from phasewise.workflows.tune_kernels.run import fight_storage_duels, storage_problems
 from tests.support.machines.kerneldb_examples import STORAGE_DUEL
 from tests.support.models.tiny_models import TinyShape, write_sparse_hf
@@ -59,8 +59,9 @@ def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_pa
     tuning_round = round_of(model, machine)
     problems = storage_problems(model, tuning_round)[:2]
     with open_store(db) as store:
-        fought = fight_storage_duels(problems, tuning_round, machine, store, 60.0, True, MeasurementLock())
-        again = fight_storage_duels(problems, tuning_round, machine, store, 0.0, True, MeasurementLock())
+        tuning = Tuning(machine, store, MeasurementLock())
+        fought = fight_storage_duels(problems, tuning_round, tuning, 60.0)
+        again = fight_storage_duels(problems, tuning_round, tuning, 0.0)
         kept = store.rows(
             StorageDuel, machine=machine_key(machine, CORE), kernel_abi=kernel_abi("gemm"), verified=True
         )

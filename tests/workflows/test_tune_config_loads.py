@@ -38,12 +38,10 @@ class Heard(QuietShow):
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        super().__init__(self.lines.append)
 
     def searching(self, phase: str) -> Callable[[object], None]:  # type: ignore[override]
         return lambda event: None
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 def subject_on(machine: Machine) -> Subject:
@@ -171,7 +169,7 @@ def test_the_budget_is_divided_and_its_end_is_told(
     def tune(wish: TuneConfigSettings, subject: Subject, started_s: float, *_: Any) -> Found:
         budgets.append(wish.budget_s)
         empty = replace(subject, below=plan if has_plan else None)
-        return Found(wish, empty, (), {}, (), frozenset(), "complete", 1.0, 0, 0)
+        return Found(wish, empty, elapsed_s=1.0)
 
     monkeypatch.setattr(loads, "tune", tune)
     wish = wish_for(8, 32, budget_s=400.0, phase="both")
@@ -189,7 +187,7 @@ def test_an_interrupted_run_has_no_further_bands(monkeypatch: pytest.MonkeyPatch
         nonlocal n_runs
         n_runs += 1
         end: Any = "interrupted" if n_runs == 2 else "complete"
-        return Found(wish, replace(subject, below=plan), (), {}, (), frozenset(), end, 1.0, 0, 0)
+        return Found(wish, replace(subject, below=plan), end=end, elapsed_s=1.0)
 
     monkeypatch.setattr(loads, "tune", tune)
     told = tune_loads(wish_for(8, 32), subject_on(machine), time.monotonic(), Heard(), MeasurementLock())
@@ -277,7 +275,7 @@ def test_a_budget_that_the_first_number_used_up_is_told(monkeypatch: pytest.Monk
     def tune(wish: TuneConfigSettings, subject: Subject, started_s: float, *_: Any) -> Found:
         nonlocal n_runs
         n_runs += 1
-        return Found(wish, replace(subject, below=plan), (), {}, (), frozenset(), "complete", 1.0, 0, 0)
+        return Found(wish, replace(subject, below=plan), elapsed_s=1.0)
 
     monkeypatch.setattr(loads, "tune", tune)
     long_ago_s = time.monotonic() - 2 * BUDGET_S

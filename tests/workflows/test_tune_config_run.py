@@ -20,7 +20,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, machine_key
 from phasewise.tuner.topotree import Configuration, OperatorLimits
 from phasewise.workflows.tune_config.run import Run, judge, judge_again
-from phasewise.workflows.tune_config.settings import TuneConfigSettings
+from phasewise.workflows.tune_config.settings import Show, TuneConfigSettings
 from phasewise.workflows.tune_config.subject import Searched, Subject
 from tests.support.machines.paper_machines import xeon
 
@@ -45,7 +45,7 @@ class CountingJury:
         return Comparison(1.5, 1.25, 2.0, 0.95, 40) if self.has_time else None
 
 
-class QuietShow:
+class QuietShow(Show):
     """Shows nothing: nothing is searched or tuned here."""
 
     def searching(self, phase: Phase) -> NoReturn:
@@ -53,12 +53,6 @@ class QuietShow:
 
     def tuning(self, progress: object) -> NoReturn:
         raise AssertionError("kernels are tuned already")
-
-    def stage(self, name: str) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        pass
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def a_run(began_s: float) -> Run:
         objective=Objective("e2e"),
     )
     wish = TuneConfigSettings(model="toy", weight_format="f32", phase="prefill", budget_s=BUDGET_S)
-    return Run(wish, subject, QuietShow(), began_s, MeasurementLock())
+    return Run(wish, subject, show=QuietShow(), started_s=began_s, lock=MeasurementLock())
 
 
 def searched() -> Searched:

@@ -16,8 +16,8 @@ from phasewise.serving.embedding import plan as embedding_plan
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.topology import Machine, core_signature, placement_signature, places_of, read_lstopo
 from phasewise.tuner.plans import PHASES, ServicePlan, machine_key, placed_json, rank_on, resolve_plans
-from phasewise.workflows.database.remote import Leaving, pull, push
-from phasewise.workflows.database.remote_files import Trust
+from phasewise.workflows.database.remote import pull, push
+from phasewise.workflows.database.settings import Leaving, Trust
 from tests.support.machines.kerneldb_examples import MEASUREMENT, PROMOTION
 
 XML = Path(__file__).parents[1] / "data" / "topology" / "lstopo_v2.xml"
@@ -67,7 +67,7 @@ def test_a_twin_starts_with_plans_and_schedules_of_the_first(tmp_path: Path, see
     here, twin = read_lstopo(XML), read_lstopo(renumbered(tmp_path / "twin.xml", numbers))
     mine, theirs, remote = tmp_path / "here.db", tmp_path / "twin.db", str(tmp_path / "remote")
     plans = learnt(mine, here)
-    digest = push(remote, str(mine), Leaving(also=(PlanRecord,)), Trust()).digest
+    digest = push(remote, str(mine), Leaving(scores=False), Trust()).digest
     pull(remote, str(theirs), Trust(digest=digest), every_core=True)
 
     assert core_signature(twin) == core_signature(here)

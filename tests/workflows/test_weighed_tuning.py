@@ -17,7 +17,7 @@ from phasewise.serving.ranks import rank_teams
 from phasewise.topology import CpuKind, read_machine
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.bench.kernels import OurKernels
-from phasewise.workflows.tune_kernels.rounds import Round, evaluator_on
+from phasewise.workflows.tune_kernels.rounds import Round, Tuning, evaluator_on
 from phasewise.workflows.tune_kernels.run import fight_storage_duels
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))[:2]
@@ -39,13 +39,17 @@ class HeldLock(MeasurementLock):
 
 
 def by_search(folder: Path, lock: HeldLock) -> None:
-    with evaluator_on(CPUS, read_machine(), lock, 1.0):
+    with (
+        open_store(folder / "tuned.db") as store,
+        evaluator_on(CPUS, Tuning(read_machine(), store, lock), 1.0),
+    ):
         assert not lock.is_held
 
 
 def by_storage_duels(folder: Path, lock: HeldLock) -> None:
     with open_store(folder / "tuned.db") as store:
-        fight_storage_duels([], Round(("decode",), CPUS, (), ()), read_machine(), store, 1.0, False, lock)
+        tuning = Tuning(read_machine(), store, lock, resume=False)
+        fight_storage_duels([], Round(("decode",), CPUS, (), ()), tuning, 1.0)
 
 
 def by_bench(folder: Path, lock: HeldLock) -> None:

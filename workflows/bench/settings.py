@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phasewise._options import OptionError, option
 from phasewise.workflows.errors import UsageError
@@ -22,7 +22,6 @@ MOST_VALUES = 1000
 """Most values of one range."""
 LEAST_BATCH_TOKENS = 32
 MOST_BATCH_TOKENS = 1 << 16
-LIST = "LIST"
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -81,56 +80,45 @@ def _cache_types(text: str) -> tuple[str, ...]:
     return tuple(CACHE_TYPES[name] for name in names)
 
 
+def _list(
+    default: tuple[Any, ...],
+    help_text: str,
+    *flags: str,
+    parser: Callable[[str], tuple[Any, ...]] = counts,
+    **settings: Any,
+) -> Any:
+    """Make a field with an option of several values, written with commas between."""
+    written = ",".join(map(str, default))
+    shown = {"metavar": "LIST", "show_default": bool(default), **settings}
+    return option(default, help_text, *flags, parser=parser, written=written, **shown)
+
+
 @dataclass(frozen=True)
 class BenchTests:
     """Lengths in tokens: prompts, decodes, pairs of both, and positions computed before each test."""
 
     PANEL = "Tests"
 
-    prompts: tuple[int, ...] = option(
-        (512,),
-        "prompt lengths in tokens, e.g. 128,512 or 128-512*2; 0: none",
-        "-p",
-        "--n-prompt",
-        metavar=LIST,
-        parser=counts,
-        written="512",
+    prompts: tuple[int, ...] = _list(
+        (512,), "prompt lengths in tokens, e.g. 128,512 or 128-512*2; 0: none", "-p", "--n-prompt"
     )
-    n_gen: tuple[int, ...] = option(
-        (128,),
-        "decode lengths in tokens; 0: none",
-        "-n",
-        "--n-gen",
-        metavar=LIST,
-        parser=counts,
-        written="128",
-    )
-    pairs: tuple[tuple[int, int], ...] = option(
+    n_gen: tuple[int, ...] = _list((128,), "decode lengths in tokens; 0: none", "-n", "--n-gen")
+    pairs: tuple[tuple[int, int], ...] = _list(
         (),
         "prompts with their answers in one time, e.g. 512,128;64,16",
         "-pg",
         metavar="PP,TG",
         parser=_pairs,
-        written="",
-        show_default=False,
     )
-    depths: tuple[int, ...] = option(
+    depths: tuple[int, ...] = _list(
         (0,),
         "positions computed before each test and not timed, e.g. 0,4096",
         "-d",
         "--n-depth",
-        metavar=LIST,
         parser=whole_numbers,
-        written="0",
     )
-    sequences: tuple[int, ...] = option(
-        (1,),
-        "numbers of sequences computed together",
-        "-npl",
-        "--n-sequences",
-        metavar=LIST,
-        parser=counts,
-        written="1",
+    sequences: tuple[int, ...] = _list(
+        (1,), "numbers of sequences computed together", "-npl", "--n-sequences"
     )
 
     def workloads(self) -> list[Workload]:
@@ -152,45 +140,21 @@ class BenchRunning:
 
     PANEL = "How they are run"
 
-    batch_tokens: tuple[int, ...] = option(
-        (2048,),
-        "most tokens of a prefill step",
-        "-b",
-        "--batch-size",
-        metavar=LIST,
-        parser=_batch_sizes,
-        written="2048",
+    batch_tokens: tuple[int, ...] = _list(
+        (2048,), "most tokens of a prefill step", "-b", "--batch-size", parser=_batch_sizes
     )
-    threads: tuple[int, ...] = option(
-        (),
-        "numbers of cores to use [default: the plan's]",
-        "-t",
-        "--threads",
-        metavar=LIST,
-        parser=counts,
-        envvar="PHASEWISE_THREADS",
-        written="",
-        show_default=False,
+    threads: tuple[int, ...] = _list(
+        (), "numbers of cores to use [default: the plan's]", "-t", "--threads", envvar="PHASEWISE_THREADS"
     )
-    cache_k: tuple[str, ...] = option(
+    cache_k: tuple[str, ...] = _list(
         (),
         "format of keys, the same as -ctv: f16, bf16, f32, q8_0 (int8), int4",
         "-ctk",
         "--cache-type-k",
-        metavar=LIST,
         parser=_cache_types,
-        written="",
-        show_default=False,
     )
-    cache_v: tuple[str, ...] = option(
-        (),
-        "format of values, the same as -ctk",
-        "-ctv",
-        "--cache-type-v",
-        metavar=LIST,
-        parser=_cache_types,
-        written="",
-        show_default=False,
+    cache_v: tuple[str, ...] = _list(
+        (), "format of values, the same as -ctk", "-ctv", "--cache-type-v", parser=_cache_types
     )
     repetitions: int = option(5, "timed runs of each test", "-r", "--repetitions", min=1, max=1000)
 

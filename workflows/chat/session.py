@@ -14,7 +14,7 @@ from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.generate.answer_settings import SamplingChoice
+from phasewise.workflows.generate.answer_settings import ChatSettings, SamplingChoice
 from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import check_settings, hint_at_tuning, open_model
 from phasewise.workflows.opening.settings import Weights
@@ -42,28 +42,18 @@ def repeats_itself(token_ids: Sequence[int]) -> bool:
 class ChatSession:
     """One conversation. Close it, or use it in `with`. `messages`: role and content of every turn so far."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        context_tokens: int | None = None,
-        weight_format: str = "native",
-        kv_format: str = "auto",
-        threads: int | None = None,
-        lora: str | None = None,
-        db: str | None = None,
-        report: Report = silent,
-    ) -> None:
+    def __init__(self, model: str, settings: ChatSettings, report: Report = silent) -> None:
         """Open the model. ModelError, PlanError, KernelDbError; WorkflowError without a chat template."""
-        weights = Weights(weight_format, lora=None if lora is None else [lora])
+        kv_format, db = settings.kv_format, settings.db
+        weights = Weights(settings.weight_format, lora=None if settings.lora is None else [settings.lora])
         check_settings(model, weights, kv_format, report)
-        loaded = open_model(model, weights, threads, db, report)
+        loaded = open_model(model, weights, settings.threads, db, report)
         self._text = ModelText(loaded.model)
         if loaded.model.chat_template is None:
             raise WorkflowError(f"{loaded.model.name} has no chat template: use generate instead")
         hint_at_tuning(model, db, report)
         teams = teams_of(loaded.plans)
-        size = EngineSize.for_many(loaded.model, 1, context_tokens, None, kv_format, teams=teams)
+        size = EngineSize.for_many(loaded.model, 1, settings.context, None, kv_format, teams=teams)
         self._opened = open_engine(loaded.model, loaded.plans, size, self._text, loaded.schedules)
         self._cores = KeptCores(report)
         self._ids = map(str, itertools.count())
@@ -72,6 +62,8 @@ class ChatSession:
         self.defaults = loaded.model.sampling
         self.context_tokens = size.limits.context_length
         self.messages: list[Message] = []
+        if settings.system is not None:
+            self.set_system(settings.system)
         self.progress: Progress | None = None
         """The state of the prompt that is being computed; None once its answer has begun."""
 

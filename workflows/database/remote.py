@@ -14,7 +14,7 @@ import os
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,9 +41,10 @@ from phasewise.workflows.database.remote_files import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_SUFFIX,
     RemoteFiles,
-    Trust,
+    check_index,
     sign,
 )
+from phasewise.workflows.database.settings import Leaving, Trust
 from phasewise.workflows.database.sharing import (
     SharedPlans,
     core_signature_here,
@@ -99,16 +100,6 @@ class PrivateWords:
                 f"{counted(self._left_out, 'row')} stayed here: the name of a model or kernel holds this "
                 "host's, this user's or a path"
             )
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """Selection of a push's rows: text in machines' `signatures` (none: all machines), and `also` those kinds
-    of rows that name something of their owner.
-    """
-
-    signatures: Sequence[str] = ()
-    also: Collection[type[StoredRow]] = ()
 
 
 @dataclass(frozen=True)
@@ -195,10 +186,10 @@ def _paths_in(value: object, path: str = "") -> Iterator[str]:
 
 def _write_bundles(store: Store, leaving: Leaving, folder: Path, report: Report) -> list[Bundle]:
     """Write one file for each kind of core, named by the file's digest."""
-    wanted, shared, private = wanted_machines(leaving.signatures), SharedPlans(report), PrivateWords(report)
+    wanted, shared, private = wanted_machines(leaving), SharedPlans(report), PrivateWords(report)
     cores = sorted({machine.core_sig for machine in store.machines() if wanted(machine)})
-    if leaving.signatures and not cores:
-        raise RemoteError(no_rows_of(leaving.signatures))
+    if leaving.signature and not cores:
+        raise RemoteError(no_rows_of(leaving.signature))
     bundles = []
     for core in cores:
         groups = groups_of(
@@ -340,7 +331,8 @@ def _read_index(files: RemoteFiles, trust: Trust | None) -> RemoteIndex | None:
                 f"{files.name} has an index already: who signs it vouches for all of it, so name whom to "
                 "believe with --allowed-signers or --digest"
             )
-        trust.check(content, files.read(f"{NAME}{SIGNATURE_SUFFIX}", MAX_SIGNATURE_BYTES), files.name)
+        signature = files.read(f"{NAME}{SIGNATURE_SUFFIX}", MAX_SIGNATURE_BYTES)
+        check_index(trust, content, signature, files.name)
     return read_index(content, files.name)
 
 

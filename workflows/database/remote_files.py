@@ -17,7 +17,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO
@@ -27,6 +26,7 @@ from phasewise._files import open_file, open_regular, write_file
 from phasewise._words import counted
 from phasewise.kerneldb.location import redacted
 from phasewise.kerneldb.remote_index import Bundle, RemoteError
+from phasewise.workflows.database.settings import Trust
 from phasewise.workflows.report import Report, silent
 
 NAMESPACE = "phasewise"
@@ -36,34 +36,18 @@ MAX_SIGNATURE_BYTES = 64 * 1024
 _TIMEOUT_S = 60
 
 
-@dataclass(frozen=True)
-class Trust:
-    """Evidence for an index: its digest, allowed signers, or both."""
-
-    digest: str | None = None
-    """SHA-256 of the index, in hex."""
-    allowed_signers: Path | None = None
-    """A file as `ssh-keygen` reads it: names and public keys."""
-
-    @property
-    def is_given(self) -> bool:
-        """True if a digest or signers are given."""
-        return self.digest is not None or self.allowed_signers is not None
-
-    def check(self, index: bytes, signature: bytes | None, name: str) -> None:
-        """Raise RemoteError, in one line, where the index does not match the evidence."""
-        if self.digest is not None:
-            digest = hashlib.sha256(index).hexdigest()
-            if digest != self.digest.lower():
-                raise RemoteError(
-                    f"the index of {name} has the digest {digest}, not the one that --digest pins"
-                )
-        if self.allowed_signers is not None:
-            if not self.allowed_signers.is_file():
-                raise RemoteError(f"there is no file of allowed signers {self.allowed_signers}")
-            if signature is None:
-                raise RemoteError(f"the index of {name} is not signed: there is no {SIGNATURE_SUFFIX} file")
-            _verify(index, signature, self.allowed_signers, name)
+def check_index(trust: Trust, index: bytes, signature: bytes | None, name: str) -> None:
+    """Raise RemoteError, in one line, where an index does not match the evidence."""
+    if trust.digest is not None:
+        digest = hashlib.sha256(index).hexdigest()
+        if digest != trust.digest.lower():
+            raise RemoteError(f"the index of {name} has the digest {digest}, not the one that --digest pins")
+    if trust.allowed_signers is not None:
+        if not trust.allowed_signers.is_file():
+            raise RemoteError(f"there is no file of allowed signers {trust.allowed_signers}")
+        if signature is None:
+            raise RemoteError(f"the index of {name} is not signed: there is no {SIGNATURE_SUFFIX} file")
+        _verify(index, signature, trust.allowed_signers, name)
 
 
 def _verify(index: bytes, signature: bytes, allowed_signers: Path, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from phasewise.kerneldb.portable import (
 )
 from phasewise.kerneldb.records import PlanRecord
 from phasewise.kerneldb.store import Store, open_store
+from phasewise.workflows.database.settings import Leaving
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -98,29 +99,26 @@ class Exported:
 
 def export_rows(
     db: str | None,
-    signatures: Sequence[str],
+    leaving: Leaving,
     write: Callable[[Iterable[str]], None],
-    also: Collection[type[StoredRow]],
     report: Report,
     *,
     in_use: bool = False,
 ) -> Exported:
-    """Write all rows of machines whose core or placement signature contains one of `signatures`, or all.
+    """Write the rows that leave; in_use: of schedules only those in use.
 
-    `here` as a signature means a machine like this one. also: kinds of rows that are written although they
-    name something of their owner. in_use: only the schedules in use. Raises ExportFileError, before anything
-    is written, where no row is of such a machine, or too many are.
+    Raises ExportFileError, before anything is written, where no row is of a wanted machine, or too many are.
     """
-    wanted, exported = wanted_machines(signatures), Exported()
+    wanted, exported = wanted_machines(leaving), Exported()
     with existing_store(db, report) as store:
         timings = sum(count.total for count in store.key_counts() if wanted(count.key.machine))
         if timings > MAX_ROWS:
             raise ExportFileError(too_many(timings))
         shared = SharedPlans(report)
-        groups = (in_use_groups if in_use else groups_of)(store, wanted, also, shared.as_shared)
+        groups = (in_use_groups if in_use else groups_of)(store, wanted, leaving.also, shared.as_shared)
         first = next(groups, None)
-        if signatures and first is None:
-            raise ExportFileError(no_rows_of(signatures))
+        if leaving.signature and first is None:
+            raise ExportFileError(no_rows_of(leaving.signature))
         write(export_lines(_counted(chain([first or []], groups), exported)))
         shared.close()
     return exported
@@ -133,11 +131,11 @@ def _counted(groups: Iterable[list[StoredRow]], exported: Exported) -> Iterator[
         yield group
 
 
-def wanted_machines(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
-    """Make a test for machines with one of these texts in a signature; without texts, for all machines."""
-    if not signatures:
+def wanted_machines(leaving: Leaving) -> Callable[[MachineKey], bool]:
+    """Make a test for the machines whose rows leave: those with a wanted text in a signature, or all."""
+    if not leaving.signature:
         return lambda _: True
-    parts = [core_signature_here() if text == HERE else text for text in signatures]
+    parts = [core_signature_here() if text == HERE else text for text in leaving.signature]
     return lambda machine: any(
         part in sig for part in parts for sig in (machine.core_sig, machine.placement_sig)
     )

@@ -6,11 +6,15 @@ Losses are negative logarithms of probabilities (natural ones). Errors are stand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+
+from phasewise._rows import Row, column
+from phasewise._words import percent
 
 Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
@@ -27,6 +31,12 @@ class MeanError:
 
     value: float
     error: float
+
+    def __format__(self, places: str) -> str:
+        """The mean with its error, with so many decimals; `3%` for shares in per cent."""
+        unit = places[1:]
+        scale = 100 if unit else 1
+        return " +/- ".join(f"{scale * each:.{places[0]}f}{unit}" for each in (self.value, self.error))
 
 
 @dataclass(frozen=True)
@@ -48,28 +58,35 @@ class TokenScores:
         return differences
 
 
-@dataclass(frozen=True)
-class Divergence:
+_PERCENT = partial(percent, places=3)
+
+
+def _shares(name: str, form: Callable[[float], str]) -> Callable[[Divergence], Mapping[str, str]]:
+    """Make a function that formats the percentiles of a field, by their titles."""
+    return lambda row: {f"  {share:.1f}%": form(value) for share, value in getattr(row, name).items()}
+
+
+class Divergence(Row):
     """A model beside its reference: what `llama-perplexity --kl-divergence` prints."""
 
-    base_perplexity: MeanError
-    log_correlation: float
-    """Correlation between the losses of the model and the reference."""
-    log_ratio: MeanError
-    """The logarithm of `ratio`."""
-    ratio: MeanError
+    base_perplexity: MeanError = column("its perplexity", "4")
+    ratio: MeanError = column("ratio", "6")
     """The model's perplexity over the reference's."""
-    difference: MeanError
-    kl: MeanError
-    kl_max: float
-    kl_min: float
-    kl_percentiles: Mapping[float, float]
-    delta_p: MeanError
-    delta_p_max: float
-    delta_p_min: float
-    delta_p_percentiles: Mapping[float, float]
-    delta_p_rms: MeanError
-    same_top: MeanError
+    difference: MeanError = column("difference", "6")
+    log_ratio: MeanError = column("ln of ratio", "6")
+    """The logarithm of `ratio`."""
+    log_correlation: float = column("correlation of ln", partial(percent, places=2))
+    """Correlation between the losses of the model and the reference."""
+    kl: MeanError = column("mean KL divergence", "6")
+    kl_max: float = column("  largest", ".6f")
+    kl_percentiles: Mapping[float, float] = column("", of_row=_shares("kl_percentiles", "{:.6f}".format))
+    kl_min: float = column("  least", ".6f")
+    delta_p: MeanError = column("mean change of p", "3%")
+    delta_p_max: float = column("  largest", _PERCENT)
+    delta_p_percentiles: Mapping[float, float] = column("", of_row=_shares("delta_p_percentiles", _PERCENT))
+    delta_p_min: float = column("  least", _PERCENT)
+    delta_p_rms: MeanError = column("  root mean square", "3%")
+    same_top: MeanError = column("same likeliest token", "3%")
 
 
 def _rows(logits: Logits) -> Iterable[tuple[slice, Floats]]:

@@ -14,6 +14,7 @@ from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import (
     ARITHMETIC,
+    DB,
     DRAFT,
     DRAFT_TOKENS,
     FORMAT,
@@ -65,6 +66,27 @@ class SamplingChoice:
             seed=self.seed,
             repetition_penalty=base.repetition_penalty if penalty is None else penalty,
         )
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Settings of a conversation."""
+
+    system: str | None = option(None, "system message", metavar="TEXT")
+    n_tokens: int | None = option(
+        None,
+        "most tokens of an answer [default: 4096, or until it only repeats itself]",
+        "-n",
+        "--n-tokens",
+        min=1,
+        metavar="N",
+    )
+    context: int | None = option(None, "most tokens of the conversation", min=32, metavar="N")
+    weight_format: str = FORMAT("native")
+    kv_format: str = KV_FORMAT("auto")
+    threads: int | None = THREADS(None)
+    lora: str | None = ONE_LORA(None)
+    db: str | None = DB(None)
 
 
 @dataclass(frozen=True)

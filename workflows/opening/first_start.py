@@ -68,6 +68,7 @@ def fight_first(
     plans: each set of plans that the model runs by, one for each instance.
     """
     from phasewise.workflows.tune_kernels.hints import fight_hints
+    from phasewise.workflows.tune_kernels.rounds import Tuning
 
     deadline_s, lock = time.monotonic() + seconds, user_lock(report)
     rounds = [tuning_round for own in plans for tuning_round in _rounds(opened, own, machine)]
@@ -75,7 +76,8 @@ def fight_first(
         if reads.store is None:
             return opened
         try:
-            done = fight_hints(rounds, machine, reads.store, deadline_s - time.monotonic(), lock, report)
+            tuning = Tuning(machine, reads.store, lock, report)
+            done = fight_hints(rounds, tuning, deadline_s - time.monotonic())
         except KernelDbError as error:
             report(f"hints are fought over no more, and the start goes on: {error}")
             return opened

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phasewise._options import changed, option, refuse_unused
 from phasewise.serving.models.sparse_mode import SparseMode
-from phasewise.workflows.database.remote_files import Trust
+from phasewise.workflows.database.settings import Trust
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE, ArithmeticChoice
 

@@ -52,30 +52,49 @@ EVALUATION_TOKENS = 20480
 TENSORS_FILE = "model.safetensors"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pruned:
-    """The result of pruning. Bytes are those of all weights in memory."""
+    """The result of pruning, added up while tensors are written. Bytes are those of all weights in memory."""
 
     out: Path
-    zeros: int
-    weights: int
-    pruned_zeros: int
+    zeros: int = 0
+    weights: int = 0
+    pruned_zeros: int = 0
     """Zeros among the weights that were pruned, which are all but those of `kept`."""
-    pruned_weights: int
-    kept: tuple[str, ...]
+    pruned_weights: int = 0
+    kept: tuple[str, ...] = ()
     """Names of the model's weights that were left as they are."""
-    dense_bytes: int
-    sparse_bytes: int
-    int8_bytes: int
-    read_dense_bytes: int
+    dense_bytes: int = 0
+    sparse_bytes: int = 0
+    int8_bytes: int = 0
+    read_dense_bytes: int = 0
     """Bytes of the weights that a token of decoding reads, stored dense."""
-    read_sparse_bytes: int
-    read_chosen_bytes: int
+    read_sparse_bytes: int = 0
+    read_chosen_bytes: int = 0
     """Bytes of the weights that a token of decoding reads, stored by `--sparse auto` on this CPU."""
-    perplexity_before: float | None
-    perplexity_after: float | None
+    perplexity_before: float | None = None
+    perplexity_after: float | None = None
     recovery: Recovery | None = None
     """Fitting of the values that pruning left; None: they were not fitted."""
+
+    def add(self, bits: Array, is_read: bool, is_pruned: bool) -> None:
+        """Count a tensor of bf16 bits."""
+        n, k = bits.shape
+        kept = int(np.count_nonzero(bits))
+        density = kept / bits.size
+        share = bytes_share(BF16, n, k, density)
+        dense, least = BF16.nbytes(n, k), min(1.0, share)
+        self.zeros += bits.size - kept
+        self.weights += bits.size
+        self.pruned_zeros += bits.size - kept if is_pruned else 0
+        self.pruned_weights += bits.size if is_pruned else 0
+        self.dense_bytes += dense
+        self.sparse_bytes += int(dense * least)
+        self.int8_bytes += INT8.nbytes(n, k)
+        self.read_dense_bytes += dense if is_read else 0
+        self.read_sparse_bytes += int(dense * least) if is_read else 0
+        chosen = share if StorageChoice().is_sparse(BF16, n, k, kept) else 1.0
+        self.read_chosen_bytes += int(dense * chosen) if is_read else 0
 
     @property
     def decode_bound(self) -> float:
@@ -97,7 +116,6 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     located = locate(settings.model, cache_root(), report)
-    recovery = None
     with open_source(located) as source, new_path(settings.out) as directory:
         check_family(source)
         activations = _calibrate(settings, report, progress)
@@ -109,12 +127,11 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
             assert activations is not None
             between = _perplexity_of_values_left(settings, directory, report, progress)
             pruned, recovery = _recover(settings, source, directory, activations, progress)
-            recovery = replace(recovery, perplexity_pruned=between)
-    before = after = None
+            pruned.recovery = replace(recovery, perplexity_pruned=between)
     if settings.evaluation is not None:
-        before = _perplexity(settings.model, settings.evaluation, report, progress)
-        after = _perplexity(str(settings.out), settings.evaluation, report, progress)
-    return replace(pruned, perplexity_before=before, perplexity_after=after, recovery=recovery)
+        pruned.perplexity_before = _perplexity(settings.model, settings.evaluation, report, progress)
+        pruned.perplexity_after = _perplexity(str(settings.out), settings.evaluation, report, progress)
+    return pruned
 
 
 def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Activations | None:
@@ -205,45 +222,12 @@ def _inputs_of(name: str) -> tuple[int, str]:
     return layer, READERS[weight]
 
 
-@dataclass
-class _Tally:
-    """Bytes and counts, added up while tensors are written."""
-
-    zeros: int = 0
-    weights: int = 0
-    pruned_zeros: int = 0
-    pruned_weights: int = 0
-    dense_bytes: int = 0
-    sparse_bytes: int = 0
-    int8_bytes: int = 0
-    read_dense_bytes: int = 0
-    read_sparse_bytes: int = 0
-    read_chosen_bytes: int = 0
-
-    def add(self, bits: Array, is_read: bool, is_pruned: bool) -> None:
-        n, k = bits.shape
-        kept = int(np.count_nonzero(bits))
-        density = kept / bits.size
-        share = bytes_share(BF16, n, k, density)
-        dense, least = BF16.nbytes(n, k), min(1.0, share)
-        self.zeros += bits.size - kept
-        self.weights += bits.size
-        self.pruned_zeros += bits.size - kept if is_pruned else 0
-        self.pruned_weights += bits.size if is_pruned else 0
-        self.dense_bytes += dense
-        self.sparse_bytes += int(dense * least)
-        self.int8_bytes += INT8.nbytes(n, k)
-        self.read_dense_bytes += dense if is_read else 0
-        self.read_sparse_bytes += int(dense * least) if is_read else 0
-        chosen = share if StorageChoice().is_sparse(BF16, n, k, kept) else 1.0
-        self.read_chosen_bytes += int(dense * chosen) if is_read else 0
-
-
 def _write(
     settings: PruneSettings, source: ModelSource, change: Change, path: Path, progress: Report, doing: str
 ) -> Pruned:
     """Write the file of tensors. One weight at a time is in memory as float32."""
-    tally = _Tally()
+    names = {name.rpartition(".")[2] for name in source.tensors}
+    pruned = Pruned(settings.out, kept=tuple(name for name in settings.skip if name in names))
     tied = source.config.tied_embeddings
 
     def tensors() -> Iterator[Tensor]:
@@ -259,7 +243,7 @@ def _write(
             if weight not in settings.skip:
                 w = change(name, w)
             bits = bf16_bits(w)
-            tally.add(bits, is_read=name != "embed" or tied, is_pruned=weight not in settings.skip)
+            pruned.add(bits, is_read=name != "embed" or tied, is_pruned=weight not in settings.skip)
             if settings.storage == "bitmask" and weight not in EMBEDDINGS:
                 yield from bitmask_tensors(theirs, bits)
             else:
@@ -267,9 +251,7 @@ def _write(
             progress(f"{doing}: {number + 1} of {counted(len(source.tensors), 'tensor')}")
 
     write_tensors(path, tensors(), 4 * len(source.tensors))
-    names = {name.rpartition(".")[2] for name in source.tensors}
-    kept = tuple(name for name in settings.skip if name in names)
-    return Pruned(settings.out, kept=kept, **vars(tally), perplexity_before=None, perplexity_after=None)
+    return pruned
 
 
 def _in_order(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.workflows.report import Report, silent
@@ -51,9 +51,6 @@ class BitsOutcome:
     core: int
     is_known: bool
     problem: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def check_bits(report: Report = silent) -> list[BitsOutcome]:

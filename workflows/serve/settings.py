@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from phasewise._options import MOST_USED, changed, option, parse_time, refuse_unused, size
 from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 from phasewise.workflows.opening.settings import NATIVE, Remote, Weights
-from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, EMBED_DEVICE_HELP, KV_FORMAT, RANKS, THREADS
+from phasewise.workflows.options import DB, DRAFT, DRAFT_TOKENS, EMBED_DEVICE_HELP, KV_FORMAT, RANKS, THREADS
 
 if TYPE_CHECKING:
     from phasewise.cluster.routing import Role
@@ -488,26 +488,30 @@ NO_BATCHES = Batches(batch_bytes=0)
 class ServeSettings:
     """All settings of a server.
 
-    `pools`: cores or nodes of instances; none: one engine computes both phases. `length_log`: file to which
-    prompts' token ids and answers' lengths are appended. `remote`: source of schedules at a start. `db`: URL
-    or file of the tuning database.
+    `pools`: cores or nodes of instances; none: one engine computes both phases. `remote`: source of schedules
+    at a start.
     """
 
     listening: Listening = Listening()
     accepting: Accepting = Accepting()
     weights: Weights = NATIVE
     running: Running = Running()
+    coming: Residency = Residency()
     kv: KeysAndValues = KeysAndValues()
     prefixes: Prefixes = Prefixes()
     answering: Answering = Answering()
     logged: Logged = Logged(log_level="off")
     pools: Pools = ALONE
     embeddings: Embeddings = Embeddings()
-    length_log: Path | None = None
     remote: Remote = NO_REMOTE
     batches: Batches = NO_BATCHES
-    db: str | None = None
-    coming: Residency = Residency()
+    length_log: Path | None = option(
+        None,
+        "append prompts (token ids) and answer lengths, for predict-len; without it no prompt is stored",
+        envvar="PHASEWISE_LENGTH_LOG",
+        metavar="FILE",
+    )
+    db: str | None = DB(None)
 
     def __post_init__(self) -> None:
         kept = changed(self.prefixes, "prefix_cache")

@@ -1,10 +1,10 @@
-"""Service plans as JSON values and pictures, schedules in words; plans that `tune-config --json` printed."""
+"""Service plans as JSON values and pictures; plans that `tune-config --json` printed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phasewise._files import read_input
 from phasewise._json import read_json
@@ -21,10 +21,6 @@ from phasewise.tuner.plans import (
     bands_fields,
     ranks_fields,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 Plans = Mapping[Phase, ServicePlan]
 
@@ -129,15 +125,3 @@ def _fills(plans: Plans) -> dict[Phase, Sequence[str]]:
     half = len(GROUP_FILLS) // 2
     n_first = min(len(plans[first].ranks), len(GROUP_FILLS) - min(len(plans[second].ranks), half))
     return {first: GROUP_FILLS[:n_first], second: GROUP_FILLS[n_first:]}
-
-
-def schedule_words(schedule: Mapping[str, Any] | None) -> str:
-    """A schedule in one line: tile and block as rows x columns, grid as threads over m, n and k."""
-    if schedule is None:
-        return "by the step"
-    s = schedule
-    return (
-        f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{s['block_n']}x{s['block_k']}, "
-        f"grid {s['threads_m']}x{s['threads_n']}x{s['threads_k']}, {s['loop_order']}, "
-        f"prefetch {s['prefetch_bytes']}"
-    )

@@ -16,8 +16,8 @@ from phasewise.workflows.tune_config.run import End, tune
 
 if TYPE_CHECKING:
     from phasewise.tuner.measurement_lock import MeasurementLock
-    from phasewise.workflows.tune_config.run import Found, Show
-    from phasewise.workflows.tune_config.settings import TuneConfigSettings
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_config.settings import Show, TuneConfigSettings
     from phasewise.workflows.tune_config.subject import Subject
 
 WORST_FIRST: tuple[End, ...] = ("interrupted", "budget")

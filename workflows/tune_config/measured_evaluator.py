@@ -121,12 +121,6 @@ class MeasuredEvaluator:
             yield clock
 
     @contextmanager
-    def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
-        """Open a plan for its phase, with the default plan for the other phase. Raises EvaluationError."""
-        with self._opened(plan) as clock:
-            yield clock
-
-    @contextmanager
     def _turn(self) -> Iterator[None]:
         """Have the machine alone. EvaluationError at the deadline, which a slow model must not outlast."""
         left_s = self.deadline_s - time.monotonic()
@@ -138,7 +132,8 @@ class MeasuredEvaluator:
             yield
 
     @contextmanager
-    def _opened(self, plan: ServicePlan) -> Iterator[Clock]:
+    def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
+        """Open a plan for its phase, with the default plan for the other phase. Raises EvaluationError."""
         with _one_line():
             check_fits(plan, self._machine)
             plans: dict[Phase, ServicePlan] = {phase: default_plan(self._machine, phase) for phase in PHASES}
@@ -161,7 +156,7 @@ class MeasuredEvaluator:
         """Open two plans of one phase; the duel times their objective in nanoseconds, in pairs of turns."""
         with ExitStack() as stack:
             stack.enter_context(self._turn())
-            old, new = (stack.enter_context(self._opened(plan)) for plan in (incumbent, candidate))
+            old, new = (stack.enter_context(self.open_plan(plan)) for plan in (incumbent, candidate))
             takes = [Contestant(clock, steps, cost).take for clock in (old, new)]
             new.conditions()
             yield lambda pairs: timing.duel(takes[0], takes[1], pairs)

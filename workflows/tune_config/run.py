@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.tuner.plans import Phase, ServicePlan, placed_json
-from phasewise.workflows.tune_config.settings import TuneConfigSettings
+from phasewise.workflows.tune_config.settings import Show, TuneConfigSettings
 from phasewise.workflows.tune_config.subject import Searched, Subject, search, study_location
 from phasewise.workflows.tune_config.verdict import (
     CalculatedJury,
@@ -41,10 +41,8 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.modelled import ModelledEvaluator
     from phasewise.tuner.config.recorded import Kernels, PlanTiming
     from phasewise.tuner.config.steps import StepEvaluator
-    from phasewise.tuner.config.study import Event
     from phasewise.tuner.measurement_lock import MeasurementLock
-    from phasewise.tuner.tuning_run import TuningProgress
-    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Plans, Room, Schedules
+    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Plans, Schedules
     from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 SEARCH_SHARE = 0.5
@@ -61,40 +59,20 @@ LEAST_KERNEL_S = 5.0
 End = Literal["complete", "budget", "interrupted"]
 
 
-class Show(Protocol):
-    """Receiver of a run's reports while the run goes on."""
-
-    def searching(self, phase: Phase) -> Callable[[Event], None]:
-        """The receiver of the events of a phase's search."""
-        ...
-
-    def tuning(self, progress: TuningProgress) -> None:
-        """The progress of the tuning of kernels."""
-        ...
-
-    def stage(self, name: str) -> None:
-        """Note the current stage, where nothing else is reported."""
-        ...
-
-    def say(self, line: str) -> None:
-        """Show a line that stays."""
-        ...
-
-
-@dataclass(frozen=True)
+@dataclass
 class Found:
-    """The results of a run."""
+    """The results of a run, so far or at its end."""
 
     wish: TuneConfigSettings
     subject: Subject
-    searched: tuple[Searched, ...]
-    verdicts: Mapping[Phase, PhaseVerdict]
-    kernels: tuple[TunedRound, ...]
-    stored: frozenset[Phase]
-    end: End
-    elapsed_s: float
-    laps: int
-    disturbed: int
+    searched: list[Searched] = field(default_factory=list)
+    verdicts: dict[Phase, PhaseVerdict] = field(default_factory=dict)
+    kernels: list[TunedRound] = field(default_factory=list)
+    stored: set[Phase] = field(default_factory=set)
+    end: End = "complete"
+    elapsed_s: float = 0.0
+    laps: int = 0
+    disturbed: int = 0
     bands: tuple[Found, ...] = ()
     """The runs for each further number of sequences that decode together (`loads.tune_loads`)."""
 
@@ -131,20 +109,13 @@ def objectives_of(subject: Subject, verdict: PhaseVerdict | None) -> Mapping[str
     return {**subject.objectives_below, f"{subject.objective.kind}{of_band}_ms": verdict.latency_ms}
 
 
-@dataclass
-class Run:
-    """The state of a run, with its results so far."""
+@dataclass(kw_only=True)
+class Run(Found):
+    """A run under way."""
 
-    wish: TuneConfigSettings
-    subject: Subject
     show: Show
     started_s: float
     lock: MeasurementLock
-    searched: list[Searched] = field(default_factory=list)
-    verdicts: dict[Phase, PhaseVerdict] = field(default_factory=dict)
-    kernels: list[TunedRound] = field(default_factory=list)
-    stored: set[Phase] = field(default_factory=set)
-    end: End = "complete"
 
     def deadline_s(self, share: float = 1.0) -> float:
         """The time at which this share of the budget is spent."""
@@ -158,7 +129,7 @@ def tune(
 
     started_s: when the command began, by `time.monotonic`. lock: taken while anything is timed.
     """
-    run = Run(wish, subject, show, started_s, lock)
+    run = Run(wish, subject, show=show, started_s=started_s, lock=lock)
     measured: MeasuredEvaluator | None = None
     try:
         if wish.evaluator == "measured":
@@ -166,25 +137,17 @@ def tune(
 
             left_s = run.deadline_s() - time.monotonic()
             with lock.turn(left_s), open_store(wish.db, run.show.say) as store:
-                measured = _plain(run, store)
+                measured = _evaluator(run, store, "default")
                 measured.deadline_s = run.deadline_s()
                 _run_measured(run, measured, store)
         else:
             _run_calculated(run)
     except KeyboardInterrupt:
         run.end = "interrupted"
-    return Found(
-        wish,
-        subject,
-        tuple(run.searched),
-        run.verdicts,
-        tuple(run.kernels),
-        frozenset(run.stored),
-        run.end,
-        time.monotonic() - started_s,
-        len(measured.tally.laps) if measured else 0,
-        measured.tally.disturbed if measured else 0,
-    )
+    if measured is not None:
+        run.laps, run.disturbed = len(measured.tally.laps), measured.tally.disturbed
+    run.elapsed_s = time.monotonic() - started_s
+    return run
 
 
 # ---- nothing is timed --------------------------------------------------------------------------------------
@@ -212,35 +175,22 @@ def _modelled(run: Run) -> ModelledEvaluator:
 # ---- measured ----------------------------------------------------------------------------------------------
 
 
-def _plain(run: Run, store: Store) -> MeasuredEvaluator:
-    """An evaluator with the kernels' default schedules, the same for all configurations."""
-    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
-
-    subject = run.subject
-    assert subject.model is not None
-    heard = _keeper(subject, store, "default")
-    return MeasuredEvaluator(subject.model, subject.machine, _room(subject), keep=heard, lock=run.lock)
-
-
-def _tuned(run: Run, store: Store) -> MeasuredEvaluator:
-    """An evaluator with the schedules in use for a plan's cores."""
+def _evaluator(run: Run, store: Store, kernels: Kernels) -> MeasuredEvaluator:
+    """An evaluator with the default schedules, the same for all configurations, or with those in use."""
+    from phasewise.tuner.plans import PHASES
     from phasewise.workflows.opening.tuned_schedules import schedules_for
-    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
+    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Room
 
-    def in_use(plans: Plans) -> Schedules:
+    def schedules(plans: Plans) -> Schedules | None:
+        if kernels == "default":
+            return None
         return schedules_for(run.wish.db, subject.machine, plans, run.show.say)
 
     subject = run.subject
     assert subject.model is not None
-    heard = _keeper(subject, store, "tuned")
-    return MeasuredEvaluator(subject.model, subject.machine, _room(subject), in_use, heard, run.lock)
-
-
-def _room(subject: Subject) -> Room:
-    from phasewise.tuner.plans import PHASES
-    from phasewise.workflows.tune_config.measured_evaluator import Room
-
-    return Room.for_steps(step for phase in PHASES for step in subject.grid(phase).steps)
+    room = Room.for_steps(step for phase in PHASES for step in subject.grid(phase).steps)
+    keep = _keeper(subject, store, kernels)
+    return MeasuredEvaluator(subject.model, subject.machine, room, schedules, keep, run.lock)
 
 
 def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[PlanTiming], None]:
@@ -265,7 +215,7 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
     needed_s = _last_run_s(run, chosen)
     if not _tune_kernels(run, chosen, run.deadline_s() - sum(needed_s.values()), store):
         return
-    tuned = _tuned(run, store)
+    tuned = _evaluator(run, store, "tuned")
     tuned.tally, tuned.deadline_s = plain.tally, plain.deadline_s
     _last_runs(run, tuned, needed_s, store)
 
@@ -361,13 +311,15 @@ def _tune_kernels(
 
     Each plan may take half of the time that is left: the best plan's products are worth the most.
     """
-    from phasewise.workflows.tune_kernels.rounds import tune_round
+    from phasewise.workflows.tune_kernels.rounds import Tuning, tune_round
     from phasewise.workflows.tune_kernels.run import kernel_rounds
 
     assert run.subject.model is not None
     plans = [finalist.plan for turn in zip_longest(*chosen.values()) for finalist in turn if finalist]
-    rounds = kernel_rounds(run.subject.model, run.subject.machine, plans)
-    for place, kernel_round in enumerate(rounds):
+    machine = run.subject.machine
+    rounds = kernel_rounds(run.subject.model, machine, plans)
+    tuning = Tuning(machine, store, run.lock, progress=run.show.tuning, resume=run.wish.resume)
+    for place, tuning_round in enumerate(rounds):
         left_s = deadline_s - time.monotonic()
         if left_s < LEAST_KERNEL_S:
             run.show.say(
@@ -376,9 +328,8 @@ def _tune_kernels(
             run.end = "budget"
             break
         share_s = left_s if place == len(rounds) - 1 else left_s / 2
-        run.show.say(f"kernels: {kernel_round.describe()}, at most {share_s:.0f} s")
-        machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
-        run.kernels.append(tune_round(kernel_round.round, machine, store, share_s, resume, report, run.lock))
+        run.show.say(f"kernels: {tuning_round.describe()}, at most {share_s:.0f} s")
+        run.kernels.append(tune_round(tuning_round, tuning, share_s))
         if run.kernels[-1].is_interrupted:
             run.end = "interrupted"
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -9,10 +10,30 @@ from typing import TYPE_CHECKING, Literal, cast
 from phasewise._options import changed, option, parse_budget, parse_numbers, refuse_unused
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import DB, FORMAT
+from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.tuner.config.simulate import Objective, ObjectiveKind
+    from phasewise.tuner.config.study import Event
     from phasewise.tuner.plans import Phase
+    from phasewise.tuner.tuning_run import TuningProgress
+
+
+class Show:
+    """Receiver of a run's reports; this one passes on the lines that stay, and drops the rest."""
+
+    def __init__(self, say: Report = silent) -> None:
+        self.say = say
+
+    def searching(self, phase: Phase) -> Callable[[Event], None]:
+        """The receiver of the events of a phase's search."""
+        return lambda event: None
+
+    def tuning(self, progress: TuningProgress) -> None:
+        """The progress of the tuning of kernels."""
+
+    def stage(self, name: str) -> None:
+        """Note the current stage, where nothing else is reported."""
 
 
 @dataclass(frozen=True)

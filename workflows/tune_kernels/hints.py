@@ -15,13 +15,11 @@ from phasewise.kerneldb.store import Store
 from phasewise.topology import Machine
 from phasewise.tuner.first_duels import in_order_of_worth
 from phasewise.tuner.ledger import Ledger, Scope
-from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import obstacle
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import Hinted, HintsOutcome, ScheduleEvaluator, Tools, settle_hints
-from phasewise.workflows.report import Report
-from phasewise.workflows.tune_kernels.rounds import HERE, OnFirstCore, Round, TuningBench, evaluator_on
+from phasewise.workflows.tune_kernels.rounds import OnFirstCore, Round, Tuning, evaluator_on
 
 MULTIPLY_ADDS_A_BYTE = 16
 """Multiply-adds of a core in the time of reading a weight's byte; only an order follows from this number."""
@@ -40,27 +38,20 @@ class _Waiting:
     hints: Sequence[Hint]
 
 
-def fight_hints(
-    rounds: Sequence[Round],
-    machine: Machine,
-    store: Store,
-    budget_s: float,
-    lock: MeasurementLock,
-    report: Report,
-    bench: TuningBench = HERE,
-) -> list[HintsOutcome]:
+def fight_hints(rounds: Sequence[Round], tuning: Tuning, budget_s: float) -> list[HintsOutcome]:
     """Time schedules that won elsewhere for these products, and use what a duel proves faster.
 
     Begins no batch of timings after `budget_s`. Nothing is timed or reported where no hint waits, or where
     the database is only read.
     """
-    deadline_s = bench.clock() + budget_s
-    waiting = waiting_of(rounds, machine, store) if store.writable else []
+    clock, report = tuning.bench.clock, tuning.report
+    deadline_s = clock() + budget_s
+    waiting = waiting_of(rounds, tuning.machine, tuning.store) if tuning.store.writable else []
     if not waiting:
         return []
     told = counts_told(hint for group in waiting for hint in group.hints)
     report(f"timing schedules that won elsewhere, {round(budget_s)} s at most: {told} ...")
-    done = [_fight(group, machine, store, deadline_s - bench.clock(), lock, bench) for group in waiting]
+    done = [_fight(group, tuning, deadline_s - clock()) for group in waiting]
     timed, promoted = (sum(getattr(outcome, name) for outcome in done) for name in ("timed", "promoted"))
     report(f"{promoted} of {counted(timed, 'product')} that were timed run faster by them, and use them")
     return done
@@ -104,17 +95,11 @@ def work_of(tuning_round: Round) -> Callable[[Problem], float]:
     return work
 
 
-def _fight(
-    waiting: _Waiting,
-    machine: Machine,
-    store: Store,
-    budget_s: float,
-    lock: MeasurementLock,
-    bench: TuningBench,
-) -> HintsOutcome:
+def _fight(waiting: _Waiting, tuning: Tuning, budget_s: float) -> HintsOutcome:
     cores = waiting.round.cores
-    with evaluator_on(cores, machine, lock, budget_s, bench) as native:
+    with evaluator_on(cores, tuning, budget_s) as native:
         evaluator: ScheduleEvaluator = OnFirstCore(native, cores[0])
         scope = Scope(waiting.machine, kernel_abi(waiting.family), __version__)
-        tools = Tools(evaluator, Ledger(store, scope), clock=bench.clock, lock=lock)
+        ledger = Ledger(tuning.store, scope)
+        tools = Tools(evaluator, ledger, clock=tuning.bench.clock, lock=tuning.lock)
         return settle_hints(waiting.hinted, tools, budget_s)

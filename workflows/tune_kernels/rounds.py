@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
 from phasewise._words import share_of_limit
@@ -27,13 +27,14 @@ from phasewise.tuner.machine_limits import Roofline, measure_roofline
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of, obstacle
 from phasewise.tuner.nearest import NearestSchedules
-from phasewise.tuner.plans import Phase, machine_key
+from phasewise.tuner.plans import Phase, list_cores, machine_key
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.timing import Duel
 from phasewise.tuner.tuning_run import Gain, ScheduleEvaluator, Tools, TuningOutcome, TuningProgress, tune
 from phasewise.tuner.weights import cold_bytes, format_name
+from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +60,26 @@ class TuningBench:
 
 
 HERE = TuningBench()
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What runs of tuning share: the machine, the place of their timings, their lock and reports.
+
+    progress: called with the state of a search. resume: stored timings are not repeated.
+    """
+
+    machine: Machine
+    store: Store
+    lock: MeasurementLock
+    report: Report = silent
+    progress: Callable[[TuningProgress], None] = lambda _: None
+    resume: bool = True
+    bench: TuningBench = HERE
+
+    def key(self, tuning_round: Round) -> MachineKey:
+        """The key under which a round's timings are kept."""
+        return machine_key(self.machine, tuning_round.cores)
 
 
 DECODE_ROWS = 64
@@ -95,6 +116,12 @@ class Round:
     tasks: tuple[Task, ...]
     """One task for each shape."""
     attention: Task | None = None
+    ranks: int = 1
+    """Number of ranks of the plan; the cores are one rank's."""
+
+    def describe(self) -> str:
+        of = f" (a rank of {self.ranks})" if self.ranks > 1 else ""
+        return f"{' and '.join(self.phases)} on cores {list_cores(self.cores)}{of}"
 
     def weight_bytes(self, problem: Problem) -> int:
         """Bytes of one weight, as it lies in memory."""
@@ -203,56 +230,39 @@ def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], ro
         yield Task(group, m_grid(most_rows, SearchOptions()))
 
 
-def tune_round(
-    tuning_round: Round,
-    machine: Machine,
-    store: Store,
-    budget_s: float,
-    resume: bool,
-    report: Callable[[TuningProgress], None],
-    lock: MeasurementLock,
-    bench: TuningBench = HERE,
-) -> TunedRound:
+def tune_round(tuning_round: Round, tuning: Tuning, budget_s: float) -> TunedRound:
     """Tune a round for at most `budget_s`, the measuring of its limits included."""
-    started_s = bench.clock()
-    total_bytes = cold_bytes(machine)
+    machine, lock, clock = tuning.machine, tuning.lock, tuning.bench.clock
+    deadline_s, formats = clock() + budget_s, (shape.format for shape in tuning_round.shapes)
     with lock.turn(budget_s):
-        roofline = bench.limits(
-            tuning_round.cores, (shape.format for shape in tuning_round.shapes), total_bytes
-        )
-    since_ms = 0 if resume else time.time_ns() // 1_000_000
-    key, deadline_s = machine_key(machine, tuning_round.cores), started_s + budget_s
-    scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
+        roofline = tuning.bench.limits(tuning_round.cores, formats, cold_bytes(machine))
+    since_ms, key = 0 if tuning.resume else time.time_ns() // 1_000_000, tuning.key(tuning_round)
     attention: TuningOutcome | None = None
-    with evaluator_on(tuning_round.cores, machine, lock, deadline_s - bench.clock(), bench) as native:
+    with evaluator_on(tuning_round.cores, tuning, budget_s) as native:
         evaluator = OnFirstCore(native, tuning_round.cores[0])
-        worths = tuning_round.worths(lambda problem: bound_s(tuning_round, roofline, problem))
-        tools = Tools(
-            evaluator,
-            Ledger(store, scope),
-            report=report,
-            call_s=lambda problem: bound_s(tuning_round, roofline, problem),
-            clock=bench.clock,
-            worth=lambda task: worths[tuning_round.tasks.index(task)],
-            lock=lock,
-            seeds=NearestSchedules(store, key, obstacle),
-        )
-        left_s = deadline_s - bench.clock()
-        outcome = tune(
-            tuning_round.tasks, tools, left_s * (1 - ATTENTION_SHARE) if tuning_round.attention else left_s
-        )
-        if tuning_round.attention and outcome.end != "interrupted":
-            own = Scope(key, kernel_abi("attention"), __version__, since_ms)
-            tools = Tools(
-                evaluator,
-                Ledger(store, own),
-                report=report,
-                call_s=_attention_s(roofline),
-                clock=bench.clock,
-                lock=lock,
+
+        def tools(family: str, call_s: Callable[[Problem], float], **more: Any) -> Tools:
+            ledger = Ledger(tuning.store, Scope(key, kernel_abi(family), __version__, since_ms))
+            return Tools(
+                evaluator, ledger, report=tuning.progress, call_s=call_s, clock=clock, lock=lock, **more
             )
-            attention = tune([tuning_round.attention], tools, deadline_s - bench.clock())
-    return TunedRound(tuning_round, scope.machine, scope.kernel_abi, roofline, outcome, attention)
+
+        def least_s(problem: Problem) -> float:
+            return bound_s(tuning_round, roofline, problem)
+
+        worths = tuning_round.worths(least_s)
+        of_products = tools(
+            "gemm",
+            least_s,
+            worth=lambda task: worths[tuning_round.tasks.index(task)],
+            seeds=NearestSchedules(tuning.store, key, obstacle),
+        )
+        share = 1 - ATTENTION_SHARE if tuning_round.attention else 1
+        outcome = tune(tuning_round.tasks, of_products, share * (deadline_s - clock()))
+        if tuning_round.attention and outcome.end != "interrupted":
+            own = tools("attention", _attention_s(roofline))
+            attention = tune([tuning_round.attention], own, deadline_s - clock())
+    return TunedRound(tuning_round, key, kernel_abi("gemm"), roofline, outcome, attention)
 
 
 def _attention_s(roofline: Roofline) -> Callable[[Problem], float]:
@@ -262,14 +272,12 @@ def _attention_s(roofline: Roofline) -> Callable[[Problem], float]:
 
 
 @contextmanager
-def evaluator_on(
-    cores: Sequence[int], machine: Machine, lock: MeasurementLock, seconds: float, bench: TuningBench = HERE
-) -> Iterator[NativeEvaluator]:
+def evaluator_on(cores: Sequence[int], tuning: Tuning, seconds: float) -> Iterator[NativeEvaluator]:
     """An evaluator on the team that an engine has on these cores. It is opened in a turn of the lock, for
     which it waits `seconds` at most, since it measures cores of several kinds.
     """
-    with lock.turn(seconds):
-        native = bench.evaluator(cores, cold_bytes(machine))
+    with tuning.lock.turn(seconds):
+        native = tuning.bench.evaluator(cores, cold_bytes(tuning.machine))
     with closing(native):
         yield native
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
@@ -23,7 +23,7 @@ from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import default_schedule, paths_of
-from phasewise.tuner.plans import Phase, ServicePlan, default_plan, list_cores, machine_key
+from phasewise.tuner.plans import Phase, ServicePlan, default_plan
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.timing import PAIRS
 from phasewise.tuner.tuning_run import TuningProgress
@@ -37,6 +37,7 @@ from phasewise.workflows.tune_kernels.rounds import (
     Round,
     Shape,
     TunedRound,
+    Tuning,
     TuningBench,
     evaluator_on,
     plan_rounds,
@@ -45,7 +46,6 @@ from phasewise.workflows.tune_kernels.rounds import (
 )
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.store import Store
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
     from phasewise.tuner.search.group import Group
@@ -89,45 +89,37 @@ def _rows(tuning_round: Round, is_head: bool) -> Iterator[int]:
 def fight_storage_duels(
     problems: Sequence[Problem],
     tuning_round: Round,
-    machine: Machine,
-    store: Store,
+    tuning: Tuning,
     budget_s: float,
-    resume: bool,
-    lock: MeasurementLock,
-    bench: TuningBench = HERE,
     call_s: Callable[[Problem], float] = lambda _: 0.0,
 ) -> list[StorageDuel]:
     """Fight the duels that the budget allows; each result is stored at once.
 
     A duel is expected to take as long as the longest one of as many rows, and as CALLS_A_DUEL calls at least.
-    call_s: the least seconds of a call. resume: stored duels are not repeated.
+    call_s: the least seconds of a call.
     """
-    deadline_s, key, abi = (
-        bench.clock() + budget_s,
-        machine_key(machine, tuning_round.cores),
-        kernel_abi("gemm"),
-    )
-    threads = len(tuning_round.cores)
-    table = read_schedules(store, machine, tuning_round.cores, silent)
-    rows = store.rows(StorageDuel, machine=key, kernel_abi=abi, verified=True) if resume else []
+    store, clock, cores = tuning.store, tuning.bench.clock, tuning_round.cores
+    deadline_s, key, abi = clock() + budget_s, tuning.key(tuning_round), kernel_abi("gemm")
+    table = read_schedules(store, tuning.machine, cores, silent)
+    rows = store.rows(StorageDuel, machine=key, kernel_abi=abi, verified=True) if tuning.resume else []
     stored_duels = {duel.problem: duel for duel in rows}
     duels: list[StorageDuel] = []
     longest_s: dict[int, float] = {}
-    with evaluator_on(tuning_round.cores, machine, lock, budget_s, bench) as evaluator:
+    with evaluator_on(cores, tuning, budget_s) as evaluator:
         for problem in problems:
             if problem in stored_duels:
                 duels.append(stored_duels[problem])
                 continue
             expected_s = max(longest_s.get(problem.m, 0.0), CALLS_A_DUEL * call_s(problem))
-            if bench.clock() + expected_s >= deadline_s:
+            if clock() + expected_s >= deadline_s:
                 continue
-            schedule, dense = schedules_of_duel(problem, table, threads)
-            with lock.turn(deadline_s - bench.clock()) as is_alone:
+            schedule, dense = schedules_of_duel(problem, table, len(cores))
+            with tuning.lock.turn(deadline_s - clock()) as is_alone:
                 if not is_alone:
                     break
-                began_s = bench.clock()
+                began_s = clock()
                 fought = evaluator.duel_storages(problem, schedule, dense)
-                longest_s[problem.m] = max(expected_s, bench.clock() - began_s)
+                longest_s[problem.m] = max(expected_s, clock() - began_s)
             origin = Origin(key, __version__, time.time_ns() // 1_000_000)
             duel = StorageDuel(problem, schedule, dense, fought.comparison, abi, origin)
             of_dense = Problem("gemm", split_format(problem.format)[0], problem.n, problem.k, problem.m)
@@ -162,21 +154,9 @@ MOST_ROWS = 512
 """Most rows of a product: the engine computes no more at once."""
 
 
-@dataclass(frozen=True)
-class KernelRound:
-    """One set of products on one rank's cores."""
-
-    round: Round
-    ranks: int
-
-    def describe(self) -> str:
-        of = f" (a rank of {self.ranks})" if self.ranks > 1 else ""
-        return f"{' and '.join(self.round.phases)} on cores {list_cores(self.round.cores)}{of}"
-
-
 def kernel_rounds(
     model: PackedModel, machine: Machine, plans: Sequence[ServicePlan], most_rows: int = MOST_ROWS
-) -> list[KernelRound]:
+) -> list[Round]:
     """The products to tune for `plans`, the most wanted first; both phases at once where they use the same
     cores.
     """
@@ -195,16 +175,16 @@ def _round(
     plan: ServicePlan,
     phases: Mapping[Phase, tuple[int, ...]],
     most_rows: int,
-) -> KernelRound:
+) -> Round:
     whole = shapes_of(model)
     if len(plan.ranks) == 1:
         (only,) = plan_rounds(machine, phases, whole, most_rows, tuned_attention(model))
-        return KernelRound(only, 1)
+        return only
     weights = weights_here(plan)
     shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, weights)))
     (only,) = plan_rounds(machine, phases, shapes, most_rows, _attention_of_a_rank(model, weights))
     tasks = tuple(replace(task, group=_in_default_arithmetic(task.group)) for task in only.tasks)
-    return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
+    return replace(only, tasks=tasks, ranks=len(plan.ranks))
 
 
 def _attention_of_a_rank(model: PackedModel, weights: tuple[int, ...]) -> tuple[str, int, int] | None:
@@ -239,12 +219,8 @@ def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase]
     """The products and the attention of a model, on the cores of its plans for `phases`, bands included."""
     plans: dict[Phase, ServicePlan] = {phase: plan for phase, plan in opened.plans.items() if phase in phases}
     if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
-        return [
-            kernel_round.round
-            for kernel_round in kernel_rounds(
-                opened.model, machine, [own for plan in plans.values() for own in plan.each], max_m
-            )
-        ]
+        each = [own for plan in plans.values() for own in plan.each]
+        return kernel_rounds(opened.model, machine, each, max_m)
     cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
     shapes, attention = shapes_of(opened.model), tuned_attention(opened.model)
     rounds = plan_rounds(machine, cores, shapes, max_m, attention)
@@ -287,23 +263,20 @@ def tune_rounds(
     deadline_s = bench.clock() + budget_s
     done: list[TunedRound] = []
     with lock.turn(budget_s), open_store(db, report) as store:
+        tuning = Tuning(machine, store, lock, report, progress, resume, bench)
         if resume:
-            fight_hints(rounds, machine, store, min(FIRST_S, FIRST_SHARE * budget_s), lock, report, bench)
+            fight_hints(rounds, tuning, min(FIRST_S, FIRST_SHARE * budget_s))
         for number, tuning_round in enumerate(rounds):
             share_s = (deadline_s - bench.clock()) / (len(rounds) - number)
             problems = [] if model is None else storage_problems(model, tuning_round)
             duels_s = STORAGE_SHARE * share_s if problems else 0.0
-            own_s = share_s - duels_s
-            done.append(tune_round(tuning_round, machine, store, own_s, resume, progress, lock, bench))
+            done.append(tune_round(tuning_round, tuning, share_s - duels_s))
             if done[-1].is_interrupted:
                 break
             if problems:
                 report(f"comparing sparse and dense storage: {counted(len(problems), 'product')} ...")
-                call_s = done[-1].arithmetic_s
-                duels = fight_storage_duels(
-                    problems, tuning_round, machine, store, duels_s, resume, lock, bench, call_s
-                )
+                duels = fight_storage_duels(problems, tuning_round, tuning, duels_s, done[-1].arithmetic_s)
                 done[-1] = replace(done[-1], storage=tuple(duels))
-        for key in dict.fromkeys(machine_key(machine, tuning_round.cores) for tuning_round in rounds):
+        for key in dict.fromkeys(map(tuning.key, rounds)):
             tidy(store, key, report)
     return done

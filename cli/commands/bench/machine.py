@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted, percent
 from phasewise.cli.options import JsonOption, ThreadsOption
-from phasewise.cli.present import note, print_json, say
-from phasewise.cli.tables import RowTable, show
+from phasewise.cli.present import note
+from phasewise.cli.tables import RowTable, present, table_of
 
 if TYPE_CHECKING:
     from phasewise.tuner.machine_limits import MachineLimits, PieceReads
@@ -38,29 +38,15 @@ def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
             limits.append(measure_limits(group))
         note("measuring reads in pieces ...")
         pieces = [read_in_pieces(cores, piece_bytes) for piece_bytes in PIECES]
-    if as_json:
-        print_json(
-            {
-                "signature": {"core": core_signature(here), "placement": placement_signature(here, cores)},
-                "limits": [_limit_fields(limit) for limit in limits],
-                "reads_in_pieces": [_piece_fields(reads) for reads in pieces],
-            }
-        )
-    else:
-        _print_limits(limits)
-        say("")
-        _print_pieces(pieces)
+    fields = {
+        "signature": {"core": core_signature(here), "placement": placement_signature(here, cores)},
+        "limits": [{"n_cores": len(limit.cores), **vars(limit)} for limit in limits],
+        "reads_in_pieces": [{**vars(reads), "share": reads.share} for reads in pieces],
+    }
+    present(as_json, fields, [_limits_table(limits), "", _pieces_table(pieces)])
 
 
-def _limit_fields(limit: MachineLimits) -> dict[str, object]:
-    return {"n_cores": len(limit.cores), **vars(limit)}
-
-
-def _piece_fields(reads: PieceReads) -> dict[str, object]:
-    return {**vars(reads), "share": reads.share}
-
-
-def _print_pieces(pieces: list[PieceReads]) -> None:
+def _pieces_table(pieces: list[PieceReads]) -> RowTable:
     rows = [
         [
             counted(reads.piece_bytes, "byte"),
@@ -70,10 +56,10 @@ def _print_pieces(pieces: list[PieceReads]) -> None:
         ]
         for reads in pieces
     ]
-    _show(rows, ["read in pieces of", "in order", "scattered", "share"])
+    return table_of(rows, ["read in pieces of", "in order", "scattered", "share"], form="github")
 
 
-def _print_limits(limits: list[MachineLimits]) -> None:
+def _limits_table(limits: list[MachineLimits]) -> RowTable:
     rows: list[list[str]] = [
         [f"{kind} multiply-add", *(f"{limit.peak_flops[kind] / 1e9:.0f} G/s" for limit in limits)]
         for kind in limits[0].peak_flops
@@ -81,8 +67,4 @@ def _print_limits(limits: list[MachineLimits]) -> None:
     size = f"{limits[0].read_buffer_bytes >> 20} MiB"
     rows.append([f"read {size}", *(f"{limit.read_bytes_per_s / 1e9:.1f} GB/s" for limit in limits)])
     headers = [f"limit ({limits[0].isa})", *(counted(len(limit.cores), "core") for limit in limits)]
-    _show(rows, headers)
-
-
-def _show(rows: list[list[str]], headers: list[str]) -> None:
-    show(RowTable([dict(zip(headers, row, strict=True)) for row in rows], headers[:1], form="github"))
+    return table_of(rows, headers, form="github")

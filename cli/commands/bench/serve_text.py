@@ -194,9 +194,7 @@ def _failures(report: LoadReport) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
-    """Write a table whose first column, and the columns `left`, are aligned to the left."""
-    cells = [dict(zip(headers, row, strict=True)) for row in rows]
-    return f"{tables.RowTable(cells, [headers[0], *left], form='github')}\n"
+    return f"{tables.table_of(rows, headers, left, 'github')}\n"
 
 
 def draw_report(report: LoadReport) -> str | None:

@@ -13,7 +13,8 @@ from phasewise.cli.commands.db import rows as db_rows
 from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db.rows import ListedSchedules, Section
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, complete_name
-from phasewise.cli.present import note, print_json, say
+from phasewise.cli.present import note, print_json
+from phasewise.cli.tables import present
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord, PredictorScore
@@ -45,10 +46,7 @@ def path(db: DbOption = None, as_json: JsonOption = False) -> None:
     $ phasewise db path --json
     """
     name, exists = _where(db)
-    if as_json:
-        print_json({"database": name, "exists": exists})
-    else:
-        say(name)
+    present(as_json, {"database": name, "exists": exists}, [name])
 
 
 @app.command()
@@ -160,16 +158,15 @@ def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
 
     with open_store(db, note, upgrades_server=True) as store:
         change, name = store.schema_change, store.name
-    if as_json:
-        print_json({"database": name, "from": change.before, "to": change.after})
-    elif change.before is None:
-        say(f"{name}: created with schema {change.after}")
+    if change.before is None:
+        told = f"created with schema {change.after}"
     elif change.after != HEAD:
-        say(f"{name}: schema {change.after} is newer than this phasewise's {HEAD}: nothing is done")
+        told = f"schema {change.after} is newer than this phasewise's {HEAD}: nothing is done"
     elif change.before == change.after:
-        say(f"{name}: schema {change.after} is current")
+        told = f"schema {change.after} is current"
     else:
-        say(f"{name}: upgraded from schema {change.before} to {change.after}")
+        told = f"upgraded from schema {change.before} to {change.after}"
+    present(as_json, {"database": name, "from": change.before, "to": change.after}, [f"{name}: {told}"])
 
 
 @app.command("set-plan")
@@ -234,11 +231,9 @@ def set_plan(
     record = PlanRecord(key, phase, plans.placed_json(plan, machine), origin)
     with open_store(db, note) as store:
         store.add([record])
-    if as_json:
-        fields = {"model": key, "phase": plan.phase, "from": from_sequences or 1}
-        print_json({**fields, "ranks": [list(rank.cores) for rank in ranks]})
-    else:
-        say(f"{key}, {plan.describe()}")
+    fields = {"model": key, "phase": plan.phase, "from": from_sequences or 1}
+    fields["ranks"] = [list(rank.cores) for rank in ranks]
+    present(as_json, fields, [f"{key}, {plan.describe()}"])
 
 
 def _where(db: str | None) -> tuple[str, bool | None]:

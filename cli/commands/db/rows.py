@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from phasewise._rows import Row, column
 from phasewise._words import counted, percent
 from phasewise.cli.commands.topo.text import core_words
+from phasewise.cli.explain_text import grid, tile
 from phasewise.cli.present import on_one_line, say
 from phasewise.cli.tables import WIDTH, RowTable, show, table_of_rows
 from phasewise.workflows.report import Report, silent
@@ -144,40 +145,20 @@ def plan_rows(plans: Sequence[PlanRecord], machines: Machines, report: Report = 
     from phasewise.kerneldb.upkeep import newest_plans
 
     here, newest = _Here(), newest_plans(plans)
-    return [
-        PlanRow(
-            plan.model_key,
-            plan.phase,
-            *_ranks(plan, here, report),
-            machines[plan.origin.machine],
-            newest.get((plan.model_key, plan.phase, plan.origin.machine)) is plan,
-            plan.origin.verified,
-            dict(plan.objectives),
-            plan.origin.created_at_ms,
-            plan.origin.program_version,
+    rows = []
+    for plan in plans:
+        ranks, places, bands = _ranks(plan, here, report)
+        key = (plan.model_key, plan.phase, plan.origin.machine)
+        own = {"ranks": ranks, "places": places, "bands": bands, "machine": machines[plan.origin.machine]}
+        rows.append(
+            PlanRow.made_of(plan, plan.origin, model=plan.model_key, in_use=newest.get(key) is plan, **own)
         )
-        for plan in plans
-    ]
+    return rows
 
 
 def score_rows(scores: Sequence[PredictorScore]) -> list[ScoreRow]:
     """Make the rows of scores, oldest first."""
-    return [
-        ScoreRow(
-            score.model_name,
-            score.reads,
-            score.answers_key,
-            score.judged_by,
-            score.learnt_answers,
-            score.judged_answers,
-            score.hold,
-            dict(score.figures),
-            score.origin.verified,
-            score.origin.created_at_ms,
-            score.origin.program_version,
-        )
-        for score in scores
-    ]
+    return [ScoreRow.made_of(score, score.origin, model=score.model_name) for score in scores]
 
 
 class _Here:
@@ -288,8 +269,8 @@ def _schedule_line(schedule: dict[str, Any]) -> dict[str, Any]:
     return {
         "kernel": shortened(18)(f"{schedule['family']} {schedule['format']}"),
         "n x k x m": _size(schedule),
-        "tile": _tile(schedule),
-        "grid": _grid(schedule),
+        "tile": tile(schedule),
+        "grid": grid(schedule),
         "path": shortened(12)(schedule["compute_path"]),
         "us": f"{schedule['estimate_ns'] / 1000:.1f}",
         "on": schedule["machine"],
@@ -298,14 +279,6 @@ def _schedule_line(schedule: dict[str, Any]) -> dict[str, Any]:
 
 def _size(problem: dict[str, Any]) -> str:
     return f"{problem['n']}x{problem['k']}x{problem['m']}"
-
-
-def _tile(schedule: dict[str, Any]) -> str:
-    return f"{schedule['mr']}x{16 * schedule['panels']}"
-
-
-def _grid(schedule: dict[str, Any]) -> str:
-    return f"{schedule['threads_m']}x{schedule['threads_n']}x{schedule['threads_k']}"
 
 
 def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) -> None:
@@ -369,10 +342,7 @@ def diff_fields(diff: Diff) -> dict[str, Any]:
     return {
         "same": diff.same,
         "differences": [_difference(difference, machines) for difference in diff.differences],
-        "others": [
-            OtherDiff(own.kind, own.of, own.kernel_abi, machines[own.machine], own.here, own.there)
-            for own in diff.others
-        ],
+        "others": [OtherDiff.made_of(own, machine=machines[own.machine]) for own in diff.others],
         "step_times": {"here_alone": diff.steps_here, "there_alone": diff.steps_there},
         "machines": machine_fields(machines),
     }
@@ -412,7 +382,7 @@ def print_diff(fields: dict[str, Any]) -> None:
 def _schedule_words(schedule: dict[str, Any] | None) -> str:
     if schedule is None:
         return "none"
-    return shortened(23)(f"{_tile(schedule)} {_grid(schedule)} {schedule['compute_path']}")
+    return shortened(23)(f"{tile(schedule)} {grid(schedule)} {schedule['compute_path']}")
 
 
 # ---- counts ------------------------------------------------------------------------------------------------

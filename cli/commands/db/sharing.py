@@ -6,7 +6,6 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +14,14 @@ import typer
 from phasewise._words import counted
 from phasewise.cli.commands.db.rows import diff_fields, print_diff
 from phasewise.cli.commands.topo.text import core_words
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
+from phasewise.cli.tables import present
+from phasewise.workflows.database.settings import Leaving, Trust
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import StoredRow
+    from phasewise.kerneldb.portable import Taken
     from phasewise.kerneldb.remote_index import Bundle
     from phasewise.workflows.database.sharing import Imported
 
@@ -31,27 +33,13 @@ RemoteArgument = Annotated[
         metavar="REMOTE", help="a folder, such as a git working tree, or an https:// address of static files"
     ),
 ]
-DigestOption = Annotated[
-    str | None,
-    typer.Option(metavar="SHA256", help="believe the remote's index if it has this digest, as `push` prints"),
-]
-SignersOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--allowed-signers",
-        metavar="FILE",
-        help="believe the remote's index if one of these signed it; a file as ssh-keygen reads it",
-    ),
-]
 
 
+@spread
 def push(
+    *,
     remote: RemoteArgument,
-    signature: SignatureOption = None,
-    step_times: StepTimesOption = False,
-    users_kernels: UserKernelsOption = False,
-    plans: NoPlansOption = True,
-    scores: ScoresOption = True,
+    leaving: Leaving,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -61,8 +49,7 @@ def push(
         ),
     ] = False,
     sign: Annotated[Path | None, typer.Option(metavar="KEY", help="sign the index with this SSH key")] = None,
-    digest: DigestOption = None,
-    allowed_signers: SignersOption = None,
+    trust: Trust,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -75,34 +62,23 @@ def push(
     checked by --digest or --allowed-signers first. Rows whose names hold this
     host's, the user's or a path stay here.
     """
-    from phasewise.workflows.database.remote import Leaving, preview
+    from phasewise.workflows.database.remote import preview
     from phasewise.workflows.database.remote import push as push_rows
-    from phasewise.workflows.database.remote_files import Trust
 
-    leaving = Leaving(tuple(signature or ()), named_kinds(plans, scores, step_times, users_kernels))
     if dry_run:
         previewed = preview(db, leaving, _unwritten if as_json else write_out, note)
         if as_json:
-            bundles = [asdict(bundle) for bundle in previewed.bundles]
-            print_json({"remote": remote, "bundles": bundles, "fields": list(previewed.fields)})
+            print_json({"remote": remote, **vars(previewed)})
             return
         _tell(previewed.bundles)
         note(textwrap.fill(f"fields that would leave: {', '.join(previewed.fields)}", WIDTH))
         return
-    done = push_rows(remote, db, leaving, Trust(digest, allowed_signers), sign, note)
-    if as_json:
-        print_json(
-            {
-                "remote": remote,
-                "bundles": [asdict(bundle) for bundle in done.bundles],
-                "new": len(done.new),
-                "serial": done.index.serial,
-                "digest": done.digest,
-            }
-        )
-        return
-    _tell(done.bundles)
-    say(f"{counted(len(done.new), 'new bundle')}; the index has the digest\n{done.digest}")
+    done = push_rows(remote, db, leaving, trust, sign, note)
+    if not as_json:
+        _tell(done.bundles)
+    fields = {"remote": remote, "bundles": done.bundles, "new": len(done.new), "serial": done.index.serial}
+    told = f"{counted(len(done.new), 'new bundle')}; the index has the digest\n{done.digest}"
+    present(as_json, {**fields, "digest": done.digest}, [told])
 
 
 def _unwritten(lines: Iterable[str]) -> None:
@@ -117,10 +93,10 @@ def _tell(bundles: list[Bundle]) -> None:
         note(textwrap.fill(told, WIDTH, subsequent_indent="    "))
 
 
+@spread
 def pull(
     remote: RemoteArgument,
-    digest: DigestOption = None,
-    allowed_signers: SignersOption = None,
+    trust: Trust,
     every_core: Annotated[
         bool, typer.Option("--all", help="bundles of every kind of core, not only of cores like these")
     ] = False,
@@ -136,17 +112,19 @@ def pull(
     line, where anything in it was changed, is too large or makes no sense.
     """
     from phasewise.workflows.database.remote import pull as pull_rows
-    from phasewise.workflows.database.remote_files import Trust
 
-    done = pull_rows(remote, db, Trust(digest, allowed_signers), every_core=every_core, report=note)
-    if as_json:
-        counts = {"read": done.taken.read, "added": done.taken.added, "known": done.taken.known}
-        print_json({"remote": remote, "bundles": [asdict(bundle) for bundle in done.bundles], **counts})
-        return
-    if not done.bundles:
+    done = pull_rows(remote, db, trust, every_core=every_core, report=note)
+    if not done.bundles and not as_json:
         note(f"{remote} has no bundle for cores like these; --all pulls those of every kind")
+    counts, told = _taken(done.taken)
     bundles = counted(len(done.bundles), "bundle")
-    say(f"{bundles}: {counted(done.taken.added, 'row')} added, {done.taken.known} known already")
+    present(as_json, {"remote": remote, "bundles": done.bundles, **counts}, [f"{bundles}: {told}"])
+
+
+def _taken(taken: Taken) -> tuple[dict[str, int], str]:
+    """JSON fields and words of the rows that were imported."""
+    counts = {name: getattr(taken, name) for name in ("read", "added", "known")}
+    return counts, f"{counted(taken.added, 'row')} added, {taken.known} known already"
 
 
 EXIT_FAILURE = 1
@@ -156,43 +134,9 @@ OtherArgument = Annotated[
 ]
 
 
-SignatureOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TEXT",
-        help="only machines whose core or placement signature contains TEXT; `here`: like this one",
-    ),
-]
-StepTimesOption = Annotated[
-    bool,
-    typer.Option(
-        "--step-times", help="also the step times of `tune-config`; they contain the names of your models"
-    ),
-]
-UserKernelsOption = Annotated[
-    bool,
-    typer.Option(
-        "--user-kernels",
-        help="also parameters of your own kernels; they contain the names of their functions",
-    ),
-]
-NoPlansOption = Annotated[
-    bool, typer.Option("--plans/--no-plans", help="plans too; they contain the names of your models")
-]
-ScoresOption = Annotated[
-    bool,
-    typer.Option(
-        "--scores/--no-scores", help="scores of length predictors too; they contain the names of your models"
-    ),
-]
-
-
+@spread
 def export(
-    signature: SignatureOption = None,
-    step_times: StepTimesOption = False,
-    users_kernels: UserKernelsOption = False,
-    plans: NoPlansOption = True,
-    scores: ScoresOption = True,
+    leaving: Leaving,
     in_use: Annotated[
         bool, typer.Option("--in-use", help="of schedules only those in use, each with its newest timing")
     ] = False,
@@ -209,23 +153,8 @@ def export(
     """
     from phasewise.workflows.database.sharing import export_rows
 
-    also = named_kinds(plans, scores, step_times, users_kernels)
-    exported = export_rows(db, signature or (), write_out, also, report=note, in_use=in_use)
+    exported = export_rows(db, leaving, write_out, note, in_use=in_use)
     note(f"{counted(exported.n_rows, 'row')} of {counted(len(exported.machines), 'kind')} of machine")
-
-
-def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool) -> list[type[StoredRow]]:
-    """The asked-for kinds of rows among those that name something of their owner."""
-    from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, UserPromotion, UserTiming
-
-    asked: dict[type[StoredRow], bool] = {
-        PlanRecord: plans,
-        PredictorScore: scores,
-        StepTime: step_times,
-        UserTiming: users_kernels,
-        UserPromotion: users_kernels,
-    }
-    return [kind for kind, wanted in asked.items() if wanted]
 
 
 def write_out(lines: Iterable[str]) -> None:
@@ -278,19 +207,11 @@ def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False
 
 
 def _print_imported(imported: Imported, as_json: bool) -> None:
-    taken = imported.taken
-    if as_json:
-        counts = {
-            "read": taken.read,
-            "added": taken.added,
-            "known": taken.known,
-            "refused": imported.n_refused,
-        }
-        print_json({"source": imported.source, **counts})
-    else:
-        refusals = f", {counted(imported.n_refused, 'line')} refused" if imported.n_refused else ""
-        say(f"{imported.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
-    if taken.added:
+    counts, told = _taken(imported.taken)
+    refusals = f", {counted(imported.n_refused, 'line')} refused" if imported.n_refused else ""
+    fields = {"source": imported.source, **counts, "refused": imported.n_refused}
+    present(as_json, fields, [f"{imported.source}: {told}{refusals}"])
+    if imported.taken.added:
         note("a schedule that was added is used once `tune-kernels`, or a server, has found it faster here")
 
 
@@ -352,17 +273,12 @@ def gc(
 
     with existing_store(db, note) as store:
         garbage = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
-    if as_json:
-        told = {
-            "deleted": dict(garbage.deleted),
-            "summarised": garbage.summarised,
-            "spared": dict(garbage.spared),
-        }
-        print_json({"dry_run": dry_run, **told})
-        return
     counts = [counted(count, table.replace("_", " ")) for table, count in garbage.deleted.items() if count]
-    say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
+    lines = [f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}"]
     for build, winners in garbage.spared.items():
-        say(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
+        lines.append(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
     if keep is not None:
-        say(f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}")
+        lines.append(
+            f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}"
+        )
+    present(as_json, {"dry_run": dry_run, **vars(garbage)}, lines)

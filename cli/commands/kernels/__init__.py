@@ -12,7 +12,8 @@ from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
-from phasewise.cli.present import note, print_json, say, write_target
+from phasewise.cli.present import note, say, write_target
+from phasewise.cli.tables import present
 
 HELP = """Kernels written in C: raise, lower, check, emit.
 
@@ -117,10 +118,7 @@ def check(
 
     isas = isa or ["portable", "avx2", "avx512", "neon"]
     outcomes = checked(kernel, against, isas, cases, parse_settings(settings), include or [], define or [])
-    if as_json:
-        print_json({"targets": [checked_fields(outcome) for outcome in outcomes]})
-    else:
-        say(checked_text(outcomes))
+    present(as_json, {"targets": list(map(checked_fields, outcomes))}, [checked_text(outcomes)])
 
 
 @app.command("emit")
@@ -191,15 +189,13 @@ def show(
         ]
     if name is None:
         rows = listed_fields(promotions)
-        print_json({"kernels": rows}) if as_json else say(listed_text(rows))
+        present(as_json, {"kernels": rows}, [listed_text(rows)])
     elif not promotions:
         raise UserKernelError(
             f"the database has no parameters for a kernel `{name}`; see `phasewise kernels show`"
         )
-    elif as_json:
-        print_json({"shapes": shown_fields(promotions)})
     else:
-        say(shown_text(promotions))
+        present(as_json, {"shapes": shown_fields(promotions)}, [shown_text(promotions)])
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, int]:

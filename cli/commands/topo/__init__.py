@@ -13,7 +13,8 @@ import typer
 from phasewise._options import changed, option, refuse_unused
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import note, owns_stdout, print_json, say, write_target
+from phasewise.cli.present import note, owns_stdout, write_target
+from phasewise.cli.tables import present
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import DB, FORMAT
 
@@ -76,38 +77,32 @@ def topo(
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
     if view.trees or view.notation is not None:
-        _show_trees(machine, view.notation, as_json)
+        fields, lines = _trees(machine, view.notation, as_json)
+        present(as_json, {"source": machine.source, **fields}, lines)
     elif view.plan or view.plan_file is not None:
-        _show_plans(machine, _plans(machine, model, view), view.svg_path, as_json)
+        from phasewise.cli.commands.topo.text import plan_lines
+        from phasewise.workflows.topo.plan_json import picture_groups, plan_fields
+
+        plans = _plans(machine, model, view)
+        fields = {"source": machine.source, "plans": plan_fields(plans)}
+        _show(machine, view.svg_path, as_json, fields, plan_lines(machine, plans), picture_groups(plans))
     else:
-        _show_machine(machine, view.svg_path, as_json)
+        from phasewise.cli.commands.topo.text import topo_lines
+
+        lines = topo_lines(machine, sys.stdout.encoding)
+        _show(machine, view.svg_path, as_json, machine_fields(machine), lines)
 
 
-def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> None:
-    from phasewise.cli.commands.topo.text import topo_lines
-
-    _draw(machine, None, svg_path)
-    if as_json:
-        print_json(machine_fields(machine))
-    elif not owns_stdout(svg_path):
-        _print(topo_lines(machine, sys.stdout.encoding))
-
-
-def _show_trees(machine: Machine, notation: str | None, as_json: bool) -> None:
-    """Print all TopoTrees, counted, or the tree that `notation` writes."""
+def _trees(machine: Machine, notation: str | None, as_json: bool) -> tuple[dict[str, Any], Iterable[str]]:
+    """JSON fields and lines of all TopoTrees, counted, or of the tree that `notation` writes."""
     from phasewise.cli.commands.topo.trees import one_tree_fields, one_tree_lines, trees_fields, trees_lines
     from phasewise.tuner.topotree import fundamental, parse
 
     if notation is not None:
         tree = parse(notation, machine)
-        fields, lines = one_tree_fields(tree), one_tree_lines(tree, sys.stdout.encoding)
-    else:
-        whole = fundamental(machine)
-        fields, lines = {} if not as_json else trees_fields(whole), trees_lines(whole, sys.stdout.encoding)
-    if as_json:
-        print_json({"source": machine.source, **fields})
-    else:
-        _print(lines)
+        return one_tree_fields(tree), one_tree_lines(tree, sys.stdout.encoding)
+    whole = fundamental(machine)
+    return trees_fields(whole) if as_json else {}, trees_lines(whole, sys.stdout.encoding)
 
 
 def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase, ServicePlan]:
@@ -128,36 +123,23 @@ def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase
     return plans
 
 
-def _show_plans(
-    machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
+def _show(
+    machine: Machine,
+    svg_path: Path | None,
+    as_json: bool,
+    fields: Mapping[str, Any],
+    lines: Iterable[str],
+    groups: tuple[PuGroup, ...] | None = None,
 ) -> None:
-    from phasewise.cli.commands.topo.text import plan_lines
-    from phasewise.workflows.topo.plan_json import picture_groups, plan_fields
-
-    _draw(machine, picture_groups(plans), svg_path)
-    if as_json:
-        print_json({"source": machine.source, "plans": plan_fields(plans)})
-    elif not owns_stdout(svg_path):
-        _print(plan_lines(machine, plans))
-
-
-def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | None) -> None:
-    """Write the picture of the machine, where one was asked for."""
+    """Write the picture, where one was asked for; print fields or lines unless stdout has the picture."""
     if svg_path is not None:
         from phasewise.topology.picture import draw_svg
 
-        _write_picture(svg_path, draw_svg(machine, None if groups is None else tuple(groups)))
-
-
-def _write_picture(path: Path, picture: str) -> None:
-    write_target(path, picture)
-    if not owns_stdout(path):
-        note(f"picture written to {path}")
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        say(line)
+        write_target(svg_path, draw_svg(machine, groups))
+        if owns_stdout(svg_path):
+            return
+        note(f"picture written to {svg_path}")
+    present(as_json, fields, lines)
 
 
 def _machine(input_path: Path | None) -> Machine:
@@ -182,13 +164,7 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
             "core": core_signature(machine),
             "placement": placement_signature(machine, one_per_core),
         },
-        "cpu": {
-            "architecture": cpu.architecture,
-            "vendor": cpu.vendor,
-            "family": cpu.family,
-            "model": cpu.model,
-            "name": cpu.name,
-        },
+        "cpu": {name: getattr(cpu, name) for name in ("architecture", "vendor", "family", "model", "name")},
         "isa_features": sorted(cpu.features),
         "allowed_pus": list(machine.allowed_pus),
         "cpu_quota": machine.cpu_quota,

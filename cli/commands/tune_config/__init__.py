@@ -15,7 +15,7 @@ from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, write_text
 from phasewise.cli.status_line import StatusLine, status_line
 from phasewise.cli.tables import show
-from phasewise.workflows.tune_config.settings import TuneConfigSettings
+from phasewise.workflows.tune_config.settings import Show, TuneConfigSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -177,17 +177,16 @@ class CommandClock:
         return f"{_clock(time.monotonic() - self.started_s)} of {_clock(self.budget_s)}"
 
 
-class SearchProgress:
+class SearchProgress(Show):
     """Progress of `tune-config` on stderr: a line for each improvement, the stage and the clock."""
 
     def __init__(self, status: StatusLine, machine: Machine, clock: CommandClock) -> None:
+        super().__init__(status.say)
         self._status = status
         self._machine = machine
         self._clock = clock
-        self.say = status.say
 
     def searching(self, phase: Phase) -> Callable[[Event], None]:
-        """Make the receiver of events of a phase's search."""
         from phasewise.tuner.config.study import Tried
 
         search = _Search(phase, self._machine)
@@ -201,13 +200,11 @@ class SearchProgress:
         return report
 
     def tuning(self, progress: TuningProgress) -> None:
-        """Show the progress of the tuning of kernels."""
         from phasewise.cli.commands.tune_kernels.text import where_of
 
         self.stage(f"kernels {where_of(progress)}")
 
     def stage(self, name: str) -> None:
-        """Set the shown stage."""
         self._status.show(lambda: f"{self._clock}: {name}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,8 +12,8 @@ import typer
 from phasewise._options import changed, refuse_unused
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
-from phasewise.cli.tables import show
+from phasewise.cli.present import EXIT_INTERRUPTED, note
+from phasewise.cli.tables import present
 from phasewise.workflows.opening.settings import Remote
 from phasewise.workflows.options import WEIGHT_FORMATS
 from phasewise.workflows.tune_kernels.settings import TuneKernelsSettings
@@ -116,10 +117,8 @@ def _tune_user_kernel(
             user_lock(note), note, max(LEAST_S, deadline_s - time.monotonic()), settings.resume, original,
         )  # fmt: skip
         outcomes = tune_user_kernel(setting, wanted)
-    if as_json:
-        print_json({"shapes": [tuned_fields(outcome) for outcome in outcomes]})
-    else:
-        say(tuned_text(outcomes, resume=settings.resume))
+    shapes = [tuned_fields(outcome) for outcome in outcomes]
+    present(as_json, {"shapes": shapes}, [tuned_text(outcomes, resume=settings.resume)])
 
 
 def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
@@ -181,8 +180,5 @@ def _tune(
 def _print_tuned(tuned: list[TunedRound], resume: bool, as_json: bool) -> None:
     from phasewise.cli.commands.tune_kernels.text import tuned_fields, tuned_text
 
-    if as_json:
-        print_json({"rounds": [tuned_fields(tuned_round) for tuned_round in tuned]})
-    else:
-        for number, tuned_round in enumerate(tuned):
-            show(*([""] if number else []), *tuned_text(tuned_round, resume=resume))
+    parts = [["", *tuned_text(tuned_round, resume=resume)] for tuned_round in tuned]
+    present(as_json, {"rounds": list(map(tuned_fields, tuned))}, list(chain(*parts))[1:])

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from phasewise._rows import Row, column
 from phasewise._words import LOW_LIMIT, NOTHING, counted, percent, proven
 from phasewise.cli.present import goes_on
 from phasewise.cli.status_line import status_line
-from phasewise.cli.tables import RowTable
+from phasewise.cli.tables import RowTable, table_of_rows
 from phasewise.tuner.ledger import mean_of
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import StorageDuel
+    from phasewise.kerneldb.records import Comparison, Schedule
     from phasewise.tuner.ledger import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
-    from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
+    from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 DISTURBED_LAPS = 0.1
 """Least share of disturbed timings for which the result carries a warning."""
@@ -49,59 +50,105 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def _round_name(tuning_round: Round) -> str:
-    from phasewise.tuner.plans import list_cores
-
-    return f"{' and '.join(tuning_round.phases)} on cores {list_cores(tuning_round.cores)}"
-
-
 def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowTable]:
     """Yield the tables of one round: each weight's products, then the sums. resume: the run's own option."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
     tables += [_attention_table(tuned), _storage_table(tuned)]
-    yield _round_name(tuned.round)
+    yield tuned.round.describe()
     for part in (*(table for table in tables if table), *_closing_lines(tuned, resume)):
         yield ""
         yield part
 
 
+class GainRow(Row):
+    """A computation by default and tuned."""
+
+    family: str
+    format: str
+    n: int
+    k: int
+    m: int = column("m")
+    default_ns: int = column("default us", ".1f", per=1e3)
+    tuned_ns: int = column("tuned us", ".1f", per=1e3)
+    gain: float = column("gain", of_row=lambda row: NOTHING if row.is_default else _ratio(row))
+    gain_low: float
+    gain_high: float
+    is_default: bool
+    last_duel: Comparison
+
+    @classmethod
+    def of_gain(cls, gain: Gain, **more: Any) -> Self:
+        """Make the row of a gain. more: fields that a gain does not have."""
+        ratio = gain.over_default
+        own = {"gain": ratio.gain, "gain_low": ratio.low, "gain_high": ratio.high}
+        return cls.made_of(gain, gain.problem, **own, last_duel=gain.comparison, **more)
+
+
+class AttentionRow(GainRow):
+    """Attention over some rows."""
+
+    schedule: Schedule = column("schedule", of_row=lambda row: _schedule(row, attention_text), left=True)
+
+
+class ProductRow(GainRow):
+    """A product by a weight."""
+
+    uses: int
+    roofline_fraction: float | None = column("of limit", percent)
+    schedule: Schedule = column("schedule", of_row=lambda row: _schedule(row, schedule_text), left=True)
+
+
+class StorageRow(Row):
+    """A product by a weight stored sparse, as against dense; its gain is dense's time / sparse's time."""
+
+    family: str
+    format: str = column("weight", of_row=lambda row: f"{row.format} {row.n}x{row.k}", left=True)
+    n: int
+    k: int
+    m: int = column("m")
+    gain: float = column("sparse", of_row=lambda row: _ratio(row))
+    gain_low: float = column("between", of_row=lambda row: f"{row.gain_low:.2f} and {row.gain_high:.2f}")
+    gain_high: float
+    confidence: float
+    pairs: int
+    schedule: Schedule
+    dense_schedule: Schedule
+
+
+def _ratio(row: Any) -> str:
+    return proven(row.gain, row.gain_low, row.gain_high)
+
+
+def _schedule(row: Any, text: Callable[[Any], str]) -> str:
+    return "the default" if row.is_default else text(row)
+
+
 def _attention_table(tuned: TunedRound) -> RowTable | None:
-    if tuned.attention is None or not tuned.attention.gains:
-        return None
-    rows = [
-        {
-            "m": str(gain.problem.m),
-            "default us": f"{gain.default_ns / 1000:.1f}",
-            "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-            "gain": NOTHING if gain.is_default else _over_default(gain.over_default),
-            "schedule": "the default" if gain.is_default else _attention_text(gain),
-        }
-        for gain in tuned.attention.gains
-    ]
-    first = tuned.attention.gains[0].problem
-    return RowTable(rows, ("schedule",), f"attention {first.format} {first.n}x{first.k}")
+    rows = attention_rows(tuned)
+    return table_of_rows(rows, title=f"attention {rows[0].format} {rows[0].n}x{rows[0].k}") if rows else None
+
+
+def attention_rows(tuned: TunedRound) -> list[AttentionRow]:
+    """A row for each tuned number of rows of attention."""
+    return [AttentionRow.of_gain(gain) for gain in tuned.attention.gains] if tuned.attention else []
 
 
 def _storage_table(tuned: TunedRound) -> RowTable | None:
-    if not tuned.storage:
-        return None
-    rows = [
-        {
-            "weight": f"{duel.problem.format} {duel.problem.n}x{duel.problem.k}",
-            "m": str(duel.problem.m),
-            "sparse": proven(duel.comparison.gain, duel.comparison.gain_low, duel.comparison.gain_high),
-            "between": f"{duel.comparison.gain_low:.2f} and {duel.comparison.gain_high:.2f}",
-        }
-        for duel in tuned.storage
-    ]
-    return RowTable(rows, ("weight",), "speed stored sparse, as against dense")
+    rows = storage_rows(tuned)
+    return table_of_rows(rows, title="speed stored sparse, as against dense") if rows else None
 
 
-def _attention_text(gain: Gain) -> str:
-    schedule = gain.schedule
+def storage_rows(tuned: TunedRound) -> list[StorageRow]:
+    """A row for each duel between storages."""
+    return [StorageRow.made_of(duel, duel.problem, duel.comparison) for duel in tuned.storage]
+
+
+def attention_text(row: AttentionRow) -> str:
+    """A schedule of attention in words, e.g. `8 of 64 rows`."""
+    schedule = row.schedule
     return (
         f"pieces of {schedule.block_k} positions"
-        if gain.problem.m == 1
+        if row.m == 1
         else f"{schedule.mr} of {counted(schedule.block_m, 'row')}"
     )
 
@@ -110,30 +157,24 @@ def _task_table(tuned: TunedRound, task: Task) -> RowTable | None:
     gains = _gains_of(tuned, task)
     if not gains:
         return None
-    rows = [_row(tuned, gain) for gain in gains]
-    return RowTable(rows, ("schedule",), f"{task_name(task)} ({_arithmetic_text(gains[0])})")
+    rows = [product_row(tuned, gain) for gain in gains]
+    return table_of_rows(rows, title=f"{task_name(task)} ({_arithmetic_text(gains[0])})")
+
+
+def product_row(tuned: TunedRound, gain: Gain) -> ProductRow:
+    share, uses = tuned.roofline_share(gain), tuned.round.uses(gain.problem)
+    return ProductRow.of_gain(gain, uses=uses, roofline_fraction=share)
 
 
 def _gains_of(tuned: TunedRound, task: Task) -> list[Gain]:
     return [gain for gain in tuned.outcome.gains if tuned.round.task(gain.problem) is task]
 
 
-def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
-    return {
-        "m": str(gain.problem.m),
-        "default us": f"{gain.default_ns / 1000:.1f}",
-        "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-        "gain": NOTHING if gain.is_default else _over_default(gain.over_default),
-        "of limit": _share(tuned.roofline_share(gain)),
-        "schedule": "the default" if gain.is_default else schedule_text(gain),
-    }
-
-
 def _over_default(gain: MeasuredRatio) -> str:
     return proven(gain.gain, gain.low, gain.high)
 
 
-def schedule_text(gain: Gain) -> str:
+def schedule_text(gain: ProductRow) -> str:
     """A schedule in words, e.g. `8x32 64x128x576 nm 1x2x1`: tile, block, loop order, grid."""
     schedule = gain.schedule
     return (
@@ -231,38 +272,10 @@ def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
             "read_bytes_per_s": tuned.roofline.read_bytes_per_s,
         },
         "mean_gain": asdict(mean_gain(outcome.gains)) if outcome.gains else None,
-        "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
-        "storage": [storage_fields(duel) for duel in tuned.storage],
-        "attention": [_verdict_fields(gain) for gain in tuned.attention.gains] if tuned.attention else [],
+        "gains": [product_row(tuned, gain) for gain in outcome.gains],
+        "storage": storage_rows(tuned),
+        "attention": attention_rows(tuned),
     }
-
-
-def _gain_fields(tuned: TunedRound, gain: Gain) -> dict[str, Any]:
-    return {
-        "uses": tuned.round.uses(gain.problem),
-        "roofline_fraction": tuned.roofline_share(gain),
-        **_verdict_fields(gain),
-    }
-
-
-def _verdict_fields(gain: Gain) -> dict[str, Any]:
-    return {
-        **asdict(gain.problem),
-        "default_ns": gain.default_ns,
-        "tuned_ns": gain.tuned_ns,
-        "gain": gain.over_default.gain,
-        "gain_low": gain.over_default.low,
-        "gain_high": gain.over_default.high,
-        "is_default": gain.is_default,
-        "schedule": asdict(gain.schedule),
-        "last_duel": asdict(gain.comparison),
-    }
-
-
-def storage_fields(duel: StorageDuel) -> dict[str, Any]:
-    """JSON fields of a duel between storages; its gain is dense's time / sparse's time."""
-    schedules = {"schedule": asdict(duel.schedule), "dense_schedule": asdict(duel.dense_schedule)}
-    return {**asdict(duel.problem), **asdict(duel.comparison), **schedules}
 
 
 def task_name(task: Task) -> str:

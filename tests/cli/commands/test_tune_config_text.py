@@ -32,7 +32,7 @@ def found(verdict: PhaseVerdict | None) -> Found:
         searched(), outcome=replace(searched().outcome, best=(Configuration(BEST.ranks), 1702.0))
     )
     verdicts = {} if verdict is None else {"prefill": verdict}
-    return Found(run.wish, run.subject, (search,), verdicts, (), frozenset(), "budget", 60.0, 0, 0)
+    return Found(run.wish, run.subject, [search], verdicts, end="budget", elapsed_s=60.0)
 
 
 def verdict(standing: str, final_ms: float | None, winner: ServicePlan = OTHER) -> PhaseVerdict:
