@@ -134,13 +134,13 @@ def test_a_state_that_is_not_whole_ends_the_hand_over(spoil: str) -> None:
     taken.receiver.await_kv("r@7", target)
     frames = frames_of(given, STATEFUL, 200, 200)
     assert len(frames) == LAYERS + 2 + 1
-    told = FrameKind.END, "r@7", 7
+    told = FrameKind.END, "r@7"
     if spoil == "no state":
         frames[2:] = [[given.codec.header(Frame(*told, 2, 0, 0, 200), 4 * VOCAB), b"r@7", LOGITS.tobytes()]]
     elif spoil == "half a state":
         frames[3:] = [[given.codec.header(Frame(*told, 3, 0, 0, 200), 4 * VOCAB), b"r@7", LOGITS.tobytes()]]
     elif spoil == "twice":
-        again = Frame(FrameKind.STATE, "r@7", 7, 3, 0, 0, 200)
+        again = Frame(FrameKind.STATE, "r@7", 3, 0, 0, 200)
         frames[3] = [given.codec.header(again, PART_BYTES), b"r@7", frames[2][2]]
     elif spoil == "other size":
         other = frames_of(Side(seed=1, state_bytes=64), STATEFUL, 200, 200)
@@ -168,7 +168,7 @@ def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
     elif spoil == "repeat":
         frames.insert(2, frames[1])
     else:
-        end = Frame(FrameKind.END, "r@7", 7, 2, 0, 0, 200)
+        end = Frame(FrameKind.END, "r@7", 2, 0, 0, 200)
         frames[2:] = [[given.codec.header(end, 4 * VOCAB), b"r@7", LOGITS.tobytes()]]
 
     with pytest.raises(ReceiveFailed) as failure:
