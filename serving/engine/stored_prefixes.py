@@ -26,7 +26,7 @@ _OF_THE_NEWEST = 0.2
 
 
 def shape_of(kv: KvShape) -> RecordShape:
-    """Record size for keys and values of this shape."""
+    """The size of a stored record of keys and values of this shape."""
     slot_bytes = kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim, kv.latent)
     return RecordShape(kv.n_layers, slot_bytes, kv.state_bytes)
 

@@ -190,7 +190,7 @@ class PrefixStore:
     # ---- on the engine's thread --------------------------------------------------------------------------
 
     def find(self, token_ids: tuple[int, ...], space: str) -> int:
-        """Number of first tokens that can be read, never all of them."""
+        """The number of first tokens of a prompt that are stored; at most all but the last."""
         return _end(self._blocks_in_folder(token_ids[:-1], space))
 
     def restore(self, restored: Restored) -> None:

@@ -58,7 +58,7 @@ class OpenRanks:
     ranks: LocalRanks | ProcessRanks
 
     def cores(self, phase: Phase, sequences: int = 1) -> tuple[int, ...]:
-        """The cores that compute steps of a phase with so many sequences."""
+        """The cores that compute steps of a phase with this number of sequences."""
         return self.plans[phase].at(sequences).cores
 
 

@@ -33,7 +33,7 @@ class MeanError:
     error: float
 
     def __format__(self, places: str) -> str:
-        """The mean with its error, with so many decimals; `3%` for shares in per cent."""
+        """The mean with its error, with this number of decimals; `3%` for shares in per cent."""
         unit = places[1:]
         scale = 100 if unit else 1
         return " +/- ".join(f"{scale * each:.{places[0]}f}{unit}" for each in (self.value, self.error))

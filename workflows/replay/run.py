@@ -314,7 +314,7 @@ class _Replayer:
         return replaying, sampler
 
     def _open_ranks(self, receipt: Receipt, n_tokens: int) -> Ranks:
-        """Ranks with room for so many tokens, in the receipt's format of keys and values."""
+        """Ranks with room for `n_tokens` tokens, in the receipt's format of keys and values."""
         from phasewise.serving.pools.arena import aligned
         from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, open_ranks
 
