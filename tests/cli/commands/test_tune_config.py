@@ -450,14 +450,15 @@ def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: Path)
 
 @pytest.mark.slow
 def test_two_processes_that_measure_try_nothing_twice(db: Path, tiny: Path) -> None:
-    """One waits for the other, and takes its trials."""
+    """One waits for the other, takes its trials, and goes on where the other one's budget was used up."""
     both = [start(tiny, "--lengths", "fixed:24/8", "--budget", "80s", "--json") for _ in range(2)]
     outputs = [process.communicate(timeout=200) for process in both]
 
     assert [process.returncode for process in both] == [0, 0], outputs
-    first, second = (json.loads(out) for out, _ in outputs)
-    assert 0 in (first["evaluations"], second["evaluations"])
-    for result in (first, second):
+    results = [json.loads(out) for out, _ in outputs]
+    n_tried = sum(result["evaluations"] for result in results)
+    assert max(result["evaluations"] + result["replayed"] for result in results) == n_tried > 0
+    for result in results:
         assert set(result["plans"]) == set(PHASES)
         assert all(plan["stored"] for plan in result["plans"].values())
 
