@@ -18,7 +18,7 @@ END_S = 3.0
 
 def start_child(
     module: str, told: bytes, *arguments: str, more: dict[str, str] | None = None, **options: Any
-) -> subprocess.Popen[bytes]:
+) -> subprocess.Popen[Any]:
     """Start `python -m MODULE ARGUMENTS`, which reads `told` from its standard input: nothing of it is on a
     command line. `more`: environment variables. `options`: of `subprocess.Popen`. RanksError, OSError."""
     if not sys.executable:

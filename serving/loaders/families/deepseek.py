@@ -40,8 +40,8 @@ def routed(
     say."""
     if get("n_routed_experts", int) == 0:
         return config
-    gating = get("expert_gating_func", int)  # of GGUF files
-    if gating is not None and gating not in GATING:
+    gating = get("expert_gating_func", int, 0)  # of GGUF files
+    if gating and gating not in GATING:
         raise ModelError(f"the GGUF metadata gives expert_gating_func = {gating!r:.60}: 1 or 2 can run")
     scores = GATING.get(gating, scores)
     width, n_shared = get("moe_intermediate_size", int), get("n_shared_experts", int, 0)
@@ -53,7 +53,8 @@ def routed(
     if not 0 <= n_shared <= MOST_WIDTH:
         raise ModelError(f"{n_shared!r:.60} experts are shared: 0 or more expected")
     normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
-    shared = n_shared * get("moe_shared_expert_intermediate_size", int, width) if shared is None else shared
+    if shared is None:
+        shared = int(n_shared * get("moe_shared_expert_intermediate_size", int, width))
     plain = experts_of(get, "n_routed_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
     groups, chosen_groups = get("n_group", int, 1), get("topk_group", int, 1)
     experts = replace(

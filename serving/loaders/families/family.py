@@ -254,7 +254,7 @@ GGUF_KEYS = {
     "logits_scaling": "logit_scale",
 }
 """Settings that mean the same in both formats, by their names in config.json, which families use for both."""
-GGUF_NONE = dict.fromkeys(
+GGUF_NONE: Mapping[str, float] = dict.fromkeys(
     ("sliding_window", "expert_gating_func", "routed_scaling_factor", "n_group", "topk_group"), 0
 )
 """The values by which llama.cpp says that a model has no such setting."""

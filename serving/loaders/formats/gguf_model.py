@@ -188,8 +188,7 @@ def _config(
     if not latent and get("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
     n_layers: Any = get("block_count", int)
-    if n_layers is not None:
-        n_layers -= get("nextn_predict_layers", int, 0)
+    n_layers = n_layers - get("nextn_predict_layers", int, 0) if n_layers else n_layers
     plain = ModelConfig(
         architecture=family.name,
         n_layers=n_layers,
