@@ -234,7 +234,7 @@ class GenerationRequest(AnswerRequest):
         description="llama-server's: events of a stream with `prompt_progress` while the prompt is computed",
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
-        None, description="vLLM's: log-probabilities of the prompt's tokens, and of so many likeliest ones"
+        None, description="vLLM's: log-probabilities of the prompt's tokens, and of the N likeliest"
     )
 
     @property

@@ -123,7 +123,7 @@ class _EventStream(Response):
         """True if the stream has sent something since the last check."""
         self._timer: asyncio.TimerHandle | None = None
         self._opening = writer.opening()
-        """What the first piece is sent with."""
+        """Text to send before the first piece."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -281,7 +281,7 @@ class OllamaWriter(PartWriter):
         """Function of the call that has begun: a call is given out once it is whole."""
         self._arguments = ""
         self._whole: Json = {}
-        """What a whole answer says."""
+        """Fields of the whole answer so far, for one that is not streamed."""
 
     def failed(self, error: ApiError) -> str:
         return f"{encode(error.ollama_body())}\n"
