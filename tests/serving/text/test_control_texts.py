@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.serving.errors import QueueFull
 from phasewise.serving.text.chat_template import (
     BOUNDS,
     ChatTemplate,
@@ -135,11 +134,10 @@ HOSTILE = {
 @pytest.mark.many
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_that_takes_long_is_ended_from_outside(source: str) -> None:
-    """For its processor time; a machine that gives it next to none refuses the request for that."""
     hostile = Conversations(source, {}, [], replace(BOUNDS, seconds=0.5))
     try:
         hostile.start()
-        with pytest.raises((ChatTemplateError, QueueFull)) as stopped:
+        with pytest.raises(ChatTemplateError) as stopped:
             hostile.write(Conversation(CONVERSATIONS[0]))
         assert "\n" not in str(stopped.value)
     finally:
