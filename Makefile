@@ -66,8 +66,9 @@ test-races: build setup  ## tests that start threads, processes or servers, agai
 # Libraries that lie beside the environment, so that no other test sees them; `make others` installs them ahead.
 $(VENV)/.lowest: $(VENV)/.tools setup.cfg tests/lowest_versions.py
 	$(PYTHON) -m venv $(VENV)-lowest
-	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" \
-		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai gguf platformdirs safetensors
+	$(PYTHON) tests/lowest_versions.py > $(VENV)-lowest/requirements.txt
+	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" -r $(VENV)-lowest/requirements.txt \
+		pytest pytest-xdist hypothesis httpx openai gguf platformdirs safetensors
 	PHASEWISE_ISA_BUILD=none $(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -6,7 +6,7 @@ import configparser
 import re
 from pathlib import Path
 
-EXTRAS = ("postgres", "kernels", "sign")
+EXTRAS = ("postgres", "kernels")
 SETUP = Path(__file__).resolve().parent.parent / "setup.cfg"
 
 
