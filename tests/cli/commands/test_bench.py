@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,11 +16,8 @@ import pytest
 from phasewise.tuner.machine_limits import PIECES
 from phasewise.workflows.bench.model_speed import ModelRow, bench_rows
 from tests.cli import command
+from tests.support import SHARED
 from tests.support.models.tiny_models import write_tiny_gguf
-
-SHARED = Path(
-    os.environ.get("PHASEWISE_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
-)
 
 
 def bench(model: Path, *arguments: str) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from tests.cli import command
+from tests.support import SHARED
 from tests.support.models.tiny_models import TinyShape, hf_config
 from tests.support.tiers import first_is_smoke
 
-ALPACA = Path(__file__).parents[4] / "shared/data/prompts/alpaca_vicuna7b_lengths_train10k.csv"
+ALPACA = SHARED / "prompts/alpaca_vicuna7b_lengths_train10k.csv"
 
 TRACE = "lognormal:40,0.4/90,0.7"
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +25,9 @@ from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import Target
 from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
 from phasewise.loadtest.session import LoadReport, RateProbe
+from tests.support import SHARED
 from tests.support.tiers import examples
 
-SHARED = Path(
-    os.environ.get("PHASEWISE_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
-)
 SLO = LatencySlo(200.0, 50.0)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,11 +16,11 @@ from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.routes import messages, ollama
 from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError, rendered
 from phasewise.serving.tools.dialect import Dialect, dialect_of
+from tests.support import SHARED
 from tests.support.agent_bodies import AgentBody, bodies, variants
 from tests.support.models import chat_templates, tool_templates
 from tests.support.servers.scripted_engine import scripted_server
 
-SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared/data")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 OURS = {**tool_templates.TEMPLATES, **chat_templates.TEMPLATES}
 FORMS: dict[str, tuple[type[BaseModel], Callable[[Any], ChatRequest]]] = {

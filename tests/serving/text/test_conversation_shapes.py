@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from phasewise.serving.text.chat_template import ChatTemplate, prepare
 from phasewise.serving.text.conversation_shapes import shaped
 from phasewise.serving.text.turn_form import TurnForm
+from tests.support import SHARED
 from tests.support.models.tool_templates import TEMPLATES
 from tests.support.tiers import examples
 
@@ -112,7 +113,6 @@ CONVERSATIONS: dict[str, Messages] = {
 }
 
 
-SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared/data")
 PUBLISHED = [
     path
     for path in sorted((SHARED / "templates").glob("*.jinja"))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.text.turn_form import TurnForm
 from phasewise.serving.tools.dialect import dialect_of
 from phasewise.serving.tools.parts import Call
+from tests.support import SHARED
 from tests.support.models.template_turns import FUNCTIONS, TURNS, Model, Turn, read, turn_of
 from tests.support.models.template_variants import VARIANTS
 from tests.support.models.tool_templates import TEMPLATES
 from tests.support.tiers import examples
 
-SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared/data")
 PUBLISHED = sorted((SHARED / "templates").glob("*.jinja"))
+of_publishers = pytest.mark.skipif(not PUBLISHED, reason="no reference data: publishers' templates")
 UNREADABLE = {
     # Text where the prompt has opened thoughts, and text in the channel of thoughts.
     ("NVIDIA-Nemotron-Nano-v2.jinja", "text and call"),
@@ -79,7 +79,7 @@ def test_drawn_turns_are_read_back(name: str, turn: Turn) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PUBLISHED, reason="no reference data: publishers' templates")
+@of_publishers
 def test_every_turn_of_publishers_templates_is_read_back() -> None:
     results = {
         (path.name, kind): is_read_back(model(path.read_text()), turn)
@@ -90,10 +90,10 @@ def test_every_turn_of_publishers_templates_is_read_back() -> None:
     assert sum(result is not None for result in results.values()) >= 284
 
 
+@of_publishers
 @examples(20)
 @given(path=st.sampled_from(PUBLISHED or [Path()]), kind=st.sampled_from(sorted(TURNS)))
 def test_a_turn_of_a_publisher_s_template_is_read_back(path: Path, kind: str) -> None:
-    assume(PUBLISHED)
     is_right = is_read_back(model(path.read_text()), TURNS[kind])
     assert is_right is not False or (path.name, kind) in UNREADABLE
 
