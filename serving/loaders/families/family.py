@@ -7,7 +7,7 @@ names them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from phasewise._words import counted
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import ColumnCut, Names, OfLayer, OtherForm, TensorCut
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
+from phasewise.serving.models.parts.states import StateForm
 from phasewise.serving.models.rope import RopeSpec
 
 Get = Callable[..., Any]
@@ -132,10 +133,6 @@ class Family:
     alone (`HEAD_NAMES`, or a first layer's); "": left out. "{n}": the number of the model's layers."""
     gguf_head: bool = False
     """True if GGUF files may have a draft head as the block behind the last one."""
-    gguf_optional_qk_norm: bool = False
-    """True if a GGUF file says by its tensors alone that queries and keys are normalised by heads."""
-    gguf_optional_state_norm: bool = False
-    """True if a GGUF file says by its tensors alone that results of a state are normalised."""
     latent: bool = False
     """True if attention is over one latent vector of each token (`kv_lora_rank`)."""
     hf_unit_norms: bool = False
@@ -299,16 +296,36 @@ def gguf_windows(get: Get, config: ModelConfig, period: int | None = None) -> tu
     return sliding, window
 
 
+def with_forms(config: ModelConfig, change: Callable[[int, LayerForm], LayerForm]) -> ModelConfig:
+    """Change what layers are: `change(number, form)` gives the new form of each."""
+    return replace(config, forms=tuple(change(layer, form) for layer, form in enumerate(config.forms)))
+
+
+def with_kinds(config: ModelConfig, kinds: Sequence[LayerKind]) -> ModelConfig:
+    """Give the attention of every layer its settings."""
+    return with_forms(config, lambda layer, form: replace(form, attention=kinds[layer]))
+
+
+def with_kind(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Change settings of attention, `window`, `rope` or `heads`, in all layers that have it."""
+    return with_forms(
+        config,
+        lambda _, form: replace(form, attention=form.attention and replace(form.attention, **changes)),
+    )
+
+
+def with_rope(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Change RoPE in all layers, if any has it."""
+    is_turned = any(kind.rope for kind in config.kinds)
+    return with_kind(config, rope=replace(config.rope, **changes)) if is_turned else config
+
+
 def with_windows(
     config: ModelConfig, sliding: list[bool], window: int | None, rope: RopeSpec | None = None
 ) -> ModelConfig:
     """Add a window to some layers, with the RoPE `rope` (None: that of all layers)."""
-    local_rope = rope or config.rope
-    local = LayerKind(window, local_rope)
-    whole = LayerKind(None, config.rope)
-    if len({local if slides else whole for slides in sliding}) == 1:
-        return replace(config, sliding_window=window, rope=local_rope) if sliding[0] else config
-    return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+    local, whole = LayerKind(window, rope or config.rope), LayerKind(None, config.rope)
+    return with_kinds(config, [local if slides else whole for slides in sliding])
 
 
 def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | None) -> ModelConfig:
@@ -316,7 +333,39 @@ def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | No
     if window is None and any(sliding):
         raise ModelError("the config has layers with a window and sliding_window = None: a number expected")
     local, whole = LayerKind(window, config.rope), LayerKind(None, None)
-    return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+    return with_kinds(config, [local if slides else whole for slides in sliding])
+
+
+def with_width(config: ModelConfig, width: int) -> ModelConfig:
+    """Give this width to the feed-forward layers of all layers."""
+    return with_forms(config, lambda _, form: replace(form, feed_forward=width))
+
+
+def with_experts(config: ModelConfig, experts: Experts, dense: Container[int] = ()) -> ModelConfig:
+    """Put a mixture in place of every feed-forward layer but those of the layers `dense`."""
+    return with_forms(
+        config, lambda layer, form: form if layer in dense else replace(form, feed_forward=experts)
+    )
+
+
+def with_states(
+    config: ModelConfig, state: StateForm, layers: Container[int], *, beside: bool = False
+) -> ModelConfig:
+    """Let some layers keep a state in place of attention, or `beside` it."""
+
+    def changed(layer: int, form: LayerForm) -> LayerForm:
+        attention = form.attention if beside else None
+        return replace(form, state=state, attention=attention) if layer in layers else form
+
+    return with_forms(config, changed)
+
+
+def sharing(forms: Sequence[LayerForm], last: int) -> tuple[LayerForm, ...]:
+    """Let the `last` layers read keys and values of those before them."""
+    if type(last) is not int or not 0 <= last <= len(forms):
+        raise ModelError(f"layers that read others' keys and values: {last!r:.80} of {len(forms)}")
+    first = len(forms) - last
+    return (*forms[:first], *(replace(form, shares=True) for form in forms[first:]))
 
 
 def local_theta(get: Get, default: float) -> float:
@@ -378,14 +427,20 @@ def positive(get: Get, key: str, default: float) -> float:
 
 
 def experts_of(
-    get: Get, count: str, chosen: str, normalised: bool, biases: bool = False, shared_ffn: int = 0
+    get: Get,
+    count: str,
+    chosen: str,
+    width: int,
+    normalised: bool,
+    biases: bool = False,
+    shared_ffn: int = 0,
 ) -> Experts:
-    """The mixture with the numbers of experts under the keys `count` and `chosen`."""
+    """The mixture with the numbers of experts under the keys `count` and `chosen`. `width`: of one expert."""
     numbers = get(count, int), get(chosen, int)
     for key, value in zip((count, chosen), numbers, strict=True):
         if value is None:
             raise ModelError(f"a mixture of experts without {key}")
-    return Experts(*numbers, normalised, biases, shared_ffn)
+    return Experts(*numbers, width, normalised, biases, shared_ffn)
 
 
 def check_only(get: Get, allowed: Mapping[str, Any]) -> None:

@@ -17,11 +17,13 @@ from phasewise.serving.loaders.families.family import (
     fed,
     layer_types,
     state_layer_types,
+    with_experts,
+    with_states,
     with_windows,
 )
 from phasewise.serving.loaders.families.hybrids import state_gguf
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.parts.states import DELTA, StateLayers
+from phasewise.serving.models.parts.states import DELTA, StateForm
 
 MAX_WINDOW_LAYERS = 28
 HEAD_DIM = 128
@@ -62,8 +64,8 @@ def _mixture(get: Get, config: ModelConfig, *, has_shared: bool = True) -> Model
     width = get("moe_intermediate_size", int, config.ffn)
     shared = get("shared_expert_intermediate_size", int, width) if has_shared else 0
     normalised = get("norm_topk_prob", bool, False)
-    experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
-    return replace(config, experts=replace(experts, shared_gate=shared > 0), ffn=width)
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", width, normalised, shared_ffn=shared)
+    return with_experts(config, replace(experts, shared_gate=shared > 0))
 
 
 EXPERTS_IN_ALL_LAYERS = {"mlp_only_layers": None, "decoder_sparse_step": 1}
@@ -111,16 +113,15 @@ def _dense(get: Get, config: ModelConfig) -> ModelConfig:
         layers = _all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
     else:
         layers = state_layer_types(get, config, LINEAR)
-    state = StateLayers(
+    state = StateForm(
         DELTA,
-        layers,
         get("linear_conv_kernel_dim", int, 4),
         get("linear_num_value_heads", int, 32),
         get("linear_num_key_heads", int, 16),
         get("linear_key_head_dim", int, 128),
         get("linear_value_head_dim", int, 128),
     )
-    return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
+    return with_states(replace(config, qk_norm=True, gated_attention=True), state, layers)
 
 
 def _all_but_every(interval: int, n_layers: int) -> tuple[int, ...]:
@@ -140,8 +141,8 @@ def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
     """The hybrid of GGUF metadata. `tiled`: True if heads are in the order that files of Qwen 3.5 have."""
     layers = _recurrent_layers(get, config.n_layers)
-    state = replace(state_gguf(get, DELTA, layers), tiled=tiled)
-    return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
+    state = replace(state_gguf(get, DELTA), tiled=tiled)
+    return with_states(replace(config, qk_norm=True, gated_attention=True), state, layers)
 
 
 def _recurrent_layers(get: Get, n_layers: int) -> tuple[int, ...]:
