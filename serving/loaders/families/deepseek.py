@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, HeadStack, Names, TurnedTail
 from phasewise.serving.loaders.families.family import (
@@ -14,6 +13,7 @@ from phasewise.serving.loaders.families.family import (
     Family,
     Get,
     experts_of,
+    named_layers,
     positive,
     with_experts,
     with_rope,
@@ -34,13 +34,14 @@ def routed(
     config: ModelConfig,
     scores: str = LOGISTIC,
     *,
-    dense: tuple[int, ...] | None = None,
+    dense: list[bool] | None = None,
     **changes: Any,
 ) -> ModelConfig:
-    """Add the mixture of either format to the config, if there is one. `dense`: layers without experts, in
-    place of what the common keys say. `changes`: settings of the mixture, in place of what the file says."""
+    """Add the mixture of either format to the config, if there is one. `dense`: true for layers without
+    experts, in place of what the common keys say. `changes`: settings of the mixture, in place of the file's.
+    """
     dense = _dense_layers(get, config) if dense is None else dense
-    experts = None if len(dense) == config.n_layers else routed_experts(get, scores)
+    experts = None if all(dense) else routed_experts(get, scores)
     return config if experts is None else with_experts(config, replace(experts, **changes), dense)
 
 
@@ -74,23 +75,17 @@ def routed_experts(get: Get, scores: str = LOGISTIC, shared: int | None = None) 
     )
 
 
-def _dense_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """Layers without experts: those of a list, or the first ones and of the others all but every
+def _dense_layers(get: Get, config: ModelConfig) -> list[bool]:
+    """True for each layer without experts: those of a list, or the first ones and of the others all but every
     `moe_layer_freq`-th."""
-    named = get("mlp_layer_types", list)
-    if named is not None:
-        if len(named) != config.n_layers or any(kind not in ("dense", "sparse") for kind in named):
-            raise ModelError(
-                f"config.json has mlp_layer_types = {named!r:.60}: dense or sparse for each of"
-                f" {counted(config.n_layers, 'layer')} expected"
-            )
-        return tuple(layer for layer, kind in enumerate(named) if kind == "dense")
+    if get("mlp_layer_types", list) is not None:
+        return named_layers(get, config, "dense", "sparse", "mlp_layer_types")
     first, every = get("first_k_dense_replace", int, 0), get("moe_layer_freq", int, 1)
     if every < 1:
         raise ModelError(f"config.json has moe_layer_freq = {every!r:.60}: 1 or more expected")
     if not 0 <= first <= 1 << 20:
         raise ModelError(f"the first {first!r:.60} layers have no experts: 0 or more expected")
-    return tuple(layer for layer in range(config.n_layers) if layer < first or layer % every)
+    return [layer < first or layer % every != 0 for layer in range(config.n_layers)]
 
 
 NORM_EPS = 1e-6

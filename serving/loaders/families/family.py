@@ -7,7 +7,7 @@ names them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -265,8 +265,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def layer_types(get: Get, config: ModelConfig, period: int | None) -> list[bool]:
     """True for each layer with a window: by the list of config.json or of GGUF metadata, or else for all but
     every `period`-th layer. None: a list is expected."""
-    named = get("layer_types", list)
-    if named is None:
+    if get("layer_types", list) is None:
         stated = get("attention.sliding_window_pattern")  # of GGUF files: a list, or a period
         if isinstance(stated, list) and len(stated) == config.n_layers:
             return [bool(slides) for slides in stated]
@@ -274,17 +273,26 @@ def layer_types(get: Get, config: ModelConfig, period: int | None) -> list[bool]
         if period is None or (stated is not None and period != stated):
             raise ModelError("the GGUF metadata gives no attention.sliding_window_pattern for all layers")
         return all_but_every(period, config.n_layers)
-    if len(named) != config.n_layers or any(kind not in (SLIDING, FULL) for kind in named):
+    return named_layers(get, config, SLIDING)
+
+
+def named_layers(
+    get: Get, config: ModelConfig, name: str, other: str = FULL, key: str = "layer_types"
+) -> list[bool]:
+    """True for each layer that a list of config.json calls `name`; the others must be called `other`."""
+    named = get(key, list)
+    if named is None or len(named) != config.n_layers or any(kind not in (name, other) for kind in named):
         raise ModelError(
-            f"config.json has layer_types = {named!r:.60}: {SLIDING} or {FULL} for each of"
+            f"config.json has {key} = {named!r:.60}: {name} or {other} for each of"
             f" {counted(config.n_layers, 'layer')} expected"
         )
-    return [kind == SLIDING for kind in named]
+    return [kind == name for kind in named]
 
 
 def all_but_every(period: int, n_layers: int) -> list[bool]:
+    """True for each layer but every `period`-th."""
     if period < 1:
-        raise ModelError(f"layers without a window come every {period} layers: 1 or more expected")
+        raise ModelError(f"layers that attend to all come every {period} layers: 1 or more expected")
     return [bool((layer + 1) % period) for layer in range(n_layers)]
 
 
@@ -341,23 +349,20 @@ def with_width(config: ModelConfig, width: int) -> ModelConfig:
     return with_forms(config, lambda _, form: replace(form, feed_forward=width))
 
 
-def with_experts(config: ModelConfig, experts: Experts, dense: Container[int] = ()) -> ModelConfig:
-    """Put a mixture in place of every feed-forward layer but those of the layers `dense`."""
+def with_experts(config: ModelConfig, experts: Experts, dense: Sequence[bool] = ()) -> ModelConfig:
+    """Put a mixture in place of feed-forward layers, but in layers that are `dense` (none: in all)."""
+    is_dense = dense or [False] * config.n_layers
     return with_forms(
-        config, lambda layer, form: form if layer in dense else replace(form, feed_forward=experts)
+        config, lambda layer, form: form if is_dense[layer] else replace(form, feed_forward=experts)
     )
 
 
-def with_states(
-    config: ModelConfig, state: StateForm, layers: Container[int], *, beside: bool = False
-) -> ModelConfig:
-    """Let some layers keep a state in place of attention, or `beside` it."""
-
-    def changed(layer: int, form: LayerForm) -> LayerForm:
-        attention = form.attention if beside else None
-        return replace(form, state=state, attention=attention) if layer in layers else form
-
-    return with_forms(config, changed)
+def with_states(config: ModelConfig, state: StateForm, keeps: Sequence[bool]) -> ModelConfig:
+    """Let some layers keep a state in place of attention."""
+    return with_forms(
+        config,
+        lambda layer, form: replace(form, state=state, attention=None) if keeps[layer] else form,
+    )
 
 
 def sharing(forms: Sequence[LayerForm], last: int) -> tuple[LayerForm, ...]:
@@ -407,10 +412,9 @@ def listed(get: Get, key: str, n_layers: int) -> list[int]:
     return stated
 
 
-def headless_layers(get: Get, n_layers: int) -> tuple[int, ...]:
-    """Layers to which GGUF metadata gives no KV heads."""
-    heads = listed(get, "attention.head_count_kv", n_layers)
-    return tuple(layer for layer, number in enumerate(heads) if number == 0)
+def headless_layers(get: Get, n_layers: int) -> list[bool]:
+    """True for each layer to which GGUF metadata gives no KV heads."""
+    return [number == 0 for number in listed(get, "attention.head_count_kv", n_layers)]
 
 
 def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:
@@ -451,17 +455,6 @@ def check_only(get: Get, allowed: Mapping[str, Any]) -> None:
         if value if not only else value not in (None, only):
             can = f": {only!r} can" if only else ""
             raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run{can}")
-
-
-def state_layer_types(get: Get, config: ModelConfig, state: str, full: str = FULL) -> tuple[int, ...]:
-    """The layers that `layer_types` of config.json calls `state`; the others must be called `full`."""
-    named = get("layer_types", list)
-    if named is None or len(named) != config.n_layers or any(kind not in (state, full) for kind in named):
-        raise ModelError(
-            f"config.json has layer_types = {named!r:.60}: {state} or {full} for each of"
-            f" {counted(config.n_layers, 'layer')} expected"
-        )
-    return tuple(layer for layer, kind in enumerate(named) if kind == state)
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:

@@ -20,13 +20,12 @@ from phasewise.serving.loaders.families.deepseek import (
     with_latent,
 )
 from phasewise.serving.loaders.families.family import (
-    FULL,
     Family,
     Get,
     fed,
     headless_layers,
     listed,
-    state_layer_types,
+    named_layers,
     with_kind,
     with_states,
 )
@@ -55,26 +54,27 @@ def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
     return _with_states(config, state, _state_layers(get, config, stated), latent_of_hf(get))
 
 
-def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> tuple[int, ...]:
-    """Layers with a state: by `layer_types`, by lists from 1 on, or the first and all but every fourth."""
+def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> list[bool]:
+    """True for each layer with a state: by `layer_types`, by lists from 1 on, or the first and all but every
+    fourth."""
     if get("layer_types", list) is not None:
-        return state_layer_types(get, config, LINEAR, FULL)
+        return named_layers(get, config, LINEAR)
     full, linear = stated.get("full_attn_layers"), stated.get("kda_layers")
     if full is None or linear is None:
-        return tuple(layer for layer in range(config.n_layers) if layer == 0 or layer % 4)
+        return [layer == 0 or layer % 4 != 0 for layer in range(config.n_layers)]
     every = range(1, config.n_layers + 1)
     if not (isinstance(full, list) and isinstance(linear, list)) or sorted([*full, *linear]) != list(every):
         raise ModelError(
             f"config.json has full_attn_layers = {full!r:.60} and kda_layers = {linear!r:.60}: each of"
             f" {counted(config.n_layers, 'layer')} in one of them expected"
         )
-    return tuple(sorted(layer - 1 for layer in linear))
+    return [layer in linear for layer in every]
 
 
 def _with_states(
-    config: ModelConfig, state: StateForm, layers: tuple[int, ...], latent: LatentAttention
+    config: ModelConfig, state: StateForm, keeps: list[bool], latent: LatentAttention
 ) -> ModelConfig:
-    return with_latent(with_states(with_kind(config, rope=None), state, layers), latent, 0.0)
+    return with_latent(with_states(with_kind(config, rope=None), state, keeps), latent, 0.0)
 
 
 def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:

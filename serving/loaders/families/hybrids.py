@@ -13,15 +13,15 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import OtherForm, TensorCut
 from phasewise.serving.loaders.families.family import (
-    FULL,
     Family,
     Get,
     TensorShapes,
     experts_of,
     headless_layers,
+    named_layers,
     positive,
-    state_layer_types,
     with_experts,
+    with_forms,
     with_kind,
     with_states,
     with_width,
@@ -112,12 +112,13 @@ def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
     return with_states(config if kind == "rope" else with_kind(config, rope=None), state, layers)
 
 
-def _state_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """Layers with a state, under either of two keys, in the words of either release of transformers."""
+def _state_layers(get: Get, config: ModelConfig) -> list[bool]:
+    """True for each layer with a state, under either of two keys, in the words of either release of
+    transformers."""
     names = get("layer_types", list, get("layers_block_type", list))
     old = {"mamba": "linear_attention", "attention": "full_attention"}
     renamed = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]
-    return state_layer_types(lambda *_: renamed or None, config, "linear_attention")
+    return named_layers(lambda *_: renamed or None, config, "linear_attention")
 
 
 def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -160,7 +161,12 @@ def _falcon(get: Get, config: ModelConfig) -> ModelConfig:
     if normalised and get("mamba_norm_before_gate", bool, True):
         raise ModelError("config.json has mamba_norm_before_gate = True, which cannot run")
     state = replace(state, norm_groups=state.groups if normalised else 0)
-    return _multiplied(get, with_states(config, state, range(config.n_layers), beside=True))
+    return _multiplied(get, _beside(config, state))
+
+
+def _beside(config: ModelConfig, state: StateForm) -> ModelConfig:
+    """Let all layers keep a state beside their attention."""
+    return with_forms(config, lambda _, form: replace(form, state=state))
 
 
 def _inner(get: Get, hidden: int) -> int:
@@ -211,14 +217,14 @@ def _numbers(get: Get, key: str, count: int) -> list[float]:
 def _falcon_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     state = mamba_gguf(get)
     state = replace(state, norm_groups=state.groups)
-    return with_states(config, state, range(config.n_layers), beside=True)
+    return _beside(config, state)
 
 
 def _falcon_norm(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
     """Leave out the norm of results where the file has none."""
     assert config.state is not None
     state = config.state if "blk.0.ssm_norm.weight" in shapes else replace(config.state, norm_groups=0)
-    return with_states(config, state, range(config.n_layers), beside=True)
+    return _beside(config, state)
 
 
 _IN = TensorCut(("state_gate", "state_in", "state_time"))
@@ -244,17 +250,16 @@ CONV = "conv"
 def _lfm2(get: Get, config: ModelConfig) -> ModelConfig:
     if get("layer_types", list) is None:
         attending = get("full_attn_idxs", list)
-        full = range(config.n_layers) if attending is None else attending
-        layers = tuple(layer for layer in range(config.n_layers) if layer not in full)
+        keeps = [attending is not None and layer not in attending for layer in range(config.n_layers)]
     else:
-        layers = state_layer_types(get, config, CONV, FULL)
+        keeps = named_layers(get, config, CONV)
     config = replace(
         with_width(config, _ffn(get, get("block_ff_dim", int, config.ffn))),
         norm_eps=get("norm_eps", float, 1e-5),
         tied_embeddings=get("tie_embedding", bool, config.tied_embeddings),
         qk_norm=True,
     )
-    return with_states(config, StateForm(SHORT_CONV, get("conv_L_cache", int, 3)), layers)
+    return with_states(config, StateForm(SHORT_CONV, get("conv_L_cache", int, 3)), keeps)
 
 
 def _ffn(get: Get, width: int) -> int:

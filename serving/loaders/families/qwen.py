@@ -13,10 +13,11 @@ from phasewise.serving.loaders.families.family import (
     MTP_HEAD,
     Family,
     Get,
+    all_but_every,
     experts_of,
     fed,
     layer_types,
-    state_layer_types,
+    named_layers,
     with_experts,
     with_states,
     with_windows,
@@ -110,9 +111,9 @@ INTERVAL = 4
 
 def _dense(get: Get, config: ModelConfig) -> ModelConfig:
     if get("layer_types", list) is None:
-        layers = _all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
+        keeps = all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
     else:
-        layers = state_layer_types(get, config, LINEAR)
+        keeps = named_layers(get, config, LINEAR)
     state = StateForm(
         DELTA,
         get("linear_conv_kernel_dim", int, 4),
@@ -121,13 +122,7 @@ def _dense(get: Get, config: ModelConfig) -> ModelConfig:
         get("linear_key_head_dim", int, 128),
         get("linear_value_head_dim", int, 128),
     )
-    return with_states(replace(config, qk_norm=True, gated_attention=True), state, layers)
-
-
-def _all_but_every(interval: int, n_layers: int) -> tuple[int, ...]:
-    if interval < 1:
-        raise ModelError(f"attention comes every {interval} layers: 1 or more expected")
-    return tuple(layer for layer in range(n_layers) if (layer + 1) % interval)
+    return with_states(replace(config, qk_norm=True, gated_attention=True), state, keeps)
 
 
 def _next_mixture(get: Get, config: ModelConfig) -> ModelConfig:
@@ -140,18 +135,18 @@ def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
     """The hybrid of GGUF metadata. `tiled`: True if heads are in the order that files of Qwen 3.5 have."""
-    layers = _recurrent_layers(get, config.n_layers)
+    keeps = _recurrent_layers(get, config.n_layers)
     state = replace(state_gguf(get, DELTA), tiled=tiled)
-    return with_states(replace(config, qk_norm=True, gated_attention=True), state, layers)
+    return with_states(replace(config, qk_norm=True, gated_attention=True), state, keeps)
 
 
-def _recurrent_layers(get: Get, n_layers: int) -> tuple[int, ...]:
+def _recurrent_layers(get: Get, n_layers: int) -> list[bool]:
     stated = get("attention.recurrent_layers", list)
     if stated is None:
-        return _all_but_every(get("full_attention_interval", int, INTERVAL), n_layers)
+        return all_but_every(get("full_attention_interval", int, INTERVAL), n_layers)
     if len(stated) < n_layers:
         raise ModelError(f"the GGUF metadata says of {counted(len(stated), 'layer')} which keep a state")
-    return tuple(layer for layer in range(n_layers) if stated[layer])
+    return [bool(keeps) for keeps in stated[:n_layers]]
 
 
 def _mixture_gguf(get: Get, config: ModelConfig) -> ModelConfig:

@@ -84,7 +84,7 @@ def _ernie(get: Get, config: ModelConfig) -> ModelConfig:
     if every < 1:
         raise ModelError(f"config.json has moe_layer_interval = {every!r:.60}: 1 or more expected")
     layers = range(config.n_layers)
-    dense = tuple(layer for layer in layers if (layer + 1) % every or not first <= layer <= last)
+    dense = [(layer + 1) % every != 0 or not first <= layer <= last for layer in layers]
     return routed(get, config, SOFTMAX, dense=dense, choice_bias=True)
 
 
