@@ -209,7 +209,7 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
         ("parameters", f"{inspected.parameters / 1e6:.1f} M"),
     ]
     if config.state is not None:
-        layers = counted(len(config.state.layers), "layer")
+        layers = counted(sum(form.state is not None for form in config.forms), "layer")
         facts.append(("states", f"{layers}, {size_text(inspected.state_bytes)} of each sequence"))
     if inspected.head is not None:
         head = f"{inspected.head.parameters / 1e6:.1f} M, {size_text(inspected.head.format_bytes['native'])}"

@@ -103,10 +103,8 @@ def fingerprint_of(
     most positions of one sequence."""
     config = config_to_json(model.config)
     del config["context_length"]
-    rotations = [model.config.rope, *(kind.rope for kind in model.config.kinds)]
-    is_long = any(
-        rotation is not None and isinstance(rotation.scaling, LongScaling) for rotation in rotations
-    )
+    rotations = [kind.rope for kind in model.config.kinds if kind.rope is not None]
+    is_long = any(isinstance(rotation.scaling, LongScaling) for rotation in rotations)
     return Fingerprint(
         weights=model.content_hash,
         config=digest_of(config),

@@ -357,7 +357,7 @@ def check_takes_adapters(config: ModelConfig, path: Path) -> None:
         raise ModelError(f"{path}: adapters are for models that generate text")
     reasons = (mixer.takes_no_adapters for layer in config.layers for mixer in layer.mixers)
     why = next(filter(None, reasons), "")
-    if config.has_mixed_heads or config.shared_kv_layers:
+    if config.has_mixed_heads or any(form.shares for form in config.forms):
         why = "whose layers have heads of their own"
     if why:
         raise ModelError(f"{path}: {config.architecture} models, {why}, take no adapters")

@@ -321,7 +321,7 @@ def is_beyond(stem: str, config: ModelConfig, n_more: int) -> bool:
 def is_unread(ours: str, config: ModelConfig) -> bool:
     """True for keys and values of a layer that reads those of another, as some files hold them."""
     stem, _, part = ours.rpartition(".")
-    if part not in KEYS_AND_VALUES or not config.shared_kv_layers or "experts" in stem:
+    if part not in KEYS_AND_VALUES or "experts" in stem:
         return False
     layer = int(stem.split(".")[1])
-    return config.n_layers - config.shared_kv_layers <= layer < config.n_layers
+    return layer < config.n_layers and config.forms[layer].shares

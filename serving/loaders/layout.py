@@ -176,7 +176,7 @@ def check_tensors(source: ModelSource) -> None:
 
 
 def _must_have_bias(config: ModelConfig) -> bool:
-    return config.architecture == "qwen2" or (config.encoder is not None and config.encoder.qkv_biases)
+    return config.architecture == "qwen2" or (config.encoder is not None and config.out_bias)
 
 
 def check_packed(

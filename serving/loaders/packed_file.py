@@ -55,7 +55,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.segments import prefer_huge_pages
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
-FILE_VERSION = 8  # change with anything in this module, or in how a loader reads a source
+FILE_VERSION = 9  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64

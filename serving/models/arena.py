@@ -57,7 +57,7 @@ def lay_out(
     given = feeding.take(rows * n_chosen if experts else 0, stride)
     router = feeding.take(rows, rounded(experts.count if experts else 0))
     room = _Room(max(mixing.end, feeding.end))
-    has_branch = config.post_norms or config.out_bias or config.ffn_biases
+    has_branch = config.post_norms or (not config.norms_sums and (config.out_bias or config.ffn_biases))
     normed = room.take(rows if config.has_layer_norms and not config.norms_sums else 0, stride)
     branch = room.take(rows if has_branch else 0, stride)
     summed = room.take(rows if experts and experts.own_norms else 0, stride)

@@ -14,22 +14,20 @@ from phasewise.serving.models.rope import SCALINGS
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Write the config as plain JSON values; `config_from_json` is the inverse."""
-    kinds = config.kinds if config.layer_kinds else ()
+    different = tuple(dict.fromkeys(config.forms))
     values: dict[str, Any] = _plain(config)
     return {
         **values,
-        "kinds": _plain(kinds),
-        "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
+        "forms": _plain(different),
+        "layers": [different.index(form) for form in config.forms],
     }
 
 
 def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
     """The config that `config_to_json` wrote; KeyError, TypeError or ModelError for anything else."""
     own = dict(values)
-    kinds = own.pop("kinds")
-    if own["rope"] is None:
-        raise TypeError("a config without RoPE parameters")
-    config: ModelConfig = _value(ModelConfig, {**own, "layer_kinds": [kinds[i] for i in own["layer_kinds"]]})
+    layers = own.pop("layers")
+    config: ModelConfig = _value(ModelConfig, {**own, "forms": [own["forms"][form] for form in layers]})
     return config
 
 
@@ -60,7 +58,7 @@ def _value(hint: Any, plain: Any) -> Any:
     if get_origin(hint) is tuple:
         return tuple(_value(get_args(hint)[0], entry) for entry in plain)
     classes = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
-    if not classes:
+    if not classes or type(plain) in get_args(hint):
         return plain
     own = dict(plain)
     kind = classes[0] if len(classes) == 1 else SCALINGS[own.pop("kind")]

@@ -16,7 +16,7 @@ from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import LayerForm, ModelConfig, PackedModel
 from phasewise.serving.models.parts.site import ActivationArena, ReadRows
 
 PARTS = ("head_embed", "head_rows")
@@ -27,11 +27,9 @@ RowVectors = npt.NDArray[np.float32]
 
 def head_config(config: ModelConfig) -> ModelConfig:
     """The config of a draft head of this model: one layer like the last that attends, with its experts."""
-    experts = config.experts
-    if experts is not None:
-        experts = replace(experts, dense_layers=(), dense_ffn=0)
-    kinds = (config.kind_of(config.attention_layers[-1]),) if config.layer_kinds else ()
-    return replace(config, n_layers=1, layer_kinds=kinds, state=None, experts=experts, drafts="mtp")
+    form = config.forms[config.attention_layers[-1]]
+    alone = LayerForm(form.attention, config.experts or config.ffn)
+    return replace(config, forms=(alone,), drafts="mtp")
 
 
 def with_own_head(head: PackedModel, model: PackedModel) -> PackedModel:

@@ -52,10 +52,6 @@ class Encoder:
     `distances`."""
     segments: bool
     """True if the two texts of a pair have an embedding each."""
-    qkv_biases: bool
-    out_bias: bool
-    ffn_biases: bool
-    """True if `down` has a bias, and `up` where there is no gate."""
     scores: bool = False
     """True if a head gives a pair of texts one score: a cross-encoder."""
     pre_norms: bool = field(default=False, metadata=LATER)

@@ -130,7 +130,8 @@ def build_program(
             )
         if gives == "rows" and config.state is not None:
             raise ModelError(f"{model.name} has layers that keep a state, which cannot make vectors of texts")
-        if gives == "rows" and (config.shared_kv_layers or config.has_mixed_heads or config.layer_inputs):
+        shares = any(form.shares for form in config.forms)
+        if gives == "rows" and (shares or config.has_mixed_heads or config.layer_inputs):
             raise ModelError(f"{model.name} has layers that differ, which cannot make vectors of texts")
         if capacity.feeds:
             check_feeds(config)

@@ -27,7 +27,7 @@ from phasewise.serving.models.parts.attention import (
     first_head,
 )
 from phasewise.serving.models.parts.experts import Experts
-from phasewise.serving.models.parts.feed_forward import FeedForward, FeedForwardForm
+from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForward, FeedForwardForm
 from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
 from phasewise.serving.models.parts.site import (
     NO_FACTORS,
@@ -48,7 +48,7 @@ from phasewise.serving.models.parts.states import (
     KimiDelta,
     Mamba2,
     ShortConv,
-    StateLayers,
+    StateForm,
 )
 from phasewise.serving.models.parts.streams import InputsOfLayer, LayerInputs, Streams, StreamsOfLayer
 from phasewise.serving.models.rope import RopeSpec
@@ -60,7 +60,6 @@ FORMATS = ("native", "f32", "bf16", "int8", "int4")
 LARGEST = {
     "n_layers": 1 << 10,
     "hidden": 1 << 17,
-    "ffn": 1 << 20,
     "n_heads": 1 << 10,
     "n_kv_heads": 1 << 10,
     "head_dim": 1 << 10,
@@ -125,25 +124,6 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class SingleHalves:
-    """The layers that have one half only, and one norm, which is called `attn_norm` in all of them."""
-
-    mixing: tuple[int, ...] = ()
-    """Layers without a feed-forward layer, ascending."""
-    feed_forward: tuple[int, ...] = ()
-    """Layers that are a feed-forward layer, ascending."""
-
-    def check(self, n_layers: int) -> None:
-        """Raise ModelError if none of `n_layers` layers mixes tokens."""
-        if len(self.feed_forward) >= n_layers:
-            raise ModelError("a model in which no token reads others cannot run")
-
-
-BOTH_HALVES = SingleHalves()
-"""The halves of a model whose layers all have both."""
-
-
-@dataclass(frozen=True)
 class LayerKind:
     """The settings of attention in which layers of one model differ."""
 
@@ -155,6 +135,64 @@ class LayerKind:
     """The KV heads of the layer; None: the model's."""
 
 
+@dataclass(frozen=True)
+class LayerForm:
+    """What one layer of a model is: attention, a state or both, and a feed-forward half."""
+
+    attention: LayerKind | None
+    """None: the layer has no attention."""
+    feed_forward: int | Experts | None
+    """The width of the feed-forward layer, or the mixture in its place; None: the layer has neither."""
+    state: StateForm | None = field(default=None, metadata=LATER)
+    """The state that the layer keeps of each sequence."""
+    shares: bool = field(default=False, metadata=LATER)
+    """True if attention reads the keys and values that the last layer of its kind before it keeps."""
+    sparsity: float = field(default=0.0, metadata=LATER)
+    """Standard deviations above their mean at which gates begin to count; 0: all count."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.feed_forward, Experts | None) and type(self.feed_forward) is not int:
+            raise ModelError(
+                f"a feed-forward layer is {self.feed_forward!r:.80} wide: a whole number expected"
+            )
+        if not self.mixes and self.feed_forward is None:
+            raise ModelError("a layer has no attention, no state and no feed-forward half")
+        if self.shares and self.attention is None:
+            raise ModelError("a layer without attention reads keys and values of another one")
+        if self.attention is not None and self.state is not None and self.state.kind != MAMBA2:
+            raise ModelError(f"a layer has attention beside a state: {MAMBA2} can run, not {self.state.kind}")
+        if not -10 < self.sparsity < 10:
+            raise ModelError(f"a layer has sparse activations of {self.sparsity!r:.80}: -10 to 10 expected")
+
+    @property
+    def mixes(self) -> bool:
+        """True if tokens read others."""
+        return self.attention is not None or self.state is not None
+
+    @property
+    def keeps(self) -> bool:
+        """True if the layer keeps keys and values."""
+        return self.attention is not None and not self.shares
+
+    @property
+    def experts(self) -> Experts | None:
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
+
+    @property
+    def width(self) -> int | None:
+        """The width of the feed-forward layer that computes every row, beside experts where there are any."""
+        own = self.feed_forward
+        return (own.shared_ffn or None) if isinstance(own, Experts) else own
+
+
+def alike(n_layers: int, kind: LayerKind, width: int) -> tuple[LayerForm, ...]:
+    """The forms of layers that are alike. Raises ModelError for numbers that no model has."""
+    for name, value, most in (("n_layers", n_layers, LARGEST["n_layers"]), ("ffn", width, MOST_WIDTH)):
+        if type(value) is not int or not 1 <= value <= most:
+            raise ModelError(f"{name} is {value!r:.80}: a whole number from 1 to {most} expected")
+    return (LayerForm(kind, width),) * n_layers
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(AttentionForm, FeedForwardForm):
     """The shape of a model: what its attention and feed-forward layers have in all layers, and what is the
@@ -163,30 +201,23 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     Without `pre_norms` A and F read h itself; with `post_norms` their outputs are normalised."""
 
     architecture: str
-    n_layers: int
+    forms: tuple[LayerForm, ...]
+    """What each layer is, the first layer first."""
     hidden: int
-    ffn: int
     vocab_size: int
     context_length: int
     norm_eps: float
-    rope: RopeSpec
     tied_embeddings: bool
-    sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     add_bos: bool = False
-    layer_kinds: tuple[LayerKind, ...] = ()
-    """The kind of each layer; (): all layers have `rope` and `sliding_window`."""
     pre_norms: bool = True
     post_norms: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    experts: Experts | None = None
     encoder: Encoder | None = None
-    state: StateLayers | None = field(default=None, metadata=LATER)
-    """Layers that keep a state in place of keys and values."""
     last_row_scores: bool = field(default=False, metadata=LATER)
     """True if a decoder gives a pair of texts one score: the product of the last row with a vector."""
     layer_norms: bool = field(default=False, metadata=LATER)
@@ -195,14 +226,9 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     """True if norms of the stream have biases."""
     parallel: bool = field(default=False, metadata=LATER)
     """True if a layer is h += A(n) + F(n), n = norm(h): both halves read one norm of the same stream."""
-    halves: SingleHalves = field(default=BOTH_HALVES, metadata=LATER)
     factors: ProductFactors = field(default=NO_FACTORS, metadata=LATER)
     layer_scales: bool = field(default=False, metadata=LATER)
     """True if each layer has a number by which the stream is multiplied behind the layer."""
-    ffn_widths: tuple[int, ...] = field(default=(), metadata=LATER)
-    """Widths of feed-forward layers where they differ: `ffn` is the largest."""
-    shared_kv_layers: int = field(default=0, metadata=LATER)
-    """Number of last layers that read keys and values of the last layer of their kind before them."""
     layer_inputs: LayerInputs | None = field(default=None, metadata=LATER)
     streams: Streams | None = field(default=None, metadata=LATER)
     drafts: str = field(default="", metadata=LATER)
@@ -215,54 +241,32 @@ class ModelConfig(AttentionForm, FeedForwardForm):
                 raise ModelError(f"{name} is {value!r:.80}: a whole number from 1 to {largest} expected")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r:.80}: a number between 0 and 1 expected")
-        if len(self.layer_kinds) not in (0, self.n_layers):
-            raise ModelError(
-                f"{counted(self.n_layers, 'layer')} with"
-                f" {counted(len(self.layer_kinds), 'kind')} of attention"
-            )
+        self._check_kinds()
+        self._check_scales()
+        self._check_tokens()
+        if not self.attention_layers:
+            raise ModelError("a model whose layers keep no keys and values cannot run")
+        for layer, _ in enumerate(self.layers):
+            self.kept_by(layer)
+        if len({form.experts for form in self.forms} - {None}) > 1:
+            raise ModelError("a model whose layers have experts that differ cannot run")
+        if len({form.state for form in self.forms} - {None}) > 1:
+            raise ModelError("a model whose layers have states that differ cannot run")
+        if self.layer_inputs is not None:
+            self.layer_inputs.check(self.n_layers, self.vocab_size)
+
+    def _check_kinds(self) -> None:
         for kind in self.kinds:
-            self._check_kind(kind)
+            if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
+                raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
+            if kind.heads is not None:
+                kind.heads.check(self.n_kv_heads, self.head_dim)
+            if kind.rope is not None:
+                kind.rope.check(kind.heads.head_dim if kind.heads else self.head_dim)
         if len(self.kinds) > MOST_KINDS:
             raise ModelError(
                 f"{counted(len(self.kinds), 'kind')} of attention in one model; at most {MOST_KINDS} can run"
             )
-        self._check_scales()
-        if self.state is not None:
-            self.state.check(self.n_layers)
-        self._check_layers()
-        self._check_own_layers()
-        self._check_tokens()
-        parts = [layer.feed_forward for layer in self.layers if layer.feed_forward]
-        if self.layer_inputs is not None:
-            self.layer_inputs.check(self.n_layers, self.vocab_size)
-        if self.ffn_widths and max(part.width for part in parts) > self.ffn:
-            raise ModelError(f"a feed-forward layer is wider than {self.ffn} numbers, the widest")
-
-    def _check_layers(self) -> None:
-        self.halves.check(self.n_layers)
-        if not self.attention_layers or any(map(self.keeps_state, self.halves.feed_forward)):
-            raise ModelError("a model whose layers keep no keys and values cannot run")
-
-    def _check_own_layers(self) -> None:
-        if type(self.shared_kv_layers) is not int or not 0 <= self.shared_kv_layers < self.n_layers:
-            raise ModelError(
-                f"layers that read others' keys and values: {self.shared_kv_layers!r:.80} of {self.n_layers}"
-            )
-        first = self.n_layers - self.shared_kv_layers
-        if {self.kind_of(layer) for layer in range(first, self.n_layers)} - set(
-            map(self.kind_of, range(first))
-        ):
-            raise ModelError("layers that read keys and values of others have none of their kind before them")
-        if self.streams is not None:
-            self.streams.check(self.n_layers)
-
-    def _check_kind(self, kind: LayerKind) -> None:
-        if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
-            raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
-        if kind.heads is not None:
-            kind.heads.check(self.n_kv_heads, self.head_dim)
-        if kind.rope is not None:
-            kind.rope.check(kind.heads.head_dim if kind.heads else self.head_dim)
 
     def _check_scales(self) -> None:
         for name in ("embed_scale", "residual_scale", "logit_scale", "logit_cap"):
@@ -286,9 +290,46 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         """True if pairs of texts get one score each, rather than a text its vector."""
         return self.last_row_scores or (self.encoder is not None and self.encoder.scores)
 
+    @property
+    def n_layers(self) -> int:
+        return len(self.forms)
+
+    @functools.cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The different kinds of attention, in the order of their first layers."""
+        return tuple(dict.fromkeys(form.attention for form in self.forms if form.attention is not None))
+
+    @property
+    def rope(self) -> RopeSpec:
+        """RoPE of layers that see all positions, or else of others; of whole heads where no layer has any."""
+        by_reach = sorted(self.kinds, key=lambda kind: kind.window is not None)
+        return next((kind.rope for kind in by_reach if kind.rope), RopeSpec(10000.0, self.head_dim))
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of the layers that have one."""
+        return next((form.experts for form in self.forms if form.experts), None)
+
+    @property
+    def state(self) -> StateForm | None:
+        """The state of the layers that keep one."""
+        return next((form.state for form in self.forms if form.state), None)
+
+    @property
+    def ffn(self) -> int:
+        """The width of an expert, or of the widest feed-forward layer; 1 where there is none."""
+        if self.experts is not None:
+            return self.experts.width
+        return max(1, *(form.width for form in self.forms if type(form.width) is int))
+
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        return layers_of(self)
+        """The parts of every layer. Raises ModelError for parts that cannot run, alone or together."""
+        made = {form: _layer(self, form) for form in dict.fromkeys(self.forms)}
+        first, *others = (made[form] for form in self.forms)
+        if self.encoder is not None and self.encoder.pre_norms:  # its attention reads the stream as it is
+            first = replace(first, norms=first.norms[1:])
+        return (first, *others)
 
     @property
     def has_layer_norms(self) -> bool:
@@ -305,41 +346,38 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         """Epsilon for norms of the stream, which is kept divided by the residual scale."""
         return self.norm_eps / self.residual_scale**2
 
-    def kind_of(self, layer: int) -> LayerKind:
-        return self.layer_kinds[layer] if self.layer_kinds else LayerKind(self.sliding_window, self.rope)
-
-    def keeps_state(self, layer: int) -> bool:
-        return self.state is not None and layer in self.state.layers
-
-    def attends(self, layer: int) -> bool:
-        """True if a layer keeps keys and values."""
-        if layer in self.halves.feed_forward:
-            return False
-        return not self.keeps_state(layer) or (self.state is not None and self.state.beside)
-
     @property
     def last_mixing(self) -> int:
         """The last layer in which tokens read others."""
-        return max(set(range(self.n_layers)) - set(self.halves.feed_forward))
+        return max(number for number, form in enumerate(self.forms) if form.mixes)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that keep keys and values."""
-        keeping = range(self.n_layers - self.shared_kv_layers)
-        return tuple(layer for layer in keeping if self.attends(layer))
+        return tuple(number for number, form in enumerate(self.forms) if form.keeps)
 
     def kept_by(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: itself, or the last of its kind that keeps any."""
-        first_shared = self.n_layers - self.shared_kv_layers
-        if layer < first_shared:
+        """The layer whose keys and values a layer reads: itself, or the last of its kind before it that keeps
+        any. Raises ModelError where there is none."""
+        form = self.forms[layer]
+        if not form.shares:
             return layer
-        return max(before for before in range(first_shared) if self.kind_of(before) == self.kind_of(layer))
+        for number in reversed(range(layer)):
+            before = self.forms[number]
+            if before.keeps and before.attention == form.attention:
+                return number
+        raise ModelError("layers that read keys and values of others have none of their kind before them")
 
     @property
     def keeping(self) -> tuple[Attending, ...]:
         """The attention of every layer that keeps keys and values."""
         parts = (self.layers[layer].attention for layer in self.attention_layers)
         return tuple(part for part in parts if part is not None)
+
+    @property
+    def plain_heads(self) -> HeadShape:
+        """Heads of keys and values of layers that say nothing else."""
+        return HeadShape(self.n_kv_heads, self.head_dim)
 
     @property
     def has_mixed_heads(self) -> bool:
@@ -356,12 +394,7 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     @property
     def state_bytes(self) -> int:
         """Bytes that a sequence's state takes beside keys and values, however long the sequence is."""
-        return 0 if self.state is None else self.state.state_bytes(self.hidden)
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The different kinds of layers, in the order of their first layers."""
-        return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
+        return sum(form.state.n_bytes(self.hidden) for form in self.forms if form.state is not None)
 
 
 STATE_MIXERS: dict[str, type[Convolving]] = {
@@ -369,49 +402,41 @@ STATE_MIXERS: dict[str, type[Convolving]] = {
 }  # fmt: skip
 
 
-def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """Make every layer of a model. Raises ModelError for parts that cannot run, alone or together."""
-    _check_dense(config)
-    alike: dict[tuple[object, ...], Layer] = {}
-    layers = []
-    for number in range(config.n_layers):
-        mixers, feed_forward, mixture = _mixers(config, number), _dense(config, number), None
-        experts = config.experts
-        if experts is not None and number not in (*experts.dense_layers, *config.halves.mixing):
-            mixture = Mixture(experts, _feed_forward(config, config.ffn))
-        streams = inputs = None
-        if config.streams is not None:
-            streams = StreamsOfLayer(config.streams, config.hidden, config.norm_eps)
-        if config.layer_inputs is not None:
-            inputs = InputsOfLayer(config.hidden, config.layer_inputs.size, config.activation)
-        parts = (mixers, feed_forward, mixture, streams, inputs, _norms(config, number))
-        if parts not in alike:
-            alike[parts] = Layer(config.hidden, *parts, config.layer_scales)
-        layers.append(alike[parts])
-    return tuple(layers)
+def _layer(config: ModelConfig, form: LayerForm) -> Layer:
+    """The parts of a layer. Raises ModelError for parts that cannot run, alone or together."""
+    experts, feed_forward, mixture, streams, inputs = form.experts, None, None, None, None
+    if form.width is not None:
+        weighed = experts is not None and experts.shared_gate
+        feed_forward = _feed_forward(config, form.width, form.sparsity, weighed)
+    if experts is not None:
+        mixture = Mixture(experts, _feed_forward(config, experts.width))
+    if config.streams is not None:
+        streams = StreamsOfLayer(config.streams, config.hidden, config.norm_eps)
+    if config.layer_inputs is not None:
+        inputs = InputsOfLayer(config.hidden, config.layer_inputs.size, config.activation)
+    parts = _mixers(config, form), feed_forward, mixture, streams, inputs, _norms(config, form)
+    return Layer(config.hidden, *parts, config.layer_scales)
 
 
-def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
+def _mixers(config: ModelConfig, form: LayerForm) -> tuple[Mixer, ...]:
     """The mixers of a layer, a state before attention; both read the stream before either output is added."""
     mixers: list[Mixer] = []
-    if config.state is not None and number in config.state.layers:
-        mixer = STATE_MIXERS[config.state.kind]
-        mixers.append(mixer(config.state, config.hidden, config.factors, config.norm_eps))
-    if not config.attends(number):
+    own, state = form.attention, form.state
+    if state is not None:
+        mixer = STATE_MIXERS[state.kind]
+        mixers.append(mixer(state, config.hidden, config.factors, config.norm_eps, own is not None))
+    if own is None:
         return tuple(mixers)
-    own, encoder = config.kind_of(number), config.encoder
-    heads, form = own.heads or HeadShape(config.n_kv_heads, config.head_dim), form_in(config, AttentionForm)
-    if encoder is not None:
-        form = replace(form, out_bias=form.out_bias or encoder.out_bias)
-    kept = config.hidden, form, heads, config.kinds.index(own), own.window
+    heads, settings = own.heads or config.plain_heads, form_in(config, AttentionForm)
+    kept = config.hidden, settings, heads, config.kinds.index(own), own.window
     if config.latent is not None:
         return (*mixers, LatentMixer(*kept))
     attention = Attention(
         *kept,
-        config.kept_by(number) != number,
+        form.shares,
         config.factors.qkv,
         config.context_length if config.query_growth else 0,
-        encoder is not None and encoder.distances,
+        config.encoder is not None and config.encoder.distances,
     )
     return (*mixers, attention)
 
@@ -425,51 +450,17 @@ def _feed_forward(
     config: ModelConfig, width: int, sparsity: float = 0.0, weighed: bool = False
 ) -> FeedForward:
     form, factors = form_in(config, FeedForwardForm), (config.factors.gate, config.factors.up)
-    if config.encoder is not None:
-        form = replace(form, ffn_biases=config.encoder.ffn_biases)
     return FeedForward(config.hidden, width, form, factors, sparsity, weighed)
 
 
-def _dense(config: ModelConfig, number: int) -> FeedForward | None:
-    """The feed-forward layer that computes every row; None where there is none."""
-    experts, sparsity = config.experts, config.streams.sparsity[number] if config.streams else 0.0
-    if number in config.halves.mixing:
-        return None
-    if experts is None:
-        return _feed_forward(config, config.ffn_widths[number] if config.ffn_widths else config.ffn, sparsity)
-    if number in experts.dense_layers:
-        return _feed_forward(config, experts.dense_ffn)
-    return (
-        _feed_forward(config, experts.shared_ffn, weighed=experts.shared_gate) if experts.shared_ffn else None
-    )
-
-
-def _check_dense(config: ModelConfig) -> None:
-    if config.ffn_widths and (len(config.ffn_widths) != config.n_layers or config.experts is not None):
-        raise ModelError(
-            f"widths of {counted(len(config.ffn_widths), 'feed-forward layer')} of {config.n_layers}"
-        )
-    if config.experts is None:
-        return
-    dense, n_layers = config.experts.dense_layers, config.n_layers
-    if list(dense) != sorted(set(dense)) or (dense and not 0 <= dense[0] <= dense[-1] < n_layers):
-        raise ModelError(f"layers {dense!r:.80} of {n_layers} have no experts")
-    if len(dense) >= n_layers:
-        raise ModelError(f"a mixture of experts in none of {counted(n_layers, 'layer')}")
-
-
-def _norms(config: ModelConfig, number: int) -> tuple[str, ...]:
+def _norms(config: ModelConfig, form: LayerForm) -> tuple[str, ...]:
     """Names of the norms of the stream before a layer's halves and behind them, and of their biases."""
-    if config.encoder is not None:
-        norms = ["attn_norm", "ffn_norm"]
-        if config.encoder.pre_norms:  # the first layer's attention reads the stream as it is
-            return tuple(norms if number else norms[1:])
+    both = form.mixes and form.feed_forward is not None and not config.parallel
+    norms = ["attn_norm", "ffn_norm"] if both else ["attn_norm"]
+    if config.norms_sums:
         return tuple(f"{norm}{ending}" for norm in norms for ending in ("", "_bias"))
-    norms = []
-    if config.pre_norms:
-        halves = config.halves
-        is_single = config.parallel or number in (*halves.mixing, *halves.feed_forward)
-        norms = ["attn_norm"] if is_single else ["attn_norm", "ffn_norm"]
+    if not config.pre_norms:
+        norms = []
     if config.norm_biases:
         norms += [f"{norm}_bias" for norm in norms]
     return (*norms, "attn_post_norm", "ffn_post_norm") if config.post_norms else tuple(norms)

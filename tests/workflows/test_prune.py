@@ -11,6 +11,7 @@ import pytest
 
 from phasewise.cython_kernels import packing, sparse
 from phasewise.serving.loaders import load_model, open_source
+from phasewise.serving.loaders.families.family import with_rope
 from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.errors import UsageError, WorkflowError
@@ -141,7 +142,7 @@ def test_a_layer_without_a_gate_is_pruned_as_it_is(
 def test_config_of_a_file_names_the_activation(tmp_path: Path) -> None:
     located = Located("m", write_family_gguf(tmp_path / "m.gguf", "arcee"))
     with open_source(located) as source:
-        plain = replace(source.config, rope=replace(source.config.rope, scaling=None))
+        plain = with_rope(source.config, scaling=None)
 
     assert config_fields(plain)["hidden_act"] == "relu2"
     assert config_fields(plain)["architectures"] == ["ArceeForCausalLM"]

@@ -150,22 +150,20 @@ def known_model(kinds: Sequence[str]) -> PackedModel:
     """Build a model with a layer of each kind: the same numbers on all machines, since none is rounded."""
     import numpy as np
 
-    from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+    from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, alike
     from phasewise.serving.models.rope import RopeSpec
 
     rng = np.random.default_rng(np.random.PCG64(41))
     config = ModelConfig(
         architecture="llama",
-        n_layers=len(kinds),
+        forms=alike(len(kinds), LayerKind(None, RopeSpec(10000.0, _HEAD)), _WIDTH),
         hidden=_WIDTH,
-        ffn=_WIDTH,
         n_heads=_WIDTH // _HEAD,
         n_kv_heads=2,
         head_dim=_HEAD,
         vocab_size=_VOCAB,
         context_length=_TOKENS,
         norm_eps=2.0**-17,
-        rope=RopeSpec(10000.0, _HEAD, None),
         tied_embeddings=True,
     )
     ones = np.ones(_WIDTH, dtype=np.float32)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
-from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.family import Family, Get, with_rope
 from phasewise.serving.models.encoding import Encoder
-from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, alike
 from phasewise.serving.models.rope import RopeSpec
 
 HF_ACTIVATIONS = {
@@ -103,12 +103,12 @@ def _nomic_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"config.json asks for RoPE scaling {rope.get('rope_type')!r:.60}, which cannot run")
     theta = stated_theta(rope, get("rotary_emb_base", float, _NOMIC_THETA))
-    return replace(config, rope=RopeSpec(theta, config.head_dim))
+    return with_rope(config, theta=theta)
 
 
 def _nomic_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     theta = get("rope.freq_base", float, _NOMIC_THETA)
-    return replace(config, rope=RopeSpec(theta, config.head_dim))
+    return with_rope(config, theta=theta)
 
 
 BERT = EncoderFamily("bert", hf_names=_BERT_LAYER_NAMES, global_names={**EMBEDDING_NAMES, **BERT_HEAD})
@@ -162,31 +162,25 @@ def encoder_config(
     if not heads or not hidden or hidden % heads:
         raise ModelError(f"{hidden!r:.40} hidden numbers do not divide into {heads!r:.40} heads")
     head_dim, n_layers = hidden // heads, get("num_hidden_layers", int)
-    rope = RopeSpec(_NOMIC_THETA, head_dim)  # of families that have none nothing is turned
-    sane = type(n_layers) is int and n_layers <= LARGEST["n_layers"]  # others the config refuses
-    kinds = (LayerKind(None, None),) * n_layers if family.positions and sane else ()
+    rope = None if family.positions else RopeSpec(_NOMIC_THETA, head_dim)
     return ModelConfig(
         architecture=family.name,
-        n_layers=n_layers,
+        forms=alike(n_layers, LayerKind(None, rope), get("intermediate_size", int)),
         hidden=hidden,
-        ffn=get("intermediate_size", int),
         n_heads=heads,
         n_kv_heads=heads,
         head_dim=head_dim,
         vocab_size=get("vocab_size", int),
         context_length=context_length,
         norm_eps=get("layer_norm_eps", float, 1e-12),
-        rope=rope,
         tied_embeddings=True,
-        layer_kinds=kinds,
         activation=activation,
         gated=family.has_gate,
+        out_bias=family.biases,
+        ffn_biases=family.biases,
         encoder=Encoder(
             positions=family.positions,
             segments=bool(get("type_vocab_size", int, 2)),
-            qkv_biases=family.biases,
-            out_bias=family.biases,
-            ffn_biases=family.biases,
             scores=scores,
         ),
     )

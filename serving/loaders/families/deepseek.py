@@ -4,8 +4,8 @@ the choice alone, shared experts, and first layers without experts."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, HeadStack, Names, TurnedTail
 from phasewise.serving.loaders.families.family import (
@@ -13,12 +13,15 @@ from phasewise.serving.loaders.families.family import (
     Family,
     Get,
     experts_of,
+    named_layers,
     positive,
+    with_experts,
+    with_rope,
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
 from phasewise.serving.models.parts.attention import LatentAttention
-from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
 from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
 from phasewise.serving.models.rope import YarnScaling
 
@@ -31,23 +34,28 @@ def routed(
     config: ModelConfig,
     scores: str = LOGISTIC,
     *,
-    dense: tuple[int, ...] | None = None,
-    shared: int | None = None,
+    dense: list[bool] | None = None,
+    **changes: Any,
 ) -> ModelConfig:
-    """Add the mixture of either format to the config, if there is one. `scores`: of a file that states none:
+    """Add the mixture of either format to the config, if there is one. `dense`: true for layers without
+    experts, in place of what the common keys say. `changes`: settings of the mixture, in place of the file's.
+    """
+    dense = _dense_layers(get, config) if dense is None else dense
+    experts = None if all(dense) else routed_experts(get, scores)
+    return config if experts is None else with_experts(config, replace(experts, **changes), dense)
+
+
+def routed_experts(get: Get, scores: str = LOGISTIC, shared: int | None = None) -> Experts | None:
+    """The mixture of either format; None where there is none. `scores`: of a file that states none:
     "logistic", with a bias for the choice and groups ranked by their two best, or "softmax", with neither.
-    `dense`, `shared`: layers without experts, and the shared expert's width, in place of what the common keys
-    say."""
+    `shared`: the shared expert's width, in place of what the common keys say."""
     if get("n_routed_experts", int) == 0:
-        return config
+        return None
     gating = get("expert_gating_func", int, 0)  # of GGUF files
     if gating and gating not in GATING:
         raise ModelError(f"the GGUF metadata gives expert_gating_func = {gating!r:.60}: 1 or 2 can run")
     scores = GATING.get(gating, scores)
     width, n_shared = get("moe_intermediate_size", int), get("n_shared_experts", int, 0)
-    dense = _dense_layers(get, config) if dense is None else dense
-    if len(dense) == config.n_layers:
-        return config
     if type(width) is not int or not 1 <= width <= MOST_WIDTH:
         raise ModelError(f"experts of width {width!r:.60}: from 1 to {MOST_WIDTH} expected")
     if not 0 <= n_shared <= MOST_WIDTH:
@@ -55,39 +63,29 @@ def routed(
     normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
     if shared is None:
         shared = int(n_shared * get("moe_shared_expert_intermediate_size", int, width))
-    plain = experts_of(get, "n_routed_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
     groups, chosen_groups = get("n_group", int, 1), get("topk_group", int, 1)
-    experts = replace(
-        plain,
+    return replace(
+        experts_of(get, "n_routed_experts", "num_experts_per_tok", width, normalised, shared_ffn=shared),
         scores=scores,
         choice_bias=scores == LOGISTIC,
         groups=groups,
         chosen_groups=chosen_groups if groups != 1 else 1,
         group_best=2 if scores == LOGISTIC and groups != 1 else 1,
         scale=positive(get, "routed_scaling_factor", 1.0),
-        dense_layers=dense,
-        dense_ffn=config.ffn if dense else 0,
     )
-    return replace(config, experts=experts, ffn=width)
 
 
-def _dense_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """Layers without experts: those of a list, or the first ones and of the others all but every
+def _dense_layers(get: Get, config: ModelConfig) -> list[bool]:
+    """True for each layer without experts: those of a list, or the first ones and of the others all but every
     `moe_layer_freq`-th."""
-    named = get("mlp_layer_types", list)
-    if named is not None:
-        if len(named) != config.n_layers or any(kind not in ("dense", "sparse") for kind in named):
-            raise ModelError(
-                f"config.json has mlp_layer_types = {named!r:.60}: dense or sparse for each of"
-                f" {counted(config.n_layers, 'layer')} expected"
-            )
-        return tuple(layer for layer, kind in enumerate(named) if kind == "dense")
+    if get("mlp_layer_types", list) is not None:
+        return named_layers(get, config, "dense", "sparse", "mlp_layer_types")
     first, every = get("first_k_dense_replace", int, 0), get("moe_layer_freq", int, 1)
     if every < 1:
         raise ModelError(f"config.json has moe_layer_freq = {every!r:.60}: 1 or more expected")
     if not 0 <= first <= 1 << 20:
         raise ModelError(f"the first {first!r:.60} layers have no experts: 0 or more expected")
-    return tuple(layer for layer in range(config.n_layers) if layer < first or layer % every)
+    return [layer < first or layer % every != 0 for layer in range(config.n_layers)]
 
 
 NORM_EPS = 1e-6
@@ -99,10 +97,8 @@ def _v2(get: Get, config: ModelConfig) -> ModelConfig:
     method = get("topk_method", str, GREEDY)
     if method not in (GREEDY, BY_GROUPS):
         raise ModelError(f"config.json has topk_method = {method!r:.60}: {GREEDY} or {BY_GROUPS} can run")
-    config = _latent_hf(get, routed(get, config, SOFTMAX))
-    if method == GREEDY and config.experts is not None:
-        config = replace(config, experts=replace(config.experts, groups=1, chosen_groups=1))
-    return config
+    plain: dict[str, Any] = {"groups": 1, "chosen_groups": 1} if method == GREEDY else {}
+    return _latent_hf(get, routed(get, config, SOFTMAX, **plain))
 
 
 def _v3(get: Get, config: ModelConfig) -> ModelConfig:
@@ -137,11 +133,10 @@ def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> 
     if isinstance(scaling, YarnScaling) and weight:
         scale *= yarn_magnitude(scaling.factor, weight) ** 2
     return replace(
-        config,
+        with_rope(config, dim=latent.rope_dim),
         latent=latent,
         head_dim=latent.vector,
         n_kv_heads=1,
-        rope=replace(config.rope, dim=latent.rope_dim),
         attention_scale=scale,
     )
 
@@ -168,7 +163,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
         isinstance(scaling, YarnScaling) and weight
     ):  # both weights are one: cosines and sines stay as they are
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
-        config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
+        config = with_rope(config, scaling=replace(scaling, magnitude=magnitude))
     return with_latent(routed(get, config, SOFTMAX), latent_of_gguf(get, config.norm_eps), weight)
 
 

@@ -19,9 +19,10 @@ from phasewise.serving.loaders.families.family import (
     layer_types,
     number_of,
     turned_in_windows,
+    with_experts,
+    with_rope,
 )
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.rope import RopeSpec
 
 
 def _seed_oss(get: Get, config: ModelConfig) -> ModelConfig:
@@ -83,7 +84,7 @@ def _hunyuan(get: Get, config: ModelConfig) -> ModelConfig:
         theta *= power(alpha, config.head_dim, config.head_dim - 2) if config.head_dim > 2 else 1.0
     elif kind not in (None, "default"):
         raise ModelError(f"config.json asks for RoPE scaling {kind!r:.60}; dynamic by alpha can run")
-    return _norm_last(get, replace(config, rope=RopeSpec(theta, config.head_dim)))
+    return _norm_last(get, with_rope(config, theta=theta, dim=config.head_dim, scaling=None))
 
 
 def _norm_last(get: Get, config: ModelConfig) -> ModelConfig:
@@ -104,18 +105,18 @@ def _one(get: Get, key: str, default: int | None = None) -> Any:
 def _hunyuan_moe(get: Get, config: ModelConfig) -> ModelConfig:
     numbers = {key: _one(get, key) for key in ("num_experts", "moe_topk")}
     shared = config.ffn * _one(get, "num_shared_expert", 1)
-    experts = experts_of(
-        lambda key, *_: numbers[key], "num_experts", "moe_topk", normalised=True, shared_ffn=shared
-    )
     width = _one(get, "moe_intermediate_size", config.ffn)
-    return replace(_hunyuan(get, config), experts=experts, ffn=width)
+    experts = experts_of(
+        lambda key, *_: numbers[key], "num_experts", "moe_topk", width, normalised=True, shared_ffn=shared
+    )
+    return with_experts(_hunyuan(get, config), experts)
 
 
 def _hunyuan_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     shared = get("shared_intermediate_size", int, 0)
-    experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised=True, shared_ffn=shared)
     width = get("moe_intermediate_size", int, config.ffn)
-    return replace(_norm_last(get, config), experts=experts, ffn=width)
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", width, normalised=True, shared_ffn=shared)
+    return with_experts(_norm_last(get, config), experts)
 
 
 _HUNYUAN: Names = {"self_attn.query_layernorm.weight": "q_norm", "self_attn.key_layernorm.weight": "k_norm"}

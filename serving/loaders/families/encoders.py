@@ -30,9 +30,17 @@ from phasewise.serving.loaders.families.bert import (
     biased,
     stated_theta,
 )
-from phasewise.serving.loaders.families.family import FULL, SLIDING, Get, layer_types
+from phasewise.serving.loaders.families.family import (
+    FULL,
+    SLIDING,
+    Get,
+    layer_types,
+    with_kind,
+    with_rope,
+    with_windows,
+)
 from phasewise.serving.models.encoding import EncoderTasks
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import LinearScaling, RopeSpec
 
 TASKS = "lora_adaptations"
@@ -45,7 +53,7 @@ def _with_distances(get: Get, config: ModelConfig) -> ModelConfig:
     del get
     assert config.encoder is not None
     encoder = replace(config.encoder, distances=True)
-    return replace(config, encoder=encoder, layer_kinds=(LayerKind(None, None),) * config.n_layers)
+    return replace(with_kind(config, rope=None), encoder=encoder)
 
 
 def _v2_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -84,8 +92,8 @@ def _v3_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
     tasks = _tasks_of(get)
     if tasks is not None and get("type_vocab_size", int) != 1:
         raise ModelError("config.json has tasks, and other segments than one, which cannot run")
-    rope = RopeSpec(get("rotary_emb_base", float, _V3_THETA), config.head_dim)
-    return replace(config, rope=rope, encoder=replace(config.encoder, tasks=tasks))
+    encoder = replace(config.encoder, tasks=tasks)
+    return replace(with_rope(config, theta=get("rotary_emb_base", float, _V3_THETA)), encoder=encoder)
 
 
 def _tasks_of(get: Get) -> EncoderTasks | None:
@@ -157,7 +165,7 @@ def _gte_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
     model_type: str = get("model_type", str, THEIR_GTE)
     fields = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
     theta = stated_theta(fields, get("rope_theta", float, _GTE_THETA[model_type]))
-    return replace(config, rope=_scaled(theta, config.head_dim, fields))
+    return with_kind(config, rope=_scaled(theta, config.head_dim, fields))
 
 
 def _scaled(theta: float, dim: int, fields: dict[str, object]) -> RopeSpec:
@@ -215,10 +223,10 @@ def _modern_bert(
     """Add ModernBERT's layers. `thetas`: RoPE's base in layers that see all, and in layers with a window."""
     assert config.encoder is not None
     whole, local = (RopeSpec(theta, config.head_dim) for theta in thetas)
-    kinds = tuple(LayerKind(window, local) if is_local else LayerKind(None, whole) for is_local in windowed)
+    own = with_windows(with_kind(config, rope=whole), windowed, window, local)
     scores = config.encoder.scores
     encoder = replace(config.encoder, pre_norms=True, norm_head=scores, segments=False)
-    return replace(config, rope=whole, layer_kinds=kinds, encoder=encoder)
+    return replace(own, encoder=encoder)
 
 
 def _modern_from_hf(get: Get, config: ModelConfig) -> ModelConfig:

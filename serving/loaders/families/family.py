@@ -7,7 +7,7 @@ names them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from phasewise._words import counted
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import ColumnCut, Names, OfLayer, OtherForm, TensorCut
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
+from phasewise.serving.models.parts.states import StateForm
 from phasewise.serving.models.rope import RopeSpec
 
 Get = Callable[..., Any]
@@ -132,10 +133,6 @@ class Family:
     alone (`HEAD_NAMES`, or a first layer's); "": left out. "{n}": the number of the model's layers."""
     gguf_head: bool = False
     """True if GGUF files may have a draft head as the block behind the last one."""
-    gguf_optional_qk_norm: bool = False
-    """True if a GGUF file says by its tensors alone that queries and keys are normalised by heads."""
-    gguf_optional_state_norm: bool = False
-    """True if a GGUF file says by its tensors alone that results of a state are normalised."""
     latent: bool = False
     """True if attention is over one latent vector of each token (`kv_lora_rank`)."""
     hf_unit_norms: bool = False
@@ -268,8 +265,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def layer_types(get: Get, config: ModelConfig, period: int | None) -> list[bool]:
     """True for each layer with a window: by the list of config.json or of GGUF metadata, or else for all but
     every `period`-th layer. None: a list is expected."""
-    named = get("layer_types", list)
-    if named is None:
+    if get("layer_types", list) is None:
         stated = get("attention.sliding_window_pattern")  # of GGUF files: a list, or a period
         if isinstance(stated, list) and len(stated) == config.n_layers:
             return [bool(slides) for slides in stated]
@@ -277,17 +273,26 @@ def layer_types(get: Get, config: ModelConfig, period: int | None) -> list[bool]
         if period is None or (stated is not None and period != stated):
             raise ModelError("the GGUF metadata gives no attention.sliding_window_pattern for all layers")
         return all_but_every(period, config.n_layers)
-    if len(named) != config.n_layers or any(kind not in (SLIDING, FULL) for kind in named):
+    return named_layers(get, config, SLIDING)
+
+
+def named_layers(
+    get: Get, config: ModelConfig, name: str, other: str = FULL, key: str = "layer_types"
+) -> list[bool]:
+    """True for each layer that a list of config.json calls `name`; the others must be called `other`."""
+    named = get(key, list)
+    if named is None or len(named) != config.n_layers or any(kind not in (name, other) for kind in named):
         raise ModelError(
-            f"config.json has layer_types = {named!r:.60}: {SLIDING} or {FULL} for each of"
+            f"config.json has {key} = {named!r:.60}: {name} or {other} for each of"
             f" {counted(config.n_layers, 'layer')} expected"
         )
-    return [kind == SLIDING for kind in named]
+    return [kind == name for kind in named]
 
 
 def all_but_every(period: int, n_layers: int) -> list[bool]:
+    """True for each layer but every `period`-th."""
     if period < 1:
-        raise ModelError(f"layers without a window come every {period} layers: 1 or more expected")
+        raise ModelError(f"layers that attend to all come every {period} layers: 1 or more expected")
     return [bool((layer + 1) % period) for layer in range(n_layers)]
 
 
@@ -299,16 +304,36 @@ def gguf_windows(get: Get, config: ModelConfig, period: int | None = None) -> tu
     return sliding, window
 
 
+def with_forms(config: ModelConfig, change: Callable[[int, LayerForm], LayerForm]) -> ModelConfig:
+    """Change what layers are: `change(number, form)` gives the new form of each."""
+    return replace(config, forms=tuple(change(layer, form) for layer, form in enumerate(config.forms)))
+
+
+def with_kinds(config: ModelConfig, kinds: Sequence[LayerKind]) -> ModelConfig:
+    """Give the attention of every layer its settings."""
+    return with_forms(config, lambda layer, form: replace(form, attention=kinds[layer]))
+
+
+def with_kind(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Change settings of attention, `window`, `rope` or `heads`, in all layers that have it."""
+    return with_forms(
+        config,
+        lambda _, form: replace(form, attention=form.attention and replace(form.attention, **changes)),
+    )
+
+
+def with_rope(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Change RoPE in all layers, if any has it."""
+    is_turned = any(kind.rope for kind in config.kinds)
+    return with_kind(config, rope=replace(config.rope, **changes)) if is_turned else config
+
+
 def with_windows(
     config: ModelConfig, sliding: list[bool], window: int | None, rope: RopeSpec | None = None
 ) -> ModelConfig:
     """Add a window to some layers, with the RoPE `rope` (None: that of all layers)."""
-    local_rope = rope or config.rope
-    local = LayerKind(window, local_rope)
-    whole = LayerKind(None, config.rope)
-    if len({local if slides else whole for slides in sliding}) == 1:
-        return replace(config, sliding_window=window, rope=local_rope) if sliding[0] else config
-    return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+    local, whole = LayerKind(window, rope or config.rope), LayerKind(None, config.rope)
+    return with_kinds(config, [local if slides else whole for slides in sliding])
 
 
 def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | None) -> ModelConfig:
@@ -316,7 +341,36 @@ def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | No
     if window is None and any(sliding):
         raise ModelError("the config has layers with a window and sliding_window = None: a number expected")
     local, whole = LayerKind(window, config.rope), LayerKind(None, None)
-    return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+    return with_kinds(config, [local if slides else whole for slides in sliding])
+
+
+def with_width(config: ModelConfig, width: int) -> ModelConfig:
+    """Give this width to the feed-forward layers of all layers."""
+    return with_forms(config, lambda _, form: replace(form, feed_forward=width))
+
+
+def with_experts(config: ModelConfig, experts: Experts, dense: Sequence[bool] = ()) -> ModelConfig:
+    """Put a mixture in place of feed-forward layers, but in layers that are `dense` (none: in all)."""
+    is_dense = dense or [False] * config.n_layers
+    return with_forms(
+        config, lambda layer, form: form if is_dense[layer] else replace(form, feed_forward=experts)
+    )
+
+
+def with_states(config: ModelConfig, state: StateForm, keeps: Sequence[bool]) -> ModelConfig:
+    """Let some layers keep a state in place of attention."""
+    return with_forms(
+        config,
+        lambda layer, form: replace(form, state=state, attention=None) if keeps[layer] else form,
+    )
+
+
+def sharing(forms: Sequence[LayerForm], last: int) -> tuple[LayerForm, ...]:
+    """Let the `last` layers read keys and values of those before them."""
+    if type(last) is not int or not 0 <= last <= len(forms):
+        raise ModelError(f"layers that read others' keys and values: {last!r:.80} of {len(forms)}")
+    first = len(forms) - last
+    return (*forms[:first], *(replace(form, shares=True) for form in forms[first:]))
 
 
 def local_theta(get: Get, default: float) -> float:
@@ -358,10 +412,9 @@ def listed(get: Get, key: str, n_layers: int) -> list[int]:
     return stated
 
 
-def headless_layers(get: Get, n_layers: int) -> tuple[int, ...]:
-    """Layers to which GGUF metadata gives no KV heads."""
-    heads = listed(get, "attention.head_count_kv", n_layers)
-    return tuple(layer for layer, number in enumerate(heads) if number == 0)
+def headless_layers(get: Get, n_layers: int) -> list[bool]:
+    """True for each layer to which GGUF metadata gives no KV heads."""
+    return [number == 0 for number in listed(get, "attention.head_count_kv", n_layers)]
 
 
 def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:
@@ -378,14 +431,20 @@ def positive(get: Get, key: str, default: float) -> float:
 
 
 def experts_of(
-    get: Get, count: str, chosen: str, normalised: bool, biases: bool = False, shared_ffn: int = 0
+    get: Get,
+    count: str,
+    chosen: str,
+    width: int,
+    normalised: bool,
+    biases: bool = False,
+    shared_ffn: int = 0,
 ) -> Experts:
-    """The mixture with the numbers of experts under the keys `count` and `chosen`."""
+    """The mixture with the numbers of experts under the keys `count` and `chosen`. `width`: of one expert."""
     numbers = get(count, int), get(chosen, int)
     for key, value in zip((count, chosen), numbers, strict=True):
         if value is None:
             raise ModelError(f"a mixture of experts without {key}")
-    return Experts(*numbers, normalised, biases, shared_ffn)
+    return Experts(*numbers, width, normalised, biases, shared_ffn)
 
 
 def check_only(get: Get, allowed: Mapping[str, Any]) -> None:
@@ -396,17 +455,6 @@ def check_only(get: Get, allowed: Mapping[str, Any]) -> None:
         if value if not only else value not in (None, only):
             can = f": {only!r} can" if only else ""
             raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run{can}")
-
-
-def state_layer_types(get: Get, config: ModelConfig, state: str, full: str = FULL) -> tuple[int, ...]:
-    """The layers that `layer_types` of config.json calls `state`; the others must be called `full`."""
-    named = get("layer_types", list)
-    if named is None or len(named) != config.n_layers or any(kind not in (state, full) for kind in named):
-        raise ModelError(
-            f"config.json has layer_types = {named!r:.60}: {state} or {full} for each of"
-            f" {counted(config.n_layers, 'layer')} expected"
-        )
-    return tuple(layer for layer, kind in enumerate(named) if kind == state)
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from phasewise.serving.loaders.families.family import (
     number_of,
     positive,
     positive_or_none,
+    sharing,
 )
 from phasewise.serving.loaders.families.gemma import (
     DEFAULTS_WITH_INPUTS,
@@ -36,7 +38,7 @@ from phasewise.serving.loaders.families.gemma import (
     OTHER_PARTS,
     as_gemma,
 )
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.parts.streams import MOST_STREAMS, LayerInputs, Streams
 from phasewise.serving.models.rope import RopeSpec
@@ -55,42 +57,38 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
     window, n_layers = get("sliding_window", int), config.n_layers
     local = LayerKind(window, _hf_rope(get, SLIDING, "rope_local_base_freq", LOCAL_THETA, config.head_dim))
     whole = LayerKind(None, _hf_rope(get, FULL, "rope_theta", GLOBAL_THETA, config.head_dim))
-    streams = Streams(
-        get("altup_num_inputs", int),
-        get("altup_active_idx", int),
-        get("altup_correct_scale", bool),
-        get("laurel_rank", int),
-        _hf_deviations(get, n_layers),
-    )
-    return _with_streams(
-        replace(
-            as_gemma(config, 1.0),
-            logit_cap=positive_or_none(get, "final_logit_softcapping"),
-            shared_kv_layers=get("num_kv_shared_layers", int, 0),
-            layer_inputs=LayerInputs(
-                get("hidden_size_per_layer_input", int), get("vocab_size_per_layer_input", int)
-            ),
-        ),
+    return _with_layers(
+        config,
         [local if slides else whole for slides in layer_types(get, config, PERIOD)],
         by_layer(get("intermediate_size"), n_layers, "intermediate_size"),
-        streams,
+        _hf_deviations(get, n_layers),
+        shared=get("num_kv_shared_layers", int, 0),
+        streams=Streams(
+            get("altup_num_inputs", int),
+            get("altup_active_idx", int),
+            get("altup_correct_scale", bool),
+            get("laurel_rank", int),
+        ),
+        layer_inputs=LayerInputs(
+            get("hidden_size_per_layer_input", int), get("vocab_size_per_layer_input", int)
+        ),
+        logit_cap=positive_or_none(get, "final_logit_softcapping"),
     )
 
 
-def _with_streams(
-    config: ModelConfig, kinds: list[LayerKind], widths: list[int], streams: Streams
+def _with_layers(
+    config: ModelConfig,
+    kinds: list[LayerKind],
+    widths: list[int],
+    deviations: tuple[float, ...],
+    shared: int,
+    **settings: Any,
 ) -> ModelConfig:
-    """Add streams to the config. `kinds`, `widths`: of every layer's attention and feed-forward half."""
-    return replace(
-        config,
-        rope=kinds[-1].rope or config.rope,
-        sliding_window=kinds[-1].window,
-        layer_kinds=() if len(set(kinds)) == 1 else tuple(kinds),
-        qk_norm=True,
-        value_norms=True,
-        streams=streams,
-        ffn_widths=() if len(set(widths)) == 1 else tuple(widths),
-    )
+    """Add the layers to the config: the attention, the width and the deviations of gates of each. `shared`:
+    last layers that read keys and values of others. `settings`: of the whole model."""
+    layers = zip(kinds, widths, deviations, strict=True)
+    forms = sharing([LayerForm(kind, width, sparsity=own) for kind, width, own in layers], shared)
+    return replace(as_gemma(config, 1.0), forms=forms, qk_norm=True, value_norms=True, **settings)
 
 
 def _hf_rope(get: Get, name: str, older: str, theta: float, head_dim: int) -> RopeSpec:
@@ -141,19 +139,15 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
     count, size = get("altup.num_inputs", int, GGUF_STREAMS), get("embedding_length_per_layer_input", int)
     if count != GGUF_STREAMS:
         raise ModelError(f"the GGUF metadata gives altup.num_inputs = {count!r:.60}: {GGUF_STREAMS} can run")
-    streams = Streams(
-        count, get("altup.active_idx", int, 0), True, GGUF_LAUREL_RANK, _gguf_deviations(get, n_layers)
-    )
-    return _with_streams(
-        replace(
-            as_gemma(config, 1.0),
-            logit_cap=positive_or_none(get, "final_logit_softcapping", 30.0),
-            shared_kv_layers=_gguf_shared(get, n_layers),
-            layer_inputs=LayerInputs(size or GGUF_INPUT_SIZE, config.vocab_size),
-        ),
+    return _with_layers(
+        config,
         [local if slides else whole for slides in sliding],
         by_layer(get("feed_forward_length"), n_layers, "feed_forward_length"),
-        streams,
+        _gguf_deviations(get, n_layers),
+        shared=_gguf_shared(get, n_layers),
+        streams=Streams(count, get("altup.active_idx", int, 0), True, GGUF_LAUREL_RANK),
+        layer_inputs=LayerInputs(size or GGUF_INPUT_SIZE, config.vocab_size),
+        logit_cap=positive_or_none(get, "final_logit_softcapping", 30.0),
     )
 
 

@@ -23,7 +23,9 @@ from phasewise.serving.loaders.families.family import (
     layer_types,
     number_of,
     positive_or_none,
+    sharing,
     stacked,
+    with_kinds,
 )
 from phasewise.serving.loaders.families.gemma import (
     DEFAULTS_WITH_INPUTS,
@@ -34,7 +36,7 @@ from phasewise.serving.loaders.families.gemma import (
     OTHER_PARTS,
     as_gemma,
 )
-from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LARGEST, LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import HeadShape
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForwardForm
@@ -67,39 +69,39 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
         }
         heads = HeadShape(own["num_key_value_heads"], own["head_dim"], same and not slides)
         kinds.append(LayerKind(window if slides else None, _hf_rope(get, slides, heads.head_dim), heads))
-    size = get("hidden_size_per_layer_input", int, 0)
+    size, shared = get("hidden_size_per_layer_input", int, 0), get("num_kv_shared_layers", int, 0)
     mixture = None
     if get("enable_moe_block", bool, False):
-        mixture = _mixture(get, config, "num_experts", "top_k_experts", "moe_intermediate_size")
+        mixture = _mixture(get, "num_experts", "top_k_experts", "moe_intermediate_size")
+    wide, first = get("use_double_wide_mlp", bool, False), config.n_layers - shared
     return _with_layers(
         replace(config, logit_cap=positive_or_none(get, "final_logit_softcapping")),
         kinds,
-        shared=get("num_kv_shared_layers", int, 0),
+        [config.ffn * (2 if wide and layer >= first else 1) for layer in range(config.n_layers)],
+        shared=shared,
         inputs=LayerInputs(size, get("vocab_size_per_layer_input", int)) if size else None,
-        wide=get("use_double_wide_mlp", bool, False),
         mixture=mixture,
     )
 
 
-def _mixture(get: Get, config: ModelConfig, count: str, chosen: str, width: str) -> tuple[Experts, int]:
-    """The mixture beside the feed-forward layer, and an expert's width, by the keys of their numbers."""
+def _mixture(get: Get, count: str, chosen: str, width: str) -> Experts:
+    """The mixture beside the feed-forward layer, by the keys of its numbers."""
     own = get(width, int)
     if own is None or not 1 <= own <= MOST_WIDTH:
         raise ModelError(f"the model has {width} = {own!r:.60}: from 1 to {MOST_WIDTH} expected")
-    plain = experts_of(get, count, chosen, normalised=True, shared_ffn=config.ffn)
-    return replace(plain, own_norms=True), own
+    return replace(experts_of(get, count, chosen, own, normalised=True), own_norms=True)
 
 
 def _with_layers(
     config: ModelConfig,
     kinds: list[LayerKind],
+    widths: list[int],
     shared: int,
     inputs: LayerInputs | None,
-    wide: bool,
-    mixture: tuple[Experts, int] | None,
+    mixture: Experts | None,
 ) -> ModelConfig:
-    """Add the layers' own settings. `kinds`: of every layer, with heads. `wide`: True if layers that share
-    keys and values have twice the width."""
+    """Add the layers' own settings. `kinds`, `widths`: of every layer's attention, with heads, and
+    feed-forward layer. `shared`: last layers that read keys and values of others."""
     heads = [kind.heads for kind in kinds if kind.heads is not None]
     for shape in heads:
         if not all(type(n) is int and n > 0 for n in (shape.n_kv_heads, shape.head_dim)):
@@ -109,31 +111,19 @@ def _with_layers(
     head_dim, n_kv_heads = max(h.head_dim for h in heads), max(h.n_kv_heads for h in heads)
     plain = HeadShape(n_kv_heads, head_dim)
     kinds = [replace(kind, heads=None) if kind.heads == plain else kind for kind in kinds]
-    ffn: int = config.ffn
-    widths: tuple[int, ...] = ()
-    if wide and 0 < shared <= config.n_layers:
-        ffn, widths = 2 * ffn, (ffn,) * (config.n_layers - shared) + (2 * ffn,) * shared
-    experts = None
-    if mixture is not None:
-        if widths:
-            raise ModelError("config.json has use_double_wide_mlp = True beside experts, which cannot run")
-        experts, ffn = mixture
-    alike = len(set(kinds)) == 1
+    forms = [
+        LayerForm(kind, width if mixture is None else replace(mixture, shared_ffn=width))
+        for kind, width in zip(kinds, widths, strict=True)
+    ]
     return replace(
         as_gemma(config, 1.0),
         head_dim=head_dim,
         n_kv_heads=n_kv_heads,
-        rope=kinds[-1].rope or config.rope,
-        sliding_window=kinds[-1].window,
-        layer_kinds=() if alike and kinds[0].heads is None else tuple(kinds),
+        forms=sharing(forms, shared),
         qk_norm=True,
         value_norms=True,
         layer_scales=True,
-        shared_kv_layers=shared,
         layer_inputs=inputs,
-        ffn=ffn,
-        ffn_widths=widths,
-        experts=experts,
     )
 
 
@@ -199,13 +189,11 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
         for slides, n_heads in zip(sliding, n_kv_heads, strict=True)
     ]
     inputs = LayerInputs(size, config.vocab_size) if size else None
-    own = replace(config, logit_cap=positive_or_none(get, "final_logit_softcapping"), ffn=max(widths))
-    mixture, is_even = _gguf_mixture(get, own), len(set(widths)) == 1
-    whole = _with_layers(own, kinds, shared, inputs, wide=False, mixture=mixture)
-    return whole if is_even else replace(whole, ffn_widths=tuple(widths))
+    own = replace(config, logit_cap=positive_or_none(get, "final_logit_softcapping"))
+    return _with_layers(own, kinds, widths, shared, inputs, _gguf_mixture(get))
 
 
-def _gguf_mixture(get: Get, config: ModelConfig) -> tuple[Experts, int] | None:
+def _gguf_mixture(get: Get) -> Experts | None:
     """The mixture of a GGUF file, which states its sizes; other settings must be llama.cpp's."""
     if not get("expert_count", int, 0):
         return None
@@ -214,25 +202,23 @@ def _gguf_mixture(get: Get, config: ModelConfig) -> tuple[Experts, int] | None:
             raise ModelError(
                 f"the GGUF metadata gives {key} = {get(key)!r:.60}: {usual!r} can run in gemma4 models"
             )
-    return _mixture(get, config, "expert_count", "expert_used_count", "expert_feed_forward_length")
+    return _mixture(get, "expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
 def _by_gguf_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
     """Let layers without a product for values use that of keys for both."""
     without = {
-        config.kind_of(layer)
+        config.forms[layer].attention
         for layer in config.attention_layers
         if f"blk.{layer}.attn_v.weight" not in shapes
     }
-    if not without:
-        return config
     kinds = []
-    for layer in range(config.n_layers):
-        kind = config.kind_of(layer)
-        heads = kind.heads or HeadShape(config.n_kv_heads, config.head_dim)
-        same = replace(kind, heads=replace(heads, keys_are_values=True))
-        kinds.append(same if kind in without else kind)
-    return replace(config, layer_kinds=tuple(kinds))
+    for form in config.forms:
+        assert form.attention is not None
+        same = replace(form.attention.heads or config.plain_heads, keys_are_values=True)
+        is_same = form.attention in without
+        kinds.append(replace(form.attention, heads=same) if is_same else form.attention)
+    return with_kinds(config, kinds)
 
 
 _HF_EXPERTS: Names = {

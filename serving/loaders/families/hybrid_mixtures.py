@@ -16,23 +16,25 @@ from phasewise.serving.loaders.families.deepseek import (
     latent_of_gguf,
     latent_of_hf,
     routed,
+    routed_experts,
     with_latent,
 )
 from phasewise.serving.loaders.families.family import (
-    FULL,
     Family,
     Get,
     fed,
     headless_layers,
     listed,
-    state_layer_types,
+    named_layers,
+    with_kind,
+    with_states,
 )
 from phasewise.serving.loaders.families.hybrids import check_time_steps, mamba_gguf
-from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig, SingleHalves
+from phasewise.serving.models.packed_model import LARGEST, LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import LatentAttention
-from phasewise.serving.models.parts.experts import SOFTMAX
+from phasewise.serving.models.parts.experts import SOFTMAX, Experts
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.parts.states import KDA, MAMBA2, StateLayers
+from phasewise.serving.models.parts.states import KDA, MAMBA2, StateForm
 
 LINEAR = "linear_attention"
 
@@ -46,40 +48,40 @@ def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
     heads = of_state("num_heads", "linear_num_heads", 32)
     dim = of_state("head_dim", "linear_head_dim", 128)
     taps = of_state("short_conv_kernel_size", "linear_conv_kernel_dim", 4)
-    state = StateLayers(KDA, _state_layers(get, config, stated), taps, heads, heads, dim, dim)
-    latent = latent_of_hf(get)
+    state = StateForm(KDA, taps, heads, heads, dim, dim)
     context = get("model_max_length", int, get("max_position_embeddings", int, 1 << 20))
-    config = routed(get, config)
-    return _with_states(replace(config, context_length=context), state, latent)
+    config = replace(routed(get, config), context_length=context)
+    return _with_states(config, state, _state_layers(get, config, stated), latent_of_hf(get))
 
 
-def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> tuple[int, ...]:
-    """Layers with a state: by `layer_types`, by lists from 1 on, or the first and all but every fourth."""
+def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> list[bool]:
+    """True for each layer with a state: by `layer_types`, by lists from 1 on, or the first and all but every
+    fourth."""
     if get("layer_types", list) is not None:
-        return state_layer_types(get, config, LINEAR, FULL)
+        return named_layers(get, config, LINEAR)
     full, linear = stated.get("full_attn_layers"), stated.get("kda_layers")
     if full is None or linear is None:
-        return tuple(layer for layer in range(config.n_layers) if layer == 0 or layer % 4)
+        return [layer == 0 or layer % 4 != 0 for layer in range(config.n_layers)]
     every = range(1, config.n_layers + 1)
     if not (isinstance(full, list) and isinstance(linear, list)) or sorted([*full, *linear]) != list(every):
         raise ModelError(
             f"config.json has full_attn_layers = {full!r:.60} and kda_layers = {linear!r:.60}: each of"
             f" {counted(config.n_layers, 'layer')} in one of them expected"
         )
-    return tuple(sorted(layer - 1 for layer in linear))
+    return [layer in linear for layer in every]
 
 
-def _with_states(config: ModelConfig, state: StateLayers, latent: LatentAttention) -> ModelConfig:
-    kinds = (LayerKind(None, None),) * config.n_layers
-    config = replace(config, state=state if state.layers else None, layer_kinds=kinds)
-    return with_latent(config, latent, 0.0)
+def _with_states(
+    config: ModelConfig, state: StateForm, keeps: list[bool], latent: LatentAttention
+) -> ModelConfig:
+    return with_latent(with_states(with_kind(config, rope=None), state, keeps), latent, 0.0)
 
 
 def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     heads, dim, layers = config.n_heads, get("kda.head_dim", int, 128), headless_layers(get, config.n_layers)
     latent = latent_of_gguf(get, config.norm_eps)
-    state = StateLayers(KDA, layers, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
-    return _with_states(routed(get, config, SOFTMAX), state, latent)
+    state = StateForm(KDA, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
+    return _with_states(routed(get, config, SOFTMAX), state, layers, latent)
 
 
 _HF: Names = {
@@ -139,9 +141,8 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
     check_time_steps(get, "time_step_limit", "mamba_dt_limit")
     kinds = _kinds(get)
     groups, heads = get("mamba_n_groups", int, get("n_groups", int, 8)), get("mamba_num_heads", int, 128)
-    state = StateLayers(
+    state = StateForm(
         MAMBA2,
-        _layers_of(kinds, STATE),
         get("mamba_d_conv", int, get("conv_kernel", int, 4)),
         heads,
         groups,
@@ -150,11 +151,10 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
         get("mamba_conv_bias", bool, get("use_conv_bias", bool, True)),
         norm_groups=groups,
     )
-    config = replace(config, norm_eps=get("layer_norm_epsilon", float, 1e-5), n_layers=len(kinds))
-    if MIXTURE in kinds:
-        shared = get("moe_shared_expert_intermediate_size", int, 7688)
-        config = routed(get, config, dense=_layers_of(kinds, DENSE), shared=shared)
-    return _of_halves(config, kinds, state)
+    shared = get("moe_shared_expert_intermediate_size", int, 7688)
+    experts = routed_experts(get, shared=shared) if MIXTURE in kinds else None
+    config = replace(config, norm_eps=get("layer_norm_epsilon", float, 1e-5))
+    return _of_halves(config, kinds, state, experts)
 
 
 def _kinds(get: Get) -> list[str]:
@@ -173,36 +173,30 @@ def _kinds(get: Get) -> list[str]:
     return kinds
 
 
-def _layers_of(kinds: list[str], *wanted: str) -> tuple[int, ...]:
-    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
-
-
-def _of_halves(config: ModelConfig, kinds: list[str], state: StateLayers) -> ModelConfig:
+def _of_halves(
+    config: ModelConfig, kinds: list[str], state: StateForm, experts: Experts | None
+) -> ModelConfig:
     """Make the config's layers single halves of these kinds, without positions in attention."""
-    return replace(
-        config,
-        n_layers=len(kinds),
-        layer_kinds=(LayerKind(None, None),) * len(kinds),
-        state=state if state.layers else None,
-        halves=SingleHalves(_layers_of(kinds, STATE, ATTENTION), _layers_of(kinds, DENSE, MIXTURE)),
-    )
+    halves = {
+        STATE: LayerForm(None, None, state),
+        ATTENTION: LayerForm(LayerKind(None, None), None),
+        DENSE: LayerForm(None, config.ffn),
+        MIXTURE: LayerForm(None, experts or config.ffn),
+    }
+    return replace(config, forms=tuple(halves[kind] for kind in kinds))
 
 
 def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     n_layers = config.n_layers
     stated = n_layers + get("nextn_predict_layers", int, 0)
     heads, widths = (listed(get, key, stated) for key in ("attention.head_count_kv", "feed_forward_length"))
-    of_experts = get("expert_count", int, 0)
-    feeding = MIXTURE if of_experts else DENSE
     kinds = [
-        feeding if width else ATTENTION if kv else STATE
+        MIXTURE if width else ATTENTION if kv else STATE
         for kv, width in zip(heads[:n_layers], widths[:n_layers], strict=True)
     ]
-    if of_experts:
-        shared = get("expert_shared_feed_forward_length", int, 0)
-        config = routed(get, config, shared=shared)
-    state = mamba_gguf(get, _layers_of(kinds, STATE))
-    return _of_halves(config, kinds, replace(state, norm_groups=state.groups))
+    experts = routed_experts(get, shared=get("expert_shared_feed_forward_length", int, 0))
+    state = mamba_gguf(get)
+    return _of_halves(config, kinds, replace(state, norm_groups=state.groups), experts)
 
 
 NEMOTRON_H = Family(

@@ -13,17 +13,23 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import OtherForm, TensorCut
 from phasewise.serving.loaders.families.family import (
-    FULL,
     Family,
     Get,
+    TensorShapes,
     experts_of,
     headless_layers,
+    named_layers,
     positive,
-    state_layer_types,
+    with_experts,
+    with_forms,
+    with_kind,
+    with_states,
+    with_width,
 )
-from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
 from phasewise.serving.models.parts.site import ProductFactors
-from phasewise.serving.models.parts.states import MAMBA2, SHORT_CONV, StateLayers
+from phasewise.serving.models.parts.states import MAMBA2, SHORT_CONV, StateForm
 
 ANY_STEP = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 """Limits of time steps that mean no limit, as JSON with infinities and as transformers 5 writes them."""
@@ -37,15 +43,14 @@ def check_time_steps(get: Get, *keys: str) -> None:
             raise ModelError(f"config.json has {key} = {limits!r:.60}, which cannot run")
 
 
-def mamba_hf(get: Get, layers: tuple[int, ...], inner: int) -> StateLayers:
-    """The Mamba 2 layers of config.json. `inner`: values of all heads."""
+def mamba_hf(get: Get, inner: int) -> StateForm:
+    """The state of Mamba 2 layers of config.json. `inner`: values of all heads."""
     check_time_steps(get, "time_step_limit")
     heads = get("mamba_n_heads", int, 128)
     if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
         raise ModelError(f"config.json has {heads} mamba heads for {inner} numbers, which they do not divide")
-    return StateLayers(
+    return StateForm(
         MAMBA2,
-        layers,
         get("mamba_d_conv", int, 4),
         heads,
         get("mamba_n_groups", int, 1),
@@ -55,19 +60,18 @@ def mamba_hf(get: Get, layers: tuple[int, ...], inner: int) -> StateLayers:
     )
 
 
-def mamba_gguf(get: Get, layers: tuple[int, ...]) -> StateLayers:
-    """The Mamba 2 layers of GGUF metadata, with one norm over all heads."""
-    return replace(state_gguf(get, MAMBA2, layers, groups=1), conv_bias=True)
+def mamba_gguf(get: Get) -> StateForm:
+    """The state of Mamba 2 layers of GGUF metadata, with one norm over all heads."""
+    return replace(state_gguf(get, MAMBA2, groups=1), conv_bias=True)
 
 
-def state_gguf(get: Get, kind: str, layers: tuple[int, ...], groups: int = 0) -> StateLayers:
-    """The layers of GGUF metadata that keep a state of this kind. `groups`: for a file that states none."""
+def state_gguf(get: Get, kind: str, groups: int = 0) -> StateForm:
+    """The state of this kind that layers of GGUF metadata keep. `groups`: for a file that states none."""
     heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
     if not heads or inner % heads:
         raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
-    return StateLayers(
+    return StateForm(
         kind,
-        layers,
         get("ssm.conv_kernel", int, 4),
         heads,
         get("ssm.group_count", int, groups),
@@ -93,39 +97,34 @@ def _granite(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _moe(get: Get, config: ModelConfig) -> ModelConfig:
     shared = get("shared_intermediate_size", int, 0)
-    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, shared_ffn=shared)
-    return replace(_granite(get, config), experts=experts)
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", config.ffn, True, shared_ffn=shared)
+    return with_experts(_granite(get, config), experts)
 
 
 def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
-    state = mamba_hf(get, (), get("mamba_expand", int, 2) * config.hidden)
-    state = replace(state, layers=_state_layers(get, config))
+    state, layers = mamba_hf(get, get("mamba_expand", int, 2) * config.hidden), _state_layers(get, config)
     kind = get("position_embedding_type", str)
     if kind not in (None, "rope", "nope"):
         raise ModelError(f"config.json has position_embedding_type = {kind!r:.60}: rope or none can run")
     dense = get("num_local_experts", int, 0) == 0
     shared = get("shared_intermediate_size", int, 1024)
-    config = replace(_granite(get, config), ffn=shared) if dense else _moe(get, config)
-    return _with_states(config, state, rope=kind == "rope")
+    config = with_width(_granite(get, config), shared) if dense else _moe(get, config)
+    return with_states(config if kind == "rope" else with_kind(config, rope=None), state, layers)
 
 
-def _state_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
-    """Layers with a state, under either of two keys, in the words of either release of transformers."""
+def _state_layers(get: Get, config: ModelConfig) -> list[bool]:
+    """True for each layer with a state, under either of two keys, in the words of either release of
+    transformers."""
     names = get("layer_types", list, get("layers_block_type", list))
     old = {"mamba": "linear_attention", "attention": "full_attention"}
     renamed = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]
-    return state_layer_types(lambda *_: renamed or None, config, "linear_attention")
-
-
-def _with_states(config: ModelConfig, state: StateLayers, *, rope: bool) -> ModelConfig:
-    kinds = () if rope else (LayerKind(None, None),) * config.n_layers
-    return replace(config, state=state if state.layers else None, layer_kinds=kinds)
+    return named_layers(lambda *_: renamed or None, config, "linear_attention")
 
 
 def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    state = mamba_gguf(get, headless_layers(get, config.n_layers))
+    layers, is_turned = headless_layers(get, config.n_layers), get("rope.scaling.finetuned", bool, True)
     config = _moe(get, config) if get("expert_count", int, 0) else _granite(get, config)
-    return _with_states(config, state, rope=get("rope.scaling.finetuned", bool, True))
+    return with_states(config if is_turned else with_kind(config, rope=None), mamba_gguf(get), layers)
 
 
 GRANITE = Family("granite", from_hf=_granite, gguf_interleaved_heads=True)
@@ -157,12 +156,17 @@ GRANITE_HYBRID = Family(
 
 
 def _falcon(get: Get, config: ModelConfig) -> ModelConfig:
-    state = mamba_hf(get, tuple(range(config.n_layers)), _inner(get, config.hidden))
+    state = mamba_hf(get, _inner(get, config.hidden))
     normalised = get("mamba_rms_norm", bool, False)
     if normalised and get("mamba_norm_before_gate", bool, True):
         raise ModelError("config.json has mamba_norm_before_gate = True, which cannot run")
-    state = replace(state, beside=True, norm_groups=state.groups if normalised else 0)
-    return _multiplied(get, replace(config, state=state))
+    state = replace(state, norm_groups=state.groups if normalised else 0)
+    return _multiplied(get, _beside(config, state))
+
+
+def _beside(config: ModelConfig, state: StateForm) -> ModelConfig:
+    """Let all layers keep a state beside their attention."""
+    return with_forms(config, lambda _, form: replace(form, state=state))
 
 
 def _inner(get: Get, hidden: int) -> int:
@@ -211,8 +215,16 @@ def _numbers(get: Get, key: str, count: int) -> list[float]:
 
 
 def _falcon_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    state = mamba_gguf(get, tuple(range(config.n_layers)))
-    return replace(config, state=replace(state, beside=True, norm_groups=state.groups))
+    state = mamba_gguf(get)
+    state = replace(state, norm_groups=state.groups)
+    return _beside(config, state)
+
+
+def _falcon_norm(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
+    """Leave out the norm of results where the file has none."""
+    assert config.state is not None
+    state = config.state if "blk.0.ssm_norm.weight" in shapes else replace(config.state, norm_groups=0)
+    return _beside(config, state)
 
 
 _IN = TensorCut(("state_gate", "state_in", "state_time"))
@@ -224,11 +236,11 @@ FALCON_H1 = Family(
     from_hf=_falcon,
     hf_only=dict.fromkeys(("attention_bias", "projectors_bias", "mamba_proj_bias"), False),
     from_gguf=_falcon_gguf,
+    from_gguf_tensors=_falcon_norm,
     hf_defaults={"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
     global_names={"model.final_layernorm.weight": "final_norm"},
     hf_names={"mamba.in_proj.weight": _IN, "pre_ff_layernorm.weight": "ffn_norm"},
     gguf_names={"ssm_in.weight": _IN, "ffn_norm": "ffn_norm"},
-    gguf_optional_state_norm=True,
 )
 
 
@@ -238,18 +250,16 @@ CONV = "conv"
 def _lfm2(get: Get, config: ModelConfig) -> ModelConfig:
     if get("layer_types", list) is None:
         attending = get("full_attn_idxs", list)
-        full = range(config.n_layers) if attending is None else attending
-        layers = tuple(layer for layer in range(config.n_layers) if layer not in full)
+        keeps = [attending is not None and layer not in attending for layer in range(config.n_layers)]
     else:
-        layers = state_layer_types(get, config, CONV, FULL)
-    return replace(
-        config,
-        ffn=_ffn(get, get("block_ff_dim", int, config.ffn)),
+        keeps = named_layers(get, config, CONV)
+    config = replace(
+        with_width(config, _ffn(get, get("block_ff_dim", int, config.ffn))),
         norm_eps=get("norm_eps", float, 1e-5),
         tied_embeddings=get("tie_embedding", bool, config.tied_embeddings),
         qk_norm=True,
-        state=_state(layers, get("conv_L_cache", int, 3)),
     )
+    return with_states(config, StateForm(SHORT_CONV, get("conv_L_cache", int, 3)), keeps)
 
 
 def _ffn(get: Get, width: int) -> int:
@@ -257,7 +267,7 @@ def _ffn(get: Get, width: int) -> int:
     if not get("block_auto_adjust_ff_dim", bool, True) or type(width) is not int:
         return width
     factor, multiple = get("block_ffn_dim_multiplier", float, 1.0), get("block_multiple_of", int, 256)
-    if not 0 < factor <= 1 << 10 or not 1 <= multiple <= LARGEST["ffn"]:
+    if not 0 < factor <= 1 << 10 or not 1 <= multiple <= MOST_WIDTH:
         raise ModelError(
             f"config.json has block_ffn_dim_multiplier = {factor!r:.40} and block_multiple_of ="
             f" {multiple!r:.40}:"
@@ -268,12 +278,8 @@ def _ffn(get: Get, width: int) -> int:
 
 
 def _lfm2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    state = _state(headless_layers(get, config.n_layers), get("shortconv.l_cache", int, 3))
-    return replace(config, qk_norm=True, state=state)
-
-
-def _state(layers: tuple[int, ...], taps: int) -> StateLayers | None:
-    return StateLayers(SHORT_CONV, layers, taps) if layers else None
+    state = StateForm(SHORT_CONV, get("shortconv.l_cache", int, 3))
+    return with_states(replace(config, qk_norm=True), state, headless_layers(get, config.n_layers))
 
 
 LFM2 = Family(

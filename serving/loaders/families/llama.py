@@ -24,6 +24,10 @@ from phasewise.serving.loaders.families.family import (
     other_parts,
     positive,
     turned_in_windows,
+    with_experts,
+    with_kind,
+    with_kinds,
+    with_rope,
     with_windows,
     yarn_magnitude,
 )
@@ -34,12 +38,12 @@ from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 
 def _with_window(get: Get, config: ModelConfig) -> ModelConfig:
-    return replace(config, sliding_window=get("sliding_window", int))
+    return with_kind(config, window=get("sliding_window", int))
 
 
 def _mixtral(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True)
-    return replace(_with_window(get, config), experts=experts)
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", config.ffn, normalised=True)
+    return with_experts(_with_window(get, config), experts)
 
 
 def _llama_gguf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -92,8 +96,9 @@ def _olmo2(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _olmoe(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "num_experts", "num_experts_per_tok", get("norm_topk_prob", bool, False))
-    return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
+    normalised = get("norm_topk_prob", bool, False)
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", config.ffn, normalised)
+    return replace(with_experts(config, experts), qk_norm=True, whole_qk_norm=True)
 
 
 UNCLIPPED = {"clip_qkv": None}
@@ -131,10 +136,8 @@ NO_ROPE_PERIOD = 4  # layers between two without RoPE
 
 
 def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
-    if all(has_rope):
-        return config
     kinds = LayerKind(None, None), LayerKind(None, config.rope)
-    return replace(config, layer_kinds=tuple(kinds[rotates] for rotates in has_rope))
+    return with_kinds(config, [kinds[rotates] for rotates in has_rope])
 
 
 def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
@@ -178,13 +181,12 @@ STARCODER_EPS = 1e-5
 def _starcoder2(get: Get, config: ModelConfig) -> ModelConfig:
     biases = get("use_bias", bool, config.out_bias)
     return replace(
-        config,
+        _with_window(get, config),
         layer_norms=True,
         norm_biases=True,
         out_bias=biases,
         ffn_biases=biases,
         norm_eps=positive(get, "norm_epsilon", STARCODER_EPS),
-        sliding_window=get("sliding_window", int),
     )
 
 
@@ -227,7 +229,7 @@ USUAL_FACTOR, USUAL_THETA = 16.0, 1e6
 def _mistral3(get: Get, config: ModelConfig) -> ModelConfig:
     kind = get("model_type", str)
     if kind == "mistral":
-        return replace(config, sliding_window=get("sliding_window", None, OLDER_WINDOW))
+        return with_kind(config, window=get("sliding_window", None, OLDER_WINDOW))
     if kind != "ministral3":
         raise ModelError(
             f"config.json has a text_config with model_type = {kind!r:.60}; mistral and ministral3 can run"
@@ -235,9 +237,9 @@ def _mistral3(get: Get, config: ModelConfig) -> ModelConfig:
     stated = get("rope_parameters", dict) or get("rope_scaling", dict)
     if stated is None:
         usual = YarnScaling(USUAL_FACTOR, USUAL_ROPE["original_max_position_embeddings"], 1.0)
-        config = replace(config, rope=RopeSpec(USUAL_THETA, config.head_dim, usual))
+        config = with_rope(config, theta=USUAL_THETA, dim=config.head_dim, scaling=usual)
     growth = _growth(config, (USUAL_ROPE if stated is None else stated).get("llama_4_scaling_beta"))
-    return replace(config, sliding_window=get("sliding_window", int), query_growth=growth)
+    return replace(_with_window(get, config), query_growth=growth)
 
 
 def _growth(config: ModelConfig, beta: object) -> QueryGrowth | None:
@@ -257,9 +259,9 @@ def _mistral3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     scaling, weight = config.rope.scaling, get("rope.scaling.yarn_log_multiplier", float, 0.0)
     if isinstance(scaling, YarnScaling) and weight > 0:
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, weight)
-        config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
+        config = with_rope(config, scaling=replace(scaling, magnitude=magnitude))
     growth = _growth(config, get("attention.temperature_scale", float))
-    return replace(config, sliding_window=get("sliding_window", int), query_growth=growth)
+    return replace(_with_window(get, config), query_growth=growth)
 
 
 MISTRAL3 = Family(

@@ -15,13 +15,16 @@ from phasewise.serving.loaders.families.family import (
     LAYER_HEAD,
     Family,
     Get,
+    TensorShapes,
     experts_of,
     layer_types,
+    with_experts,
+    with_rope,
     with_windows,
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.rope import RopeSpec, YarnScaling
+from phasewise.serving.models.rope import YarnScaling
 
 EOS = [151329, 151336, 151338]
 
@@ -43,6 +46,10 @@ def _of_text(get: Get, config: ModelConfig) -> ModelConfig:
 def _moe(get: Get, config: ModelConfig) -> ModelConfig:
     has_norms = get("use_qk_norm", bool, config.qk_norm)
     return routed(get, replace(_of_text(get, config), qk_norm=has_norms, out_bias=False))
+
+
+def _qk_norm_by_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
+    return replace(config, qk_norm="blk.0.attn_q_norm.weight" in shapes)
 
 
 GLM4 = Family(
@@ -73,11 +80,11 @@ GLM4_MOE = Family(
         "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408,
         "first_k_dense_replace": 1,
     },
+    from_gguf_tensors=_qk_norm_by_tensors,
     partial_rope=True,
     more_layers=True,
     hf_head=LAYER_HEAD,
     gguf_head=True,
-    gguf_optional_qk_norm=True,
 )  # fmt: skip
 
 
@@ -85,7 +92,7 @@ def _minimax(get: Get, config: ModelConfig) -> ModelConfig:
     if any(kind != 1 for kind in get("attn_type_list", list) or ()):
         raise ModelError("config.json has attn_type_list with layers of another attention, which cannot run")
     if (turned := get("rotary_dim", int)) is not None and config.rope.dim == config.head_dim:
-        config = replace(config, rope=replace(config.rope, dim=turned))
+        config = with_rope(config, dim=turned)
     return routed(get, replace(config, qk_norm=True, whole_qk_norm=True))
 
 
@@ -111,30 +118,23 @@ PERIOD = 2
 GPT_OSS_YARN = YarnScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
 
 
-def _common(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
-    own = replace(config, activation="clamped_silu", sinks=True, out_bias=True, experts=experts)
+def _common(get: Get, config: ModelConfig, width: int) -> ModelConfig:
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", width, normalised=True, biases=True)
+    own = replace(with_experts(config, experts), activation="clamped_silu", sinks=True, out_bias=True)
     return with_windows(own, layer_types(get, config, PERIOD), get("sliding_window", int))
 
 
 def _gpt_oss(get: Get, config: ModelConfig) -> ModelConfig:
     if not (get("rope_parameters", dict) or get("rope_scaling", dict)):
-        config = replace(config, rope=replace(config.rope, scaling=GPT_OSS_YARN))
-    return _common(get, config)
-
-
-def _smooth(rope: RopeSpec) -> RopeSpec:
-    """Let YaRN's ramp begin and end within pairs, which GGUF files do not state."""
-    return (
-        replace(rope, scaling=replace(rope.scaling, truncate=False))
-        if isinstance(rope.scaling, YarnScaling)
-        else rope
-    )
+        config = with_rope(config, scaling=GPT_OSS_YARN)
+    return _common(get, config, config.ffn)
 
 
 def _gpt_oss_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    width = get("moe_intermediate_size", int, config.ffn)
-    return _common(get, replace(config, ffn=width, rope=_smooth(config.rope)))
+    scaling = config.rope.scaling
+    if isinstance(scaling, YarnScaling):  # its ramp begins and ends within pairs, which files do not state
+        config = with_rope(config, scaling=replace(scaling, truncate=False))
+    return _common(get, config, get("moe_intermediate_size", int, config.ffn))
 
 
 GPT_OSS = Family(

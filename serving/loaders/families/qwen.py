@@ -13,15 +13,18 @@ from phasewise.serving.loaders.families.family import (
     MTP_HEAD,
     Family,
     Get,
+    all_but_every,
     experts_of,
     fed,
     layer_types,
-    state_layer_types,
+    named_layers,
+    with_experts,
+    with_states,
     with_windows,
 )
 from phasewise.serving.loaders.families.hybrids import state_gguf
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.parts.states import DELTA, StateLayers
+from phasewise.serving.models.parts.states import DELTA, StateForm
 
 MAX_WINDOW_LAYERS = 28
 HEAD_DIM = 128
@@ -62,8 +65,8 @@ def _mixture(get: Get, config: ModelConfig, *, has_shared: bool = True) -> Model
     width = get("moe_intermediate_size", int, config.ffn)
     shared = get("shared_expert_intermediate_size", int, width) if has_shared else 0
     normalised = get("norm_topk_prob", bool, False)
-    experts = experts_of(get, "num_experts", "num_experts_per_tok", normalised, shared_ffn=shared)
-    return replace(config, experts=replace(experts, shared_gate=shared > 0), ffn=width)
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", width, normalised, shared_ffn=shared)
+    return with_experts(config, replace(experts, shared_gate=shared > 0))
 
 
 EXPERTS_IN_ALL_LAYERS = {"mlp_only_layers": None, "decoder_sparse_step": 1}
@@ -108,25 +111,18 @@ INTERVAL = 4
 
 def _dense(get: Get, config: ModelConfig) -> ModelConfig:
     if get("layer_types", list) is None:
-        layers = _all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
+        keeps = all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
     else:
-        layers = state_layer_types(get, config, LINEAR)
-    state = StateLayers(
+        keeps = named_layers(get, config, LINEAR)
+    state = StateForm(
         DELTA,
-        layers,
         get("linear_conv_kernel_dim", int, 4),
         get("linear_num_value_heads", int, 32),
         get("linear_num_key_heads", int, 16),
         get("linear_key_head_dim", int, 128),
         get("linear_value_head_dim", int, 128),
     )
-    return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
-
-
-def _all_but_every(interval: int, n_layers: int) -> tuple[int, ...]:
-    if interval < 1:
-        raise ModelError(f"attention comes every {interval} layers: 1 or more expected")
-    return tuple(layer for layer in range(n_layers) if (layer + 1) % interval)
+    return with_states(replace(config, qk_norm=True, gated_attention=True), state, keeps)
 
 
 def _next_mixture(get: Get, config: ModelConfig) -> ModelConfig:
@@ -139,18 +135,18 @@ def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
     """The hybrid of GGUF metadata. `tiled`: True if heads are in the order that files of Qwen 3.5 have."""
-    layers = _recurrent_layers(get, config.n_layers)
-    state = replace(state_gguf(get, DELTA, layers), tiled=tiled)
-    return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
+    keeps = _recurrent_layers(get, config.n_layers)
+    state = replace(state_gguf(get, DELTA), tiled=tiled)
+    return with_states(replace(config, qk_norm=True, gated_attention=True), state, keeps)
 
 
-def _recurrent_layers(get: Get, n_layers: int) -> tuple[int, ...]:
+def _recurrent_layers(get: Get, n_layers: int) -> list[bool]:
     stated = get("attention.recurrent_layers", list)
     if stated is None:
-        return _all_but_every(get("full_attention_interval", int, INTERVAL), n_layers)
+        return all_but_every(get("full_attention_interval", int, INTERVAL), n_layers)
     if len(stated) < n_layers:
         raise ModelError(f"the GGUF metadata says of {counted(len(stated), 'layer')} which keep a state")
-    return tuple(layer for layer in range(n_layers) if stated[layer])
+    return [bool(keeps) for keeps in stated[:n_layers]]
 
 
 def _mixture_gguf(get: Get, config: ModelConfig) -> ModelConfig:

@@ -84,19 +84,14 @@ def _ernie(get: Get, config: ModelConfig) -> ModelConfig:
     if every < 1:
         raise ModelError(f"config.json has moe_layer_interval = {every!r:.60}: 1 or more expected")
     layers = range(config.n_layers)
-    dense = tuple(layer for layer in layers if (layer + 1) % every or not first <= layer <= last)
-    return _with_bias(routed(get, config, SOFTMAX, dense=dense))
+    dense = [(layer + 1) % every != 0 or not first <= layer <= last for layer in layers]
+    return routed(get, config, SOFTMAX, dense=dense, choice_bias=True)
 
 
 def _ernie_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     if get("interleave_moe_layer_step", int, 1) != 1:
         raise ModelError("the GGUF metadata gives layers without experts between those that have some")
-    return _with_bias(routed(get, config, SOFTMAX))
-
-
-def _with_bias(config: ModelConfig) -> ModelConfig:
-    experts = config.experts
-    return config if experts is None else replace(config, experts=replace(experts, choice_bias=True))
+    return routed(get, config, SOFTMAX, choice_bias=True)
 
 
 ERNIE4_5_MOE = replace(

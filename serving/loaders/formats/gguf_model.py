@@ -38,7 +38,7 @@ from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_ro
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import ModelSource, Rows, SourceTensor
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, alike
 from phasewise.serving.models.rope import (
     FrequencyFactors,
     LinearScaling,
@@ -189,24 +189,22 @@ def _config(
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
     n_layers: Any = get("block_count", int)
     n_layers = n_layers - get("nextn_predict_layers", int, 0) if n_layers else n_layers
+    rope = RopeSpec(
+        theta=get("rope.freq_base", float, 10000.0),
+        dim=get("rope.dimension_count", int, head_dim),
+        scaling=_scaling(get, factors),
+    )
     plain = ModelConfig(
         architecture=family.name,
-        n_layers=n_layers,
+        forms=alike(n_layers, LayerKind(None, rope), _most(get, "feed_forward_length", None, family)),
         hidden=hidden,
-        ffn=_most(get, "feed_forward_length", None, family),
         n_heads=heads,
         n_kv_heads=_most(get, "attention.head_count_kv", heads, family),
         head_dim=head_dim,
         vocab_size=infos["token_embd.weight"].shape[0],
         context_length=get("context_length", int),
         norm_eps=get("attention.layer_norm_rms_epsilon", float, 1e-5),
-        rope=RopeSpec(
-            theta=get("rope.freq_base", float, 10000.0),
-            dim=get("rope.dimension_count", int, head_dim),
-            scaling=_scaling(get, factors),
-        ),
         tied_embeddings="output.weight" not in infos,
-        qk_norm=family.gguf_optional_qk_norm and "blk.0.attn_q_norm.weight" in infos,
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
         add_bos=adds_bos(metadata),
@@ -214,8 +212,6 @@ def _config(
         out_bias="blk.0.attn_output.bias" in infos,
     )
     config = (family.from_gguf or family.from_hf)(get, plain)
-    if config.state and family.gguf_optional_state_norm and "blk.0.ssm_norm.weight" not in infos:
-        return replace(config, state=replace(config.state, norm_groups=0))
     return family.from_gguf_tensors(config, {theirs: info.shape for theirs, info in infos.items()})
 
 

@@ -11,7 +11,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
 from phasewise.serving.loaders.families.family import by_layer, check_only, yarn_magnitude
 from phasewise.serving.loaders.quantised.scheme import check_compression, quantisation_of
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, alike
 from phasewise.serving.models.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -73,16 +73,14 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))
     plain = ModelConfig(
         architecture=family.name,
-        n_layers=get("num_hidden_layers", int),
+        forms=alike(get("num_hidden_layers", int), LayerKind(None, rope), _ffn(get, family)),
         hidden=hidden,
-        ffn=_ffn(get, family),
         n_heads=heads,
         n_kv_heads=get("num_key_value_heads", int, heads),
         head_dim=head_dim,
         vocab_size=get("vocab_size", int),
         context_length=_context_length(get, rope.scaling),
         norm_eps=get("rms_norm_eps", float, 1e-6),
-        rope=rope,
         tied_embeddings=get("tie_word_embeddings", bool, False),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
         eos_token_ids=tuple(

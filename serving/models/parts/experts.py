@@ -12,13 +12,15 @@ SOFTMAX, LOGISTIC = "softmax", "logistic"
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the feed-forward layer; `ffn` of the config is one expert's width.
+    """A mixture of experts in place of a feed-forward layer.
 
     A router gives every expert a logit; the `chosen` with the largest scores compute a row. Their weights are
     their scores, or where `normalised` the scores over their sum, times `scale`."""
 
     count: int
     chosen: int
+    width: int
+    """The width of one expert."""
     normalised: bool
     biases: bool = False
     """True if the router and the experts' products have biases."""
@@ -36,10 +38,6 @@ class Experts:
     group_best: int = field(default=1, metadata=LATER)
     """Number of a group's best scores whose sum ranks the group."""
     scale: float = field(default=1.0, metadata=LATER)
-    dense_layers: tuple[int, ...] = field(default=(), metadata=LATER)
-    """Layers without experts, ascending."""
-    dense_ffn: int = field(default=0, metadata=LATER)
-    """The width of the feed-forward layers of `dense_layers`."""
     own_norms: bool = field(default=False, metadata=LATER)
     """True if router and experts read norms of their own, if the outputs of experts and of the shared layer,
     and then their sum, are normalised, and if the weights of experts have factors."""

@@ -20,8 +20,8 @@ SHORT_CONV, DELTA, MAMBA2, KDA = "short_conv", "delta", "mamba2", "kda"
 
 
 @dataclass(frozen=True)
-class StateLayers:
-    """The layers of a model that keep a state, all of one kind.
+class StateForm:
+    """The state that a layer keeps of each sequence.
 
     "short_conv": gate * conv(factor * x), x, factor and gate being products of the stream. "delta": the gated
     delta rule over queries, keys and values that went through a convolution with silu; what is read is
@@ -31,8 +31,6 @@ class StateLayers:
     of the value, and what is read is gated before its norm."""
 
     kind: str
-    layers: tuple[int, ...]
-    """Indices of the layers, ascending."""
     taps: int
     """Rows that a convolution sees, its own included."""
     heads: int = 0
@@ -44,15 +42,8 @@ class StateLayers:
     conv_bias: bool = field(default=False, metadata=LATER)
     tiled: bool = field(default=False, metadata=LATER)
     """True if head h of values has the queries and keys of h % groups, and neighbours do not share them."""
-    beside: bool = field(default=False, metadata=LATER)
-    """True if these layers have attention too, and both read the same norm; "mamba2" alone."""
     norm_groups: int = field(default=1, metadata=LATER)
     """The groups in which results of "mamba2" are normalised; 0: results are not normalised."""
-
-    def check(self, n_layers: int) -> None:
-        """Raise ModelError if all `n_layers` layers keep a state, and none keys and values."""
-        if len(self.layers) >= n_layers and not self.beside:
-            raise ModelError("a model whose layers all keep a state, and none keys and values, cannot run")
 
     @property
     def keys(self) -> int:
@@ -83,12 +74,12 @@ class StateLayers:
         """Channels of the convolution."""
         return hidden if self.kind == SHORT_CONV else 2 * self.keys + self.values
 
-    def state_bytes(self, hidden: int) -> int:
-        """Bytes of one sequence's state in all layers, as a program lays them out."""
+    def n_bytes(self, hidden: int) -> int:
+        """Bytes of one sequence's state in a layer, as a program lays them out."""
         floats = _whole_lines((self.taps - 1) * self.channels(hidden))
         if self.kind != SHORT_CONV:
             floats += _whole_lines(self.heads * -(-self.value_dim // 16) * self.key_dim * 16)
-        return 4 * floats * len(self.layers)
+        return 4 * floats
 
 
 def _whole_lines(floats: int) -> int:
@@ -107,10 +98,12 @@ class Convolving(Mixer):
 
     takes_no_adapters = "whose layers keep a state"
 
-    state: StateLayers
+    state: StateForm
     hidden: int
     factors: ProductFactors
     norm_eps: float
+    beside: bool = False
+    """True if the layer has attention too, and both read the same norm."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in self.sizes.items():
@@ -237,7 +230,7 @@ class Recurrence(Convolving):
         program.recur(
             state, *places.own, *places.mixed, gates=places.gates, columns=self.columns, skips=skips
         )
-        read = places.own if state.beside else places.mixed  # where attention, which comes next, leaves it
+        read = places.own if self.beside else places.mixed  # where attention, which comes next, leaves it
         program.gate_rows(
             state.values,
             *places.mixed,
@@ -263,7 +256,7 @@ class Recurrence(Convolving):
 
 
 class ShortConv(Convolving):
-    """A layer of StateLayers.kind "short_conv"."""
+    """A layer of StateForm.kind "short_conv"."""
 
     @property
     def into(self) -> tuple[Product, ...]:
@@ -284,7 +277,7 @@ class ShortConv(Convolving):
 
 
 class Delta(Recurrence):
-    """A layer of StateLayers.kind "delta"."""
+    """A layer of StateForm.kind "delta"."""
 
     @property
     def into(self) -> tuple[Product, ...]:
@@ -307,7 +300,7 @@ class Delta(Recurrence):
 
 
 class KimiDelta(Delta):
-    """A layer of StateLayers.kind "kda". The inputs of both low-rank gates are the last columns of its
+    """A layer of StateForm.kind "kda". The inputs of both low-rank gates are the last columns of its
     products; the gates are written where the convolution has read."""
 
     gate = "logistic"
@@ -354,19 +347,19 @@ class KimiDelta(Delta):
 
 
 class Mamba2(Recurrence):
-    """A layer of StateLayers.kind "mamba2". Columns of its products: the gate, values, keys, queries, time
+    """A layer of StateForm.kind "mamba2". Columns of its products: the gate, values, keys, queries, time
     steps; one product, or three in a layer with attention."""
 
     @property
     def into(self) -> tuple[Product, ...]:
         widths = {"state_gate": self.state.values, "state_in": self.channels, "state_time": self.state.heads}
-        if not self.state.beside:
+        if not self.beside:
             widths = {"state_in": sum(widths.values())}
         return tuple(Product.alone(name, rows, self.hidden) for name, rows in widths.items())
 
     @property
     def back(self) -> Product:
-        name = "state_o" if self.state.beside else "o"
+        name = "state_o" if self.beside else "o"
         return Product.alone(name, self.hidden, self.state.values, reader=name)
 
     @property

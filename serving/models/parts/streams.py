@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Product, ReadRows, Site
@@ -107,25 +106,20 @@ class Streams:
     """Several streams beside each other (AltUp): layers change the `active` one and predict the others.
 
     `scaled`: True if the stream that layer inputs multiply has factors of its own. `laurel_rank`: rank of the
-    way round attention (LAuReL). `sparsity`: for each layer the standard deviations above their mean at which
-    gates begin to count; 0: all count."""
+    way round attention (LAuReL)."""
 
     count: int
     active: int
     scaled: bool
     laurel_rank: int
-    sparsity: tuple[float, ...]
 
-    def check(self, n_layers: int) -> None:
-        """Raise ModelError for settings that cannot run."""
+    def __post_init__(self) -> None:
         if type(self.count) is not int or not 2 <= self.count <= MOST_STREAMS:
             raise ModelError(f"{self.count!r:.80} streams: 2 to {MOST_STREAMS} expected")
         if type(self.active) is not int or not 0 <= self.active < self.count:
             raise ModelError(f"stream {self.active!r:.80} of {self.count} is active")
         if type(self.laurel_rank) is not int or not 1 <= self.laurel_rank <= MOST_LAYER_INPUTS:
             raise ModelError(f"a rank of {self.laurel_rank!r:.80} beside attention")
-        if len(self.sparsity) != n_layers or not all(-10 < number < 10 for number in self.sparsity):
-            raise ModelError(f"sparse activations {self.sparsity!r:.80} of {counted(n_layers, 'layer')}")
 
 
 @dataclass(frozen=True)

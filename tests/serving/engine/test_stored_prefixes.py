@@ -159,7 +159,7 @@ def test_layers_with_windows_are_restored(folder: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
     windowed = load_model(str(source), "native", cache_dir=tmp_path / "cache")
-    assert windowed.config.kind_of(0).window == 24
+    assert windowed.config.kinds[0].window == 24
     with opened(windowed, None) as alone:
         expected = said(ask(alone.engine))
     with opened(windowed, folder) as first:

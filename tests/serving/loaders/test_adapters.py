@@ -195,7 +195,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="another model's"):
         load_adapter("a", folder, tiny_config(n_layers=SHAPE.n_layers, hidden=2 * SHAPE.hidden))
     with pytest.raises(ModelError, match="something else"):
-        load_adapter("a", folder, replace(config(), n_layers=1))
+        load_adapter("a", folder, replace(config(), forms=config().forms[:1]))
 
 
 def test_names_are_the_paths_own_or_given() -> None:

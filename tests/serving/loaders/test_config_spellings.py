@@ -62,13 +62,8 @@ def test_gemma_3_is_the_same_by_both_releases(
         True: LayerKind(window, RopeSpec(local or 10000.0, SHAPE.head_dim)),
         False: LayerKind(None, spec),
     }
-    assert [seen.kind_of(layer) for layer in range(len(sliding))] == [
-        kinds[is_sliding] for is_sliding in sliding
-    ]
-    read_fifth = read(fifth)
-    assert [read_fifth.kind_of(layer) for layer in range(len(sliding))] == [
-        kinds[is_sliding] for is_sliding in sliding
-    ]
+    for config in (seen, read(fifth)):
+        assert [form.attention for form in config.forms] == [kinds[is_sliding] for is_sliding in sliding]
 
 
 def test_a_scaling_of_layers_with_a_window_is_refused() -> None:
@@ -118,5 +113,5 @@ def test_windows_of_qwen_are_those_of_its_layers(sliding: list[bool], uses: bool
             read(fields)
         return
     config = read(fields)
-    windows = [config.kind_of(layer).window for layer in range(len(names))]
+    windows = [form.attention and form.attention.window for form in config.forms]
     assert windows == [16 if is_sliding else None for is_sliding in sliding]

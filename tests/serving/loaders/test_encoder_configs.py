@@ -107,7 +107,7 @@ def test_layers_of_modernbert_take_turns(tmp_path: Path) -> None:
     named = config_of(tmp_path / "named", "modernbert", layer_types=types, rope_parameters=bases)
 
     for config, thetas in ((by_rule, (160000.0, 10000.0)), (named, (5.0, 7.0))):
-        kinds = [config.kind_of(layer) for layer in range(4)]
+        kinds = [form.attention for form in config.forms if form.attention]
         assert [kind.window for kind in kinds] == [None, 24, 24, None]
         read_thetas = [kind.rope.theta for kind in kinds if kind.rope is not None]
         assert read_thetas == [thetas[0], thetas[1], thetas[1], thetas[0]]

@@ -151,7 +151,7 @@ def test_a_layer_s_kind_depends_on_no_other_layer(
     windowed = with_windows(plain, sliding, 7, local)
 
     wanted = [LayerKind(7, local) if is_sliding else LayerKind(None, plain.rope) for is_sliding in sliding]
-    assert [windowed.kind_of(layer) for layer in range(len(sliding))] == wanted
+    assert [form.attention for form in windowed.forms] == wanted
 
 
 @pytest.mark.parametrize(

@@ -139,16 +139,18 @@ def test_rope_is_read_from_old_and_new_places() -> None:
 
 
 def test_sliding_windows_of_mistral_and_qwen() -> None:
-    assert config("mistral", sliding_window=128).sliding_window == 128
-    assert config("mistral", sliding_window=None).sliding_window is None
-    assert config("mistral", sliding_window="absent").sliding_window == 4096
-    assert config("llama", sliding_window=128).sliding_window is None
-    assert config("qwen2", sliding_window=128, use_sliding_window=False).sliding_window is None
-    assert config("qwen2", sliding_window=128, use_sliding_window=True).sliding_window is None
-    window = config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=0)
-    assert window.sliding_window == 128
-    mixed = config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=1)
-    assert [mixed.kind_of(layer).window for layer in range(2)] == [None, 128]
+    def windows(*args: Any, **fields: Any) -> list[int | None]:
+        return [form.attention and form.attention.window for form in config(*args, **fields).forms]
+
+    assert windows("mistral", sliding_window=128) == [128, 128]
+    assert windows("mistral", sliding_window=None) == [None, None]
+    assert windows("mistral", sliding_window="absent") == [4096, 4096]
+    assert windows("llama", sliding_window=128) == [None, None]
+    assert windows("qwen2", sliding_window=128, use_sliding_window=False) == [None, None]
+    used = {"sliding_window": 128, "use_sliding_window": True}
+    assert windows("qwen2", **used) == [None, None]
+    assert windows("qwen2", **used, max_window_layers=0) == [128, 128]
+    assert windows("qwen2", **used, max_window_layers=1) == [None, 128]
 
 
 GELU = {"hidden_act": "gelu_pytorch_tanh"}
@@ -181,7 +183,7 @@ BAD_CONFIGS = {
     "a pattern with another letter": ({"model_type": "nemotron_h", "hidden_act": "relu2",
      "hybrid_override_pattern": "M?"}, "has layers"),
     "layers that no token leaves": ({"model_type": "nemotron_h", "hidden_act": "relu2",
-     "layers_block_type": ["mlp", "mlp"]}, "no token reads others"),
+     "layers_block_type": ["mlp", "mlp"]}, "keep no keys and values"),
     "layers of which none attends": ({"model_type": "nemotron_h", "hidden_act": "relu2",
      "layers_block_type": ["mamba", "mlp"]}, "keep no keys and values"),
     "multipliers of other products": ({"model_type": "falcon_h1", "ssm_multipliers": [1.0]}, "5 numbers"),
@@ -199,7 +201,7 @@ BAD_CONFIGS = {
     "a convolution of one row": ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"],
      "conv_L_cache": 1}, "taps = 1"),
     "layers with states alone": ({"model_type": "lfm2", "layer_types": ["conv", "conv"]},
-     "none keys and values"),
+     "keep no keys and values"),
     "layers of another kind": ({"model_type": "qwen3_next", "layer_types": ["linear_attention",
      "sliding_attention"]}, "linear_attention or full_attention for each"),
     "value heads that do not divide": ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention",
@@ -292,7 +294,7 @@ BAD_CONFIGS = {
      "top_k_experts": 5}, "5 of 4"),
     "gemma 4 with experts beside two widths": ({"model_type": "gemma4_text", **GELU, **GEMMA4_EXPERTS,
      "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "num_kv_shared_layers": 1,
-     "use_double_wide_mlp": True}, "use_double_wide_mlp = True beside experts"),
+     "use_double_wide_mlp": True}, "experts that differ"),
     "gemma 4 with heads of text": ({"model_type": "gemma4_text", **GELU,
      "per_layer_config": {"1": {"head_dim": "many"}}}, "heads of 'many'"),
     "gemma 4 with skipped layers": ({"model_type": "gemma4_text", **GELU,

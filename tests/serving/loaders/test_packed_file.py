@@ -319,7 +319,7 @@ HEADS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a larger model": lambda fields: fields["config"].update(hidden=1 << 20),
     "no head at all in a head": lambda fields: fields["config"].update(n_heads=0),
     "a config of no kind": lambda fields: fields.update(config="none"),
-    "more layers": lambda fields: fields["config"].update(n_layers=fields["config"]["n_layers"] + 1),
+    "more layers": lambda fields: fields["config"]["layers"].append(0),
     "another exponent": lambda fields: fields["slots"][0].pop("top_exponent"),
     "an endless tokenizer": lambda fields: fields.update(tokenizer_bytes=-1, has_template=1),
 }

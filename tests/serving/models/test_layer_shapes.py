@@ -27,7 +27,13 @@ from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES
 from phasewise.serving.loaders.formats.gguf_model import field, open_gguf_model
 from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.models.config_json import config_from_json, config_to_json
-from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import (
+    LAYER_TABLE,
+    LayerKind,
+    ModelConfig,
+    PackedModel,
+    alike,
+)
 from phasewise.serving.models.parts.attention import HeadShape
 from phasewise.serving.models.parts.streams import LayerInputs, Streams
 from phasewise.serving.models.rope import RopeSpec
@@ -80,7 +86,7 @@ def test_keys_and_values_of_layers_that_read_others_are_left_in_the_file(name: s
 
     assert reloaded.weights.keys() == alone.weights.keys()
     assert f"layers.{last}.q" in reloaded.weights
-    assert alone.config.kept_by(last) < alone.config.n_layers - alone.config.shared_kv_layers
+    assert not alone.config.forms[alone.config.kept_by(last)].shares
 
 
 @pytest.mark.parametrize(("weight_format", "rows_to_a_token"), [("f32", 16), ("bf16", 16), ("int8", 1)])
@@ -219,8 +225,9 @@ def gguf_config(family: Family, name: str, metadata: Mapping[str, Any]) -> Model
 
     plain = config_of(family_cases.FAMILY_CASES["olmo2"].fields, {}, add_bos=False)
     n_layers = family_cases.FAMILY_CASES[name].fields["num_hidden_layers"]
-    plain = replace(plain, n_layers=n_layers, head_dim=16, pre_norms=True, post_norms=False, qk_norm=False)
-    plain = replace(plain, whole_qk_norm=False, activation="gelu_tanh", rope=RopeSpec(1e6, 16))
+    forms = alike(n_layers, LayerKind(None, RopeSpec(1e6, 16)), plain.ffn)
+    plain = replace(plain, forms=forms, head_dim=16, pre_norms=True, post_norms=False, qk_norm=False)
+    plain = replace(plain, whole_qk_norm=False, activation="gelu_tanh")
     return family.from_gguf(get, plain)
 
 
@@ -228,10 +235,11 @@ def test_a_gemma_3n_file_may_leave_out_what_llama_cpp_takes_for_granted() -> Non
     """Every fifth layer sees all, the first ten have sparse gates, twenty keep keys and values."""
     config = gguf_config(GEMMA3N, "gemma3n", GEMMA3N_METADATA)
 
-    assert [config.kind_of(layer).window for layer in range(6)] == [24, 24, 24, 24, None, 24]
-    assert config.shared_kv_layers == 0
+    windows = [form.attention and form.attention.window for form in config.forms]
+    assert windows == [24, 24, 24, 24, None, 24]
+    assert [(form.shares, form.sparsity) for form in config.forms] == [(False, 0.0)] * 6
     assert config.logit_cap == 30.0
-    assert config.streams == Streams(4, 0, True, 64, (0.0,) * 6)
+    assert config.streams == Streams(4, 0, True, 64)
     assert config.layer_inputs == LayerInputs(256, config.vocab_size)
 
 
@@ -239,7 +247,8 @@ def test_a_fraction_of_no_layers_is_a_number_of_them() -> None:
     """As files of 2025 have it."""
     metadata = {**GEMMA3N_METADATA, "attention.shared_kv_layers": 1.0}
 
-    assert gguf_config(GEMMA3N, "gemma3n", metadata).shared_kv_layers == 1
+    forms = gguf_config(GEMMA3N, "gemma3n", metadata).forms
+    assert [form.shares for form in forms] == [False] * 5 + [True]
 
 
 BAD_METADATA: Mapping[str, tuple[Family, str, dict[str, Any], str]] = {
@@ -269,7 +278,7 @@ BAD_METADATA: Mapping[str, tuple[Family, str, dict[str, Any], str]] = {
         GEMMA4, "gemma4-moe", {**GEMMA4_METADATA, "expert_feed_forward_length": None}, "expert_feed_forward",
     ),
     "experts beside several widths": (
-        GEMMA4, "gemma4-moe", {**GEMMA4_METADATA, "feed_forward_length": [96, 96, 96, 48]}, "widths of 4",
+        GEMMA4, "gemma4-moe", {**GEMMA4_METADATA, "feed_forward_length": [96, 96, 96, 48]}, "that differ",
     ),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from phasewise.cython_kernels import packing
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, alike
 from phasewise.serving.models.rope import RopeSpec
 
 Array = np.ndarray
@@ -35,8 +35,9 @@ def tiny_config(**changes: Any) -> ModelConfig:
         "add_bos": False,
     }
     fields |= changes
-    fields.setdefault("rope", RopeSpec(10000.0, fields["head_dim"]))
-    return ModelConfig(**fields)
+    rope = fields.pop("rope", RopeSpec(10000.0, fields["head_dim"]))
+    kind = LayerKind(fields.pop("sliding_window"), rope)
+    return ModelConfig(forms=alike(fields.pop("n_layers"), kind, fields.pop("ffn")), **fields)
 
 
 def row_sizes(config: ModelConfig) -> tuple[int, int]:
@@ -142,7 +143,7 @@ def _attention(model: PackedModel, name: str, h: Array, angles: Array) -> Array:
     k, v = (np.repeat(part, c.n_heads // c.n_kv_heads, axis=1) for part in (k, v))
     scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(c.head_dim)
     behind = np.arange(tokens)[:, None] - np.arange(tokens)[None]
-    seen = (behind >= 0) & (behind < (c.sliding_window or tokens))
+    seen = (behind >= 0) & (behind < (c.kinds[0].window or tokens))
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     mixed = np.einsum("hts,shd->thd", weights / weights.sum(axis=2, keepdims=True), v)
