@@ -153,6 +153,8 @@ class LayerKind:
     """RoPE of queries and keys; None: queries and keys carry no positions."""
     heads: HeadShape | None = field(default=None, metadata=LATER)
     """The KV heads of the layer; None: the model's."""
+    in_chunks: bool = field(default=False, metadata=LATER)
+    """True if `window` positions each are a chunk, and a token sees those of its own alone, up to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +261,8 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     def _check_kind(self, kind: LayerKind) -> None:
         if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
             raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
+        if kind.in_chunks and (kind.window is None or self.encoder is not None):
+            raise ModelError("attention in chunks of no length, or in an encoder, cannot run")
         if kind.heads is not None:
             kind.heads.check(self.n_kv_heads, self.head_dim)
         if kind.rope is not None:
@@ -401,6 +405,7 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
         return tuple(mixers)
     own, encoder = config.kind_of(number), config.encoder
     heads, form = own.heads or HeadShape(config.n_kv_heads, config.head_dim), form_in(config, AttentionForm)
+    form = form.in_layer(has_rope=own.rope is not None)
     if encoder is not None:
         form = replace(form, out_bias=form.out_bias or encoder.out_bias)
     kept = config.hidden, form, heads, config.kinds.index(own), own.window
@@ -410,7 +415,7 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
         *kept,
         config.kept_by(number) != number,
         config.factors.qkv,
-        config.context_length if config.query_growth else 0,
+        config.context_length if form.query_growth else 0,
         encoder is not None and encoder.distances,
     )
     return (*mixers, attention)

@@ -40,6 +40,8 @@ class Experts:
     """Layers without experts, ascending."""
     dense_ffn: int = field(default=0, metadata=LATER)
     """The width of the feed-forward layers of `dense_layers`."""
+    weighs_inputs: bool = field(default=False, metadata=LATER)
+    """True if weights multiply the rows that experts read, rather than their outputs."""
     own_norms: bool = field(default=False, metadata=LATER)
     """True if router and experts read norms of their own, if the outputs of experts and of the shared layer,
     and then their sum, are normalised, and if the weights of experts have factors."""
