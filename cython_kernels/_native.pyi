@@ -50,6 +50,8 @@ class _Experts(Protocol):
     def chosen(self) -> int: ...
     @property
     def normalised(self) -> bool: ...
+    @property
+    def weighs_inputs(self) -> bool: ...
 
 class _Choice(_Experts, Protocol):
     """What experts are chosen by, and weighed with: serving.models.experts.Experts."""
@@ -296,7 +298,12 @@ class ProgramBuilder:
         magnitude: float = 1.0,
     ) -> None: ...
     def kind(
-        self, inv_freq: npt.ArrayLike, window: int = 0, magnitude: float = 1.0, heads: _Range | None = None
+        self,
+        inv_freq: npt.ArrayLike,
+        window: int = 0,
+        magnitude: float = 1.0,
+        heads: _Range | None = None,
+        in_chunks: bool = False,
     ) -> int: ...
     def layer_inputs(
         self,
@@ -451,6 +458,7 @@ class ProgramBuilder:
         slopes: npt.ArrayLike | None = None,
         growth: npt.ArrayLike | None = None,
         growth_span: int = 1,
+        growth_shift: int = 0,
         v_norm: npt.ArrayLike | None = None,
         keys_are_values: bool = False,
         only_reads: bool = False,

@@ -92,7 +92,7 @@ cdef class ProgramBuilder:
         self.program.bidirectional = shape.get("bidirectional", False)
         if not 1 <= self.program.outputs <= 1 << 30:
             raise ProgramError(f"a step that gives {self.program.outputs} numbers for a row")
-        self.kind(inv_freq, shape.get("window", 0), magnitude, shape.get("first_heads"))
+        self.kind(inv_freq, shape.get("window", 0), magnitude, shape.get("first_heads"), shape.get("in_chunks", False))
         if division is not None:
             self._divide(division, patience_s)
 
@@ -123,12 +123,13 @@ cdef class ProgramBuilder:
     def __dealloc__(self):
         pw_program_close(self.program)
 
-    def kind(self, inv_freq, int64_t window=0, double magnitude=1.0, heads=None):
+    def kind(self, inv_freq, int64_t window=0, double magnitude=1.0, heads=None, bint in_chunks=False):
         """Adds a kind of attention and returns its number, which `attend` takes.
 
         inv_freq: float64 [pairs], of which a head may have head_dim / 2; empty where positions turn nothing. window:
         positions that a token sees, 0 for all; bidirectional, half of them on each side. magnitude: what cosines and sines are multiplied by. heads (KV heads,
-        numbers of a head): None for the shape's, which are the most.
+        numbers of a head): None for the shape's, which are the most. in_chunks: positions lie in chunks of `window`, and a
+        token sees those of its own alone.
         """
         cdef const double[::1] angles = np.ascontiguousarray(inv_freq, np.float64)
         cdef pw_attention_kind kind
@@ -142,9 +143,10 @@ cdef class ProgramBuilder:
                                f"{shape.n_kv_heads} of {shape.head_dim}")
         if self.sealed or angles.shape[0] > kind.head_dim // 2:
             raise ProgramError(f"{angles.shape[0]} rotation frequencies for heads of {kind.head_dim} dimensions")
-        if window < 0:
+        if window < in_chunks:
             raise ProgramError(f"a window of {window} positions")
         kind.window, kind.half, kind.magnitude = window, <int32_t>angles.shape[0], magnitude
+        kind.in_chunks = in_chunks
         kind.inv_freq = <double *>(&angles[0] if angles.shape[0] else &none)
         index = pw_program_kind(self.program, kind)
         if index < 0:
@@ -304,15 +306,15 @@ cdef class ProgramBuilder:
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
-               sinks=None, slopes=None, growth=None, int64_t growth_span=1, v_norm=None, keys_are_values=False,
-               only_reads=False, norm_last=False):
+               sinks=None, slopes=None, growth=None, int64_t growth_span=1, int64_t growth_shift=0, v_norm=None,
+               keys_are_values=False, only_reads=False, norm_last=False):
         """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
 
         rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
         row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
         for each head beside those of positions, without a value; slopes: what a score of each head loses for each position
-        between (ALiBi). growth: queries at position p are multiplied by its number p // growth_span, or by its
-        last. v_norm: weights of a norm of every value. keys_are_values: rows have no values, which are keys before their
+        between (ALiBi). growth: queries at position p are multiplied by its number (p + growth_shift) // growth_span,
+        or by its last. v_norm: weights of a norm of every value. keys_are_values: rows have no values, which are keys before their
         norm and rotation. only_reads: rows have queries alone, and `layer` is another's, which keeps keys and values.
         norm_last: queries and keys are normalised behind their rotation.
         """
@@ -329,8 +331,9 @@ cdef class ProgramBuilder:
         op.sinks = self._optional(sinks, shape.n_heads, "sinks")
         op.slopes = self._optional(slopes, shape.n_heads, "slopes")
         op.n_growth, op.growth_span = 0 if growth is None else len(growth), growth_span
+        op.growth_shift = growth_shift
         op.growth = self._optional(growth, op.n_growth, "factors of queries")
-        if growth_span < 1 or (growth is not None and op.n_growth < 1):
+        if growth_span < 1 or growth_shift < 0 or (growth is not None and op.n_growth < 1):
             raise ProgramError(f"{op.n_growth} factors of queries, for {growth_span} positions each")
         op.bias = self._optional(bias, columns, "attention biases")
         op.q_norm = self._optional(q_norm, own.head_dim, "query norm weights")
@@ -414,6 +417,7 @@ cdef class ProgramBuilder:
     cdef pw_experts _experts(self, experts, int64_t n) except *:
         cdef pw_experts found
         found.count, found.chosen, found.normalised, found.n = experts.count, experts.chosen, experts.normalised, n
+        found.weighs_inputs = experts.weighs_inputs
         if not 1 <= found.chosen <= found.count <= PW_MAX_EXPERTS:
             raise ProgramError(f"{found.chosen} of {found.count} experts; at most {PW_MAX_EXPERTS} can run")
         return found

@@ -51,6 +51,7 @@ cdef extern from "program/program.h" nogil:
 
     ctypedef struct pw_experts:
         int32_t count, chosen, normalised
+        bint weighs_inputs
         int64_t n
 
     ctypedef struct pw_choice:
@@ -121,7 +122,7 @@ cdef extern from "program/program.h" nogil:
         int64_t group
         const float *slopes
         const float *growth
-        int64_t n_growth, growth_span
+        int64_t n_growth, growth_span, growth_shift
         pw_experts experts
         pw_choice choice
         pw_heads heads
@@ -131,6 +132,7 @@ cdef extern from "program/program.h" nogil:
 
     ctypedef struct pw_attention_kind:
         int64_t window
+        bint in_chunks
         int32_t half
         double *inv_freq
         double magnitude

@@ -15,6 +15,7 @@
 
 static int64_t first_seen(const pw_program *program, int32_t kind, int64_t position) {
     int64_t window = program->kinds[kind].window, before = program->bidirectional ? window / 2 : window - 1;
+    if (program->kinds[kind].in_chunks) return position / window * window;
     return window > 0 && position > before ? position - before : 0;
 }
 
@@ -260,7 +261,7 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
 /* What queries at a position are multiplied by. */
 static float query_factor(const pw_op *op, int64_t position) {
     if (!op->growth) return op->scale;
-    int64_t step = position / op->growth_span;
+    int64_t step = (position + op->growth_shift) / op->growth_span;
     return op->scale * op->growth[step < op->n_growth ? step : op->n_growth - 1];
 }
 

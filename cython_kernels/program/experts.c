@@ -45,7 +45,7 @@ static void find_numbers(const pw_op *op, const float *logits, double *numbers) 
     double top = largest_of(logits, count), total = needs_scores ? sum_of_all(&op->experts, logits, top) : 1;
     for (int32_t e = 0; e < count; ++e) {
         numbers[e] = logits[e];
-        if (choice->logistic) numbers[e] = pw_logistic(logits[e]);
+        if (needs_scores && choice->logistic) numbers[e] = pw_logistic(logits[e]);
         else if (needs_scores) numbers[e] = pw_exponential((double)logits[e] - top) / total;
         if (choice->bias) numbers[e] += choice->bias[e];
     }
@@ -144,19 +144,28 @@ void pw_run_route(pw_run *run, const pw_op *op, int member) {
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
 
-/* A row's normalised or plain numbers, prepared once and copied to each of its pairs. */
+/* A row's normalised or plain numbers, prepared once and copied to each of its pairs, or for each pair times its weight. */
 static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, int64_t bytes, char *scratch) {
     const pw_program *program = run->program;
     const pw_routes *routes = &program->routes;
     float *normed = (float *)(scratch + program->private_row_bytes);
-    const float *x = program->arena + op->in + row * op->in_stride;
-    if (op->source == PW_FROM_NORM) {
-        run->kernels->ops.rmsnorm(op->k, x, op->norm, op->eps, normed);
-        x = normed;
+    const pw_op_kernels *ops = &run->kernels->ops;
+    for (int64_t i = row * op->experts.chosen; i < (row + 1) * op->experts.chosen; ++i) {
+        if (i == row * op->experts.chosen || op->experts.weighs_inputs) {
+            const float *x = program->arena + op->in + row * op->in_stride;
+            if (op->source == PW_FROM_NORM) {
+                ops->rmsnorm(op->k, x, op->norm, op->eps, normed);
+                x = normed;
+            }
+            if (op->experts.weighs_inputs) {
+                if (x != normed) memcpy(normed, x, sizeof(float) * (size_t)op->k);
+                ops->scale(op->k, routes->weight[i], normed);
+                x = normed;
+            }
+            run->kernels->gemm.prepare_rows(&op->preparation.forms[0], op->k, x, 0, (pw_range){0, 1}, scratch);
+        }
+        memcpy(program->pairs + routes->pair[i] * bytes, scratch, (size_t)bytes);
     }
-    run->kernels->gemm.prepare_rows(&op->preparation.forms[0], op->k, x, 0, (pw_range){0, 1}, scratch);
-    for (int32_t i = 0; i < op->experts.chosen; ++i)
-        memcpy(program->pairs + routes->pair[row * op->experts.chosen + i] * bytes, scratch, (size_t)bytes);
 }
 
 static void prepare_pair(const pw_run *run, const pw_op *op, int64_t pair, float *scratch) {
@@ -231,8 +240,9 @@ void pw_run_combine(pw_run *run, const pw_op *op, int member) {
         float *out = program->arena + op->out + row * op->out_stride;
         if (op->epilogue == PW_STORE) memset(out, 0, sizeof(float) * (size_t)op->k);
         for (int64_t i = row * op->experts.chosen; i < (row + 1) * op->experts.chosen; ++i) {
-            ops->add_scaled(op->k, routes->weight[i], program->arena + op->in + routes->pair[i] * op->in_stride, out);
-            if (op->bias) ops->add_scaled(op->k, routes->weight[i], op->bias + routes->expert[i] * op->k, out);
+            float weight = op->experts.weighs_inputs ? 1.0f : routes->weight[i];
+            ops->add_scaled(op->k, weight, program->arena + op->in + routes->pair[i] * op->in_stride, out);
+            if (op->bias) ops->add_scaled(op->k, weight, op->bias + routes->expert[i] * op->k, out);
         }
     }
 }

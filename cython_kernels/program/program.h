@@ -68,6 +68,7 @@ typedef struct {
 typedef struct {
     int32_t count, chosen;
     int32_t normalised; /* weights are scores over the sum of those of the chosen, else scores */
+    bool weighs_inputs; /* weights multiply what experts read, not what they give */
     int64_t n;          /* outputs of one expert */
 } pw_experts;
 
@@ -186,8 +187,8 @@ typedef struct {
     bool keys_are_values;                 /* values are keys before their norm and rotation: rows have none */
     int64_t with, with_stride;            /* PW_FROM_GATE: rows of second halves; stride 0: they lie behind the first */
     const float *slopes;                  /* [n_heads]: a score loses this for each position between (ALiBi); NULL */
-    const float *growth;                  /* [n_growth]: queries at p are multiplied by that of p / growth_span; or NULL */
-    int64_t n_growth, growth_span;
+    const float *growth;                  /* [n_growth]: of (p + growth_shift) / growth_span multiplies queries at p; or NULL */
+    int64_t n_growth, growth_span, growth_shift;
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
     pw_choice choice;                     /* of PW_ROUTE */
     pw_heads heads;                       /* of PW_HEADS */
@@ -209,6 +210,7 @@ typedef struct {
 /* What layers differ in: what their tokens see, and how positions turn queries and keys. */
 typedef struct {
     int64_t window;     /* positions seen, itself included; 0: all. Bidirectional: half of it on each side, and itself */
+    bool in_chunks;     /* a token sees its own run of `window` positions alone; runs begin at multiples of it */
     int32_t half;       /* pairs that are turned, (i, half + i); 0: none */
     int32_t angles;     /* the first kind with the same rotation, which computes them for all */
     double *inv_freq;   /* [half], radians per position */

@@ -182,14 +182,14 @@ def open_program(
     config = model.config
     kinds = [(kind, *_rotation(kind, config)) for kind in config.kinds]
     first, inv_freq, magnitude = kinds[0]
-    shape = {**_shape(config), "window": first.window or 0}
+    shape = {**_shape(config), "window": first.window or 0, "in_chunks": first.in_chunks}
     if gives == "rows":
         shape |= {"n_layers": 1, "outputs": config.hidden, "bidirectional": config.encoder is not None}
     if first.heads is not None:
         shape["first_heads"] = _heads(first)
     program = Program(shape, room_of(model, capacity), inv_freq, division, patience_s, magnitude)
     for kind, inv_freq, magnitude in kinds[1:]:
-        program.kind(inv_freq, kind.window or 0, magnitude, _heads(kind))
+        program.kind(inv_freq, kind.window or 0, magnitude, _heads(kind), kind.in_chunks)
     return program
 
 

@@ -133,6 +133,8 @@ class LayerKind:
     """RoPE of queries and keys; None: queries and keys carry no positions."""
     heads: HeadShape | None = field(default=None, metadata=LATER)
     """The KV heads of the layer; None: the model's."""
+    in_chunks: bool = field(default=False, metadata=LATER)
+    """True if `window` positions each are a chunk, and a token sees those of its own alone, up to itself."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,8 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         for kind in self.kinds:
             if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
                 raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
+            if kind.in_chunks and (kind.window is None or self.encoder is not None):
+                raise ModelError("attention in chunks of no length, or in an encoder, cannot run")
             if kind.heads is not None:
                 kind.heads.check(self.n_kv_heads, self.head_dim)
             if kind.rope is not None:
@@ -427,7 +431,8 @@ def _mixers(config: ModelConfig, form: LayerForm) -> tuple[Mixer, ...]:
         mixers.append(mixer(state, config.hidden, config.factors, config.norm_eps, own is not None))
     if own is None:
         return tuple(mixers)
-    heads, settings = own.heads or config.plain_heads, form_in(config, AttentionForm)
+    heads = own.heads or config.plain_heads
+    settings = form_in(config, AttentionForm).in_layer(has_rope=own.rope is not None)
     kept = config.hidden, settings, heads, config.kinds.index(own), own.window
     if config.latent is not None:
         return (*mixers, LatentMixer(*kept))
@@ -435,7 +440,7 @@ def _mixers(config: ModelConfig, form: LayerForm) -> tuple[Mixer, ...]:
         *kept,
         form.shares,
         config.factors.qkv,
-        config.context_length if config.query_growth else 0,
+        config.context_length if settings.query_growth else 0,
         config.encoder is not None and config.encoder.distances,
     )
     return (*mixers, attention)

@@ -31,6 +31,7 @@ class Mixture:
     chosen_groups: int = 1
     group_best: int = 1
     scale: float = 1.0
+    weighs_inputs: bool = False
 
 
 def opened(width: int, rows: Array) -> Program:
@@ -97,6 +98,7 @@ MIXTURES = [
         for scores in SCORES
     ),
     Mixture(12, 4, False, "softmax", 6, 2, 1, 16.0),
+    *(Mixture(8, chosen, False, "logistic", weighs_inputs=True) for chosen in (1, 3)),
 ]
 
 
@@ -151,8 +153,9 @@ def _mixture(
             weights /= scores[best].sum()
         weights = weights if factors is None else weights * factors[best]
         for weight, expert in zip(weights, best, strict=True):
-            gate, value = np.split(up[expert].astype(np.float64) @ row, 2)
-            out[i] += weight * (down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * value))
+            before, behind = (weight, 1.0) if mixture.weighs_inputs else (1.0, weight)
+            gate, value = np.split(up[expert].astype(np.float64) @ (before * row), 2)
+            out[i] += behind * (down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * value))
     return out
 
 

@@ -30,6 +30,7 @@ from phasewise.serving.loaders.families.llama import (
     SMOLLM3,
     STARCODER2,
 )
+from phasewise.serving.loaders.families.llama4 import LLAMA4
 from phasewise.serving.loaders.families.mixtures import GLM4, GLM4_MOE, GPT_OSS, MINIMAX_M2
 from phasewise.serving.loaders.families.qwen import (
     QWEN2,
@@ -49,7 +50,7 @@ __all__ = ["ACTIVATION_NAMES", "Family", "family_of_gguf", "family_of_hf"]
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, PHI3, OLMO2, OLMOE,
     GRANITE, GRANITE_MOE, GRANITE_HYBRID, SMOLLM3, GPT_OSS, ARCEE, LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
-    GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
+    LLAMA4, GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
     DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
@@ -58,7 +59,6 @@ FAMILIES: tuple[Family, ...] = (
 
 
 REFUSED = {
-    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks and experts whose inputs have weights"),
     "phimoe": "a router (SparseMixer) that llama.cpp and transformers compute differently",
     "apertus": "an activation (xIELU) with numbers of each layer",
     **dict.fromkeys(

@@ -140,9 +140,10 @@ def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
     return with_kinds(config, [kinds[rotates] for rotates in has_rope])
 
 
-def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
+def layers_with_rope(get: Get, config: ModelConfig) -> list[bool]:
+    """True for each layer with RoPE."""
     has_rope = get("no_rope_layers", list)  # 1 where a layer has RoPE, whatever the name says
-    if has_rope is None:
+    if not has_rope:
         period = get("no_rope_layer_interval", int, NO_ROPE_PERIOD)
         if period < 1:
             raise ModelError(f"config.json has no_rope_layer_interval = {period}: 1 or more expected")
@@ -152,7 +153,11 @@ def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
             f"config.json has {counted(len(has_rope), 'entry')} in no_rope_layers"
             f" for {counted(config.n_layers, 'layer')}"
         )
-    return _with_rope(config, [bool(flag) for flag in has_rope])
+    return [bool(flag) for flag in has_rope]
+
+
+def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
+    return _with_rope(config, layers_with_rope(get, config))
 
 
 SMOLLM3 = Family(

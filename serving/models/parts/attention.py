@@ -3,7 +3,7 @@ vector of each token that all heads share, in place of keys and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,14 +23,17 @@ MOST_GROWTH_STEPS = 1 << 16
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Growth of queries: at position p they are multiplied by 1 + beta log(1 + p // span)."""
+    """Growth of queries: at position p they are multiplied by 1 + beta log(1 + (p + shift) // span)."""
 
     beta: float
     span: int
+    shift: int = field(default=0, metadata=LATER)
+    unrotated: bool = field(default=False, metadata=LATER)
+    """True if queries grow in layers without RoPE alone."""
 
     def factors(self, context_length: int) -> npt.NDArray[np.float32]:
         """The factors of queries in a context, one for each `span` positions, float32."""
-        steps = -(-context_length // self.span)
+        steps = -(-(context_length + self.shift) // self.span)
         return np.array([1 + self.beta * logarithm(1 + step) for step in range(steps)], np.float32)
 
     def check(self, context_length: int) -> None:
@@ -142,6 +145,8 @@ class AttentionForm:
     """True if `qk_norm` is over the whole of a row's queries, and of its keys, rather than over each head."""
     norm_last: bool = field(default=False, metadata=LATER)
     """True if `qk_norm` is behind the rotation of queries and keys."""
+    plain_qk_norm: bool = field(default=False, metadata=LATER)
+    """True if queries and keys that RoPE rotates are normalised by heads behind it, without weights."""
     value_norms: bool = field(default=False, metadata=LATER)
     """True if values are normalised by heads, without weights."""
     out_bias: bool = False
@@ -159,6 +164,13 @@ class AttentionForm:
     """The growth of queries with their positions."""
     latent: LatentAttention | None = field(default=None, metadata=LATER)
     """Attention over one vector of each token; `head_dim` are then the vector's numbers, in one KV head."""
+
+    def in_layer(self, *, has_rope: bool) -> AttentionForm:
+        """The form in a layer with or without RoPE."""
+        if not has_rope:
+            return replace(self, plain_qk_norm=False) if self.plain_qk_norm else self
+        grows_elsewhere = self.query_growth is not None and self.query_growth.unrotated
+        return replace(self, query_growth=None) if grows_elsewhere else self
 
 
 @dataclass(frozen=True)
@@ -273,7 +285,8 @@ class Attention(Attending):
     def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
         qkv, mixed, program, form = places.products, places.mixed, site.program, self.form
         site.add(self.into, reads, qkv, factor=self.factor)
-        q_norm, k_norm = (site.vector(f"{part}_norm") for part in "qk")
+        ones = np.ones(self.heads.head_dim, np.float32)
+        q_norm, k_norm = (ones if form.plain_qk_norm else site.vector(f"{part}_norm") for part in "qk")
         if form.whole_qk_norm:
             keys = qkv[0] + self.q_rows, qkv[1]
             program.adjust(self.q_rows, *qkv, *qkv, norm=q_norm)
@@ -292,9 +305,9 @@ class Attention(Attending):
             q_norm=q_norm,
             k_norm=k_norm,
             only_reads=self.reads_others,
-            norm_last=form.norm_last,
+            norm_last=form.norm_last or form.plain_qk_norm,
             keys_are_values=self.heads.keys_are_values,
-            v_norm=np.ones(self.heads.head_dim, np.float32) if form.value_norms else None,
+            v_norm=ones if form.value_norms else None,
             slopes=slopes_of(self.n_heads) if self.distances else None,
             **self._growth(),
         )
@@ -307,7 +320,11 @@ class Attention(Attending):
         growth = self.form.query_growth
         if growth is None:
             return {}
-        return {"growth": growth.factors(self.context_length), "growth_span": growth.span}
+        return {
+            "growth": growth.factors(self.context_length),
+            "growth_span": growth.span,
+            "growth_shift": growth.shift,
+        }
 
 
 def slopes_of(n_heads: int) -> np.ndarray:

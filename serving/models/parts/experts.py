@@ -38,6 +38,8 @@ class Experts:
     group_best: int = field(default=1, metadata=LATER)
     """Number of a group's best scores whose sum ranks the group."""
     scale: float = field(default=1.0, metadata=LATER)
+    weighs_inputs: bool = field(default=False, metadata=LATER)
+    """True if weights multiply the rows that experts read, rather than their outputs."""
     own_norms: bool = field(default=False, metadata=LATER)
     """True if router and experts read norms of their own, if the outputs of experts and of the shared layer,
     and then their sum, are normalised, and if the weights of experts have factors."""

@@ -206,6 +206,7 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
         "lfm2moe",
         "ernie4.5-moe",
         "kimi-linear",
+        "llama4",
     ],
 )
 def test_several_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
@@ -335,6 +336,7 @@ def test_mxfp4_experts_of_safetensors_are_the_numbers_of_the_format(tmp_path: Pa
         ("gemma4", "gemma4"),
         ("gemma4-moe", "gemma4"),
         ("ministral3", "mistral3"),
+        ("llama4", "llama4"),
     ],
 )
 def test_the_language_model_of_a_larger_one_is_read(
@@ -348,7 +350,8 @@ def test_the_language_model_of_a_larger_one_is_read(
         theirs.replace("model.", prefix, 1): weight
         for theirs, weight in families.family_weights(name).items()
     }
-    weights["vision_tower.patches.weight"] = np.ones((4, 4, 3, 3), np.float32)
+    tower = "vision_model" if larger == "llama4" else "vision_tower"
+    weights[f"{tower}.patches.weight"] = np.ones((4, 4, 3, 3), np.float32)
     save_file(weights, folder / "model.safetensors")
 
     loaded = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")

@@ -105,7 +105,7 @@ def test_ranks_keep_rings_together(teams: Teams) -> None:
             assert (two.run([piece], start // 10 % 2)[0] == want[0][start + 9]).all()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4"])
 def test_rank_processes_keep_rings_together(name: str, windowed: Callable[[str], PackedModel]) -> None:
     """Beside sinks and caps; one rank that keeps everything gives the same bits."""
     model = windowed(name)
