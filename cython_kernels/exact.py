@@ -43,6 +43,13 @@ def logarithm(x: float) -> float:
     return exponent * _LN2_HIGH - ((half_square - low) - f)
 
 
+def softplus(x: float) -> float:
+    """ln(1 + e^x), correctly rounded but for ties that 40 digits do not tell; NaN for NaN."""
+    if not -200 < x < 80:  # where it is less than float32 has, or x within half a unit of its last place
+        return max(x, 0.0) if x == x else x
+    return float(_DIGITS.ln(1 + _DIGITS.exp(Decimal(x))))
+
+
 @lru_cache(maxsize=4096)
 def power(base: float, numerator: int, denominator: int) -> float:
     """The base to a rational exponent, correctly rounded but for ties that 40 digits do not tell; base >

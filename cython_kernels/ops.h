@@ -106,7 +106,9 @@ static inline bool pw_latent_can_be(int32_t format) {
 /* Activations by name, in the order of their numbers: of the gate of a feed-forward layer before it multiplies
  * (NAME_gate_lanes, families/rows/elementwise.c), and of a layer without a gate (NAME_lanes, families/rows/activations.c). */
 #define PW_EACH_GATE(X) X(silu) X(gelu_tanh) X(clamped_silu) X(gelu) X(logistic)
-#define PW_EACH_ACTIVATION(X) X(gelu) X(gelu_tanh) X(silu) X(relu) X(relu2)
+#define PW_EACH_ACTIVATION(X) PW_EACH_OF_SUMS(X) X(xielu)
+#define PW_EACH_OF_SUMS(X) X(gelu) X(gelu_tanh) X(silu) X(relu) X(relu2)
+enum { PW_XIELU_NUMBERS = 4 }; /* of a layer: families/rows/activations.c */
 
 #define PW_GATE_NUMBER(NAME) PW_GATE_##NAME,
 #define PW_ACT_NUMBER(NAME) PW_ACT_##NAME,
@@ -219,8 +221,9 @@ typedef struct {
     /* By the number of PW_EACH_GATE, y[n] = act(gate) * up; y may be gate or up. */
     void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y);
 
-    /* By the number of PW_EACH_ACTIVATION, y[n] = act(x + bias); bias may be NULL, y may be x. */
-    void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *bias, float *y);
+    /* By the number of PW_EACH_ACTIVATION, y[n] = act(x + own), own a bias [n] or NULL; of xielu y = act(x) by the
+     * numbers own[PW_XIELU_NUMBERS]. y may be x. */
+    void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *own, float *y);
 
     /* y[n] = c tanh(x / c), c > 0; y may be x. */
     void (*cap)(int64_t n, float c, const float *x, float *y);

@@ -40,6 +40,8 @@ cdef extern from "ops.h" nogil:
         PW_ROW_STRIDE
         PW_GATES
         PW_ACTIVATIONS
+        PW_ACT_xielu
+        PW_XIELU_NUMBERS
 
     const char *pw_gate_name(int number)
     const char *pw_activation_name(int number)
@@ -92,7 +94,7 @@ cdef extern from "ops.h" nogil:
     ctypedef struct pw_op_kernels:
         int32_t lanes
         void (*layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) noexcept nogil
-        void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *bias, float *y) noexcept nogil
+        void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *own, float *y) noexcept nogil
         void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) noexcept nogil
         void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y) noexcept nogil
         void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y) noexcept nogil
@@ -325,10 +327,10 @@ def layernorm(const float[::1] x, bias, const float[::1] weight, const float[::1
 
 
 def activated(str activation, const float[::1] x, bias=None):
-    """act(x + bias) by an activation of ACTIVATIONS, float32 [n]."""
-    n = x.shape[0]
-    cdef const float[::1] added = _bias_of(bias, n)
-    if n < 1 or added.shape[0] != n:
+    """act(x + bias) by an activation of ACTIVATIONS, float32 [n]; of xielu `bias` are the layer's numbers."""
+    n, length = x.shape[0], PW_XIELU_NUMBERS if activation == "xielu" else x.shape[0]
+    cdef const float[::1] added = _bias_of(bias, length)
+    if n < 1 or added.shape[0] != length or (bias is None and activation == "xielu"):
         raise ValueError(f"a row of {n} and a bias of {added.shape[0]}")
     out = np.empty(n, dtype=np.float32)
     cdef float[::1] y = out

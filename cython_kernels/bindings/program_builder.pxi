@@ -9,6 +9,7 @@ cdef dict SOURCES = {
     "rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE, "activation": PW_FROM_ACTIVATION,
 }
 GATES = {pw_gate_name(gate).decode(): gate for gate in range(PW_GATES)}
+SCORES = {"softmax": PW_SOFTMAX, "logistic": PW_LOGISTIC, "sparse_mixer": PW_SPARSE_MIXER}
 ACTIVATIONS = {pw_activation_name(number).decode(): number for number in range(PW_ACTIVATIONS)}
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 
@@ -193,7 +194,7 @@ cdef class ProgramBuilder:
 
         parts: [(PackedWeight, column)], all of the same k. arithmetics: [(compute path, k parts)], one for each of
         them (None: the default path of the ISA in use, k whole). source: "rows", "norm" (with the norm's weights),
-        "gate": gate(first k) * (next k), of GATES, or times the step's row of k numbers at `seconds` (offset, stride); of the first k what lies `sparsity` deviations above their mean (0: all); or "activation": `gate`, of ACTIVATIONS, of rows plus `bias`. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
+        "gate": gate(first k) * (next k), of GATES, or times the step's row of k numbers at `seconds` (offset, stride); of the first k what lies `sparsity` deviations above their mean (0: all); or "activation": `gate`, of ACTIVATIONS, of rows plus `bias`, which are xielu's numbers. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
         among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
         """
         cdef pw_op op = _op_of(PW_LINEAR, rows, from_at, from_stride, out, out_stride)
@@ -222,7 +223,10 @@ cdef class ProgramBuilder:
                 raise ProgramError(f"outputs cannot begin at column {column}")
             self._share(&op, i, packed, path, k_parts)
         op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
-        op.bias = self._optional(bias, op.k, "biases")
+        if source == "activation" and op.gate == PW_ACT_xielu:
+            op.bias = self._vector(bias, PW_XIELU_NUMBERS, "numbers of xielu")
+        else:
+            op.bias = self._optional(bias, op.k, "biases")
         read = 2 * op.k if source == "gate" and seconds is None else op.k
         self._add(&op, [packed for packed, _ in parts], read, out_width)
         return self.program.n_ops - 1
@@ -429,7 +433,7 @@ cdef class ProgramBuilder:
         cdef pw_op op = _op_of(PW_ROUTE, rows, from_at, from_stride, from_at, from_stride)
         cdef pw_choice *choice = &op.choice
         op.experts = self._experts(experts, 0)
-        choice.logistic, choice.scale = experts.scores == "logistic", experts.scale
+        choice.scores, choice.scale = SCORES[experts.scores], experts.scale
         choice.groups, choice.chosen_groups = experts.groups, experts.chosen_groups
         choice.group_best = experts.group_best
         choice.bias = self._optional(choice_bias, experts.count, "biases of choices")
@@ -456,6 +460,8 @@ cdef class ProgramBuilder:
             raise ProgramError(f"{experts.count} experts of {n} outputs: a multiple of {PW_PANEL} can run")
         if source != "gate" and bias is not None:
             raise ProgramError("biases are added where pairs are read")
+        if source == "activation" and gate == "xielu":
+            raise ProgramError("experts have no numbers of their own")
         path, k_parts = arithmetic
         op.source, op.n_parts, op.k = SOURCES[source], 1, packed.k
         op.gate = ACTIVATIONS[gate] if source == "activation" else GATES[gate]

@@ -54,8 +54,13 @@ cdef extern from "program/program.h" nogil:
         bint weighs_inputs
         int64_t n
 
+    ctypedef enum pw_scores:
+        PW_SOFTMAX
+        PW_LOGISTIC
+        PW_SPARSE_MIXER
+
     ctypedef struct pw_choice:
-        bint logistic
+        pw_scores scores
         int32_t groups, chosen_groups, group_best
         float scale
         const float *bias

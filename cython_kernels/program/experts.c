@@ -45,7 +45,7 @@ static void find_numbers(const pw_op *op, const float *logits, double *numbers) 
     double top = largest_of(logits, count), total = needs_scores ? sum_of_all(&op->experts, logits, top) : 1;
     for (int32_t e = 0; e < count; ++e) {
         numbers[e] = logits[e];
-        if (needs_scores && choice->logistic) numbers[e] = pw_logistic(logits[e]);
+        if (needs_scores && choice->scores == PW_LOGISTIC) numbers[e] = pw_logistic(logits[e]);
         else if (needs_scores) numbers[e] = pw_exponential((double)logits[e] - top) / total;
         if (choice->bias) numbers[e] += choice->bias[e];
     }
@@ -72,16 +72,34 @@ static void leave_groups_out(const pw_op *op, double *numbers) {
     }
 }
 
+/* Shares of the chosen experts among the experts left whose logits lie within 2 % of theirs, or of the size of their own:
+ * twice the noise of SparseMixer's training. */
+static void weigh_near(const pw_op *op, const float *logits, const int32_t *chosen, float *weight) {
+    double numbers[PW_MAX_EXPERTS];
+    for (int32_t e = 0; e < op->experts.count; ++e) numbers[e] = logits[e];
+    for (int32_t i = 0; i < op->experts.chosen; ++i) {
+        double top = numbers[chosen[i]], total = 0;
+        for (int32_t e = 0; e < op->experts.count; ++e) {
+            double size = fabs(numbers[e]) > top ? fabs(numbers[e]) : top;
+            bool far = (top - numbers[e]) / size > 0.02;
+            if (!far && numbers[e] != -INFINITY) total += pw_exponential(numbers[e] - top);
+        }
+        weight[i] = (float)(op->choice.scale / total);
+        numbers[chosen[i]] = -INFINITY;
+    }
+}
+
 /* Weights of the chosen experts: their shares of a softmax, or logistics. */
 static void weigh_chosen(const pw_op *op, const float *logits, const int32_t *chosen, float *weight) {
     const pw_experts *experts = &op->experts;
-    double scores[PW_MAX_EXPERTS], top = largest_of(logits, experts->count), total = op->choice.logistic ? 1e-20 : 0;
+    bool is_logistic = op->choice.scores == PW_LOGISTIC;
+    double scores[PW_MAX_EXPERTS], top = largest_of(logits, experts->count), total = is_logistic ? 1e-20 : 0;
     for (int32_t i = 0; i < experts->chosen; ++i) {
         double logit = logits[chosen[i]];
-        scores[i] = op->choice.logistic ? pw_logistic(logit) : pw_exponential(logit - top);
+        scores[i] = is_logistic ? pw_logistic(logit) : pw_exponential(logit - top);
         total += scores[i];
     }
-    if (!experts->normalised) total = op->choice.logistic ? 1 : sum_of_all(experts, logits, top);
+    if (!experts->normalised) total = is_logistic ? 1 : sum_of_all(experts, logits, top);
     for (int32_t i = 0; i < experts->chosen; ++i) {
         double factor = op->choice.scale;
         if (op->choice.factors) factor *= op->choice.factors[chosen[i]];
@@ -98,7 +116,8 @@ static void route_row(const pw_run *run, const pw_op *op, int64_t row) {
     find_numbers(op, logits, numbers);
     if (op->choice.chosen_groups < op->choice.groups) leave_groups_out(op, numbers);
     for (int32_t i = 0; i < experts->chosen; ++i) chosen[i] = next_chosen(numbers, experts->count, chosen, i);
-    weigh_chosen(op, logits, chosen, program->routes.weight + row * experts->chosen);
+    (op->choice.scores == PW_SPARSE_MIXER ? weigh_near : weigh_chosen)(
+        op, logits, chosen, program->routes.weight + row * experts->chosen);
 }
 
 /* A counting sort: rows by their experts. */

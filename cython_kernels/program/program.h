@@ -72,10 +72,14 @@ typedef struct {
     int64_t n;          /* outputs of one expert */
 } pw_experts;
 
-/* What PW_ROUTE chooses by. A score is the softmax of a logit among all, or its logistic. Experts lie in groups; those of
+/* The score of an expert: the softmax of its logit among all, or its logistic, or (SparseMixer, Liu et al. 2024) the softmax
+ * among those that are not chosen before it and that are near it, the largest of them. */
+typedef enum { PW_SOFTMAX, PW_LOGISTIC, PW_SPARSE_MIXER } pw_scores;
+
+/* What PW_ROUTE chooses by. Experts lie in groups; those of
  * the `chosen_groups` best can be chosen, a group being as good as the sum of its `group_best` best scores. */
 typedef struct {
-    bool logistic;
+    pw_scores scores;
     int32_t groups, chosen_groups, group_best;
     float scale;       /* of weights */
     const float *bias; /* [experts], added to scores where groups and experts are chosen; NULL: none */

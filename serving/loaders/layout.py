@@ -143,6 +143,8 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
         lengths = {"final_norm": config.hidden}
         if config.norm_biases:
             lengths["final_norm_bias"] = config.hidden
+        if config.logit_biases:
+            lengths["lm_head_bias"] = config.vocab_size
     if config.drafts:
         lengths |= {f"{part}_norm": config.hidden for part in HEAD_PARTS}
     if config.last_row_scores:

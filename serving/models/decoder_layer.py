@@ -254,5 +254,6 @@ def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, 
         if is_read:
             tail, rows = stream, "gathered"
     linears.add([(head, 0)], reads, tail, logits, rows=rows)
-    if config.logit_cap is not None:
-        linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")
+    if config.logit_cap is not None or config.logit_biases:
+        bias, cap = model.vectors.get("lm_head_bias"), config.logit_cap or 0.0
+        linears.program.adjust(config.vocab_size, *logits, *logits, bias=bias, cap=cap, rows="logits")

@@ -226,6 +226,8 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     """True if norms of the stream are LayerNorms."""
     norm_biases: bool = field(default=False, metadata=LATER)
     """True if norms of the stream have biases."""
+    logit_biases: bool = field(default=False, metadata=LATER)
+    """True if the output head has biases."""
     parallel: bool = field(default=False, metadata=LATER)
     """True if a layer is h += A(n) + F(n), n = norm(h): both halves read one norm of the same stream."""
     factors: ProductFactors = field(default=NO_FACTORS, metadata=LATER)

@@ -177,6 +177,37 @@ def test_relu2_rounds_once_and_passes_nans() -> None:
         assert (np.delete(got, n // 2) == np.delete(np.maximum(t, 0) * np.maximum(t, 0), n // 2)).all()
 
 
+NUMBERS_OF_XIELU = np.float32([[0.8, 0.8, 0.5, -1e-6], [0.1, 3.0, 0.5, -0.25], [2.0, 0.6, 1.5, -1.5]])
+"""alpha_p, alpha_n, beta and eps."""
+
+
+@pytest.mark.parametrize("numbers", NUMBERS_OF_XIELU)
+def test_xielu_keeps_its_bound_at_every_length(numbers: np.ndarray) -> None:
+    """The bound of families/rows/activations.c, over small, usual and large numbers, and both zeros."""
+    p, n, b, eps = exact(numbers)
+    edges = np.float32([0.0, -0.0, 1e-30, -1e-30, -1e-7, -1.0, -87.0, -1e4, 1e4])
+    for size in SIZES:
+        x = np.concatenate([row(size, 4, 4.0), row(size, 5, 1e-3), edges]).astype(np.float32)
+        t = exact(x)
+        m = np.minimum(t, eps)
+        beyond = np.expm1(m) - m
+        want = np.where(t > 0, t * (p * t + b), n * (beyond + (m - t)) + b * t)
+        below = 16 * n * (np.abs(beyond) + np.abs(m - t)) + 3 * np.abs(b * t)
+
+        got = _native.activated("xielu", x, numbers)
+
+        assert (np.abs(got - want) <= U * np.where(t > 0, 2 * (p * t * t + np.abs(b * t)), below)).all()
+
+
+def test_xielu_passes_nans_and_wants_its_numbers() -> None:
+    numbers = NUMBERS_OF_XIELU[0]
+
+    assert np.isnan(_native.activated("xielu", np.float32([np.nan, -np.nan]), numbers)).all()
+    for too_few in (None, numbers[:3]):
+        with pytest.raises(ValueError, match="a row of 2"):
+            _native.activated("xielu", np.float32([1, 2]), too_few)
+
+
 def test_the_gate_of_the_error_function_is_the_activation_times_what_it_gates() -> None:
     for n in SIZES:
         gate, up = row(n, 4, 8.0), row(n, 5, 8.0)

@@ -51,6 +51,7 @@ def _rows(name: str, x: Array, weight: Array, bias: Array) -> Iterator[tuple[str
     yield f"capped{name}", _native.capped(x, 30.0)
     for activation in _ACTIVATIONS:
         yield f"{activation}{name}", _native.activated(activation, x, bias)
+    yield f"xielu{name}", _native.activated("xielu", x, np.float32([0.8, 0.8, 0.5, -1e-6]))
     for gate in _GATES:
         yield f"gate of {gate}{name}", _native.gated(gate, x, weight)
 

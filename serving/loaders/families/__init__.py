@@ -17,6 +17,7 @@ from phasewise.serving.loaders.families.gemma4 import GEMMA4
 from phasewise.serving.loaders.families.hybrid_mixtures import KIMI_LINEAR, NEMOTRON_H
 from phasewise.serving.loaders.families.hybrids import FALCON_H1, GRANITE, GRANITE_HYBRID, GRANITE_MOE, LFM2
 from phasewise.serving.loaders.families.llama import (
+    APERTUS,
     ARCEE,
     COHERE2,
     LLAMA,
@@ -31,7 +32,7 @@ from phasewise.serving.loaders.families.llama import (
     STARCODER2,
 )
 from phasewise.serving.loaders.families.llama4 import LLAMA4
-from phasewise.serving.loaders.families.mixtures import GLM4, GLM4_MOE, GPT_OSS, MINIMAX_M2
+from phasewise.serving.loaders.families.mixtures import GLM4, GLM4_MOE, GPT_OSS, MINIMAX_M2, PHIMOE
 from phasewise.serving.loaders.families.qwen import (
     QWEN2,
     QWEN2_MOE,
@@ -55,12 +56,11 @@ FAMILIES: tuple[Family, ...] = (
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
     HUNYUAN, HUNYUAN_MOE, DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
+    APERTUS, PHIMOE,
 )  # fmt: skip
 
 
 REFUSED = {
-    "phimoe": "a router (SparseMixer) that llama.cpp and transformers compute differently",
-    "apertus": "an activation (xIELU) with numbers of each layer",
     **dict.fromkeys(
         ("deepseek_v32", "deepseek32", "deepseek_v4", "deepseek4", "glm_moe_dsa", "glm-dsa"),
         "attention over positions that an indexer chooses",

@@ -34,6 +34,7 @@ ACTIVATION_NAMES = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "relu2": ("relu2",),
+    "xielu": ("xielu",),
 }
 """Activations, and their names in config.json."""
 
@@ -110,6 +111,8 @@ class Family:
     """Common names of fields to those that the family's config.json has."""
     hf_only: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json for which one value alone can run, with that value; a false one: any that is."""
+    gguf_numbers: Mapping[str, str] = field(default_factory=dict)
+    """Keys of GGUF metadata that list a number of each layer, which is a vector of ours, with its name."""
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings that GGUF files leave out, by the names that `get` has for them."""
     global_names: Names = field(default_factory=dict)
@@ -228,6 +231,14 @@ GGUF_LAYER: Names = {
     "ssm_dt.bias": "time_offsets", "ssm_d": OtherForm("skips"), "ssm_norm.weight": OtherForm("state_scale"),
 }  # fmt: skip
 GGUF_OUTSIDE = {"token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm"}
+
+HF_NORM_BIASES: Names = {
+    "input_layernorm.bias": "attn_norm_bias",
+    "post_attention_layernorm.bias": "ffn_norm_bias",
+}
+GGUF_NORM_BIASES: Names = {"attn_norm.bias": "attn_norm_bias", "ffn_norm.bias": "ffn_norm_bias"}
+LAST_NORM_BIAS: Names = {"model.norm.bias": "final_norm_bias", "output_norm.bias": "final_norm_bias"}
+"""Names of biases of LayerNorms, for families that have them."""
 
 GGUF_KEYS = {
     "sliding_window": "attention.sliding_window",

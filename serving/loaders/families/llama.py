@@ -2,7 +2,8 @@
 YaRN, queries that grow with positions; and the language models of Mistral 3. OLMo 2 and 3: norms after each
 half of a layer alone; OLMoE: its mixture; all have a norm over a whole row of queries and keys. Phi 3 and 4:
 one tensor for queries, keys and values, one for gate and up. SmolLM 3: some layers know no positions. Arcee
-(AFM): feed-forward layers without a gate: down(relu(up(x))^2). StarCoder 2: LayerNorms, biases everywhere, no
+(AFM): feed-forward layers without a gate: down(relu(up(x))^2); Apertus: down(xielu(up(x))), whose numbers are
+each layer's own. StarCoder 2: LayerNorms, biases everywhere, no
 gates. Cohere 2 (Command R7B, Command A): attention and feed-forward read one LayerNorm, which has no bias;
 RoPE turns neighbours, in layers with a window alone; every fourth layer sees all, and knows no positions."""
 
@@ -13,8 +14,11 @@ from typing import Any
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.cuts import OtherForm, TensorCut
 from phasewise.serving.loaders.families.family import (
+    GGUF_NORM_BIASES,
+    HF_NORM_BIASES,
+    LAST_NORM_BIAS,
     TEXT_PREFIXES,
     Family,
     Get,
@@ -33,8 +37,8 @@ from phasewise.serving.loaders.families.family import (
 )
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import QueryGrowth
-from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.rope import RopeSpec, YarnScaling
+from phasewise.serving.models.parts.feed_forward import XIELU, XIELU_NUMBERS, FeedForwardForm
+from phasewise.serving.models.rope import Llama3Scaling, RopeSpec, YarnScaling
 
 
 def _with_window(get: Get, config: ModelConfig) -> ModelConfig:
@@ -180,6 +184,36 @@ ARCEE = Family(
 )
 
 
+APERTUS_ROPE, APERTUS_THETA = Llama3Scaling(8.0, 1.0, 4.0, 8192), 12e6
+
+
+def _apertus(get: Get, config: ModelConfig) -> ModelConfig:
+    if not (get("rope_parameters", dict) or get("rope_scaling", dict)):
+        config = with_rope(config, scaling=APERTUS_ROPE)
+    return _normed(get, config)
+
+
+def _normed(get: Get, config: ModelConfig) -> ModelConfig:
+    del get
+    return replace(config, qk_norm=True)
+
+
+_XIELU = dict(zip(("alpha_p", "alpha_n", "beta", "eps"), XIELU_NUMBERS, strict=True))
+APERTUS = Family(
+    "apertus",
+    from_hf=_apertus,
+    from_gguf=_normed,
+    hf_names={
+        "attention_layernorm.weight": "attn_norm",
+        "feedforward_layernorm.weight": "ffn_norm",
+        **{f"mlp.act_fn.{theirs}": OtherForm(ours) for theirs, ours in _XIELU.items()},
+    },
+    gguf_numbers={f"xielu.{theirs}": ours for theirs, ours in _XIELU.items()},
+    hf_defaults={"rms_norm_eps": 1e-5, "rope_theta": APERTUS_THETA, "max_position_embeddings": 65536},
+    ffn_form=FeedForwardForm(XIELU, gated=False),
+)
+
+
 STARCODER_EPS = 1e-5
 
 
@@ -199,20 +233,18 @@ STARCODER2 = Family(
     "starcoder2",
     from_hf=_starcoder2,
     hf_names={
-        "input_layernorm.bias": "attn_norm_bias",
-        "post_attention_layernorm.bias": "ffn_norm_bias",
+        **HF_NORM_BIASES,
         "mlp.c_fc.weight": "up",
         "mlp.c_fc.bias": "up_bias",
         "mlp.c_proj.weight": "down",
         "mlp.c_proj.bias": "down_bias",
     },
     gguf_names={
-        "attn_norm.bias": "attn_norm_bias",
-        "ffn_norm.bias": "ffn_norm_bias",
+        **GGUF_NORM_BIASES,
         "ffn_up.bias": "up_bias",
         "ffn_down.bias": "down_bias",
     },
-    global_names={"model.norm.bias": "final_norm_bias", "output_norm.bias": "final_norm_bias"},
+    global_names=LAST_NORM_BIAS,
     hf_biases="use_bias",
     hf_defaults={
         "use_bias": True,

@@ -1,17 +1,22 @@
 """Mixtures of experts. GLM 4 (0414): norms before and after each half of a layer, RoPE over neighbours in
 half of a head; GLM 4.5 to 4.7: logistic routing behind first dense layers. MiniMax M2: norms over all queries
 and all keys of a row, RoPE in a part of each head, logistic routing. gpt-oss: experts in MXFP4 with biases
-and a clamped gate, attention with sinks, windows in every other layer."""
+and a clamped gate, attention with sinks, windows in every other layer. Phi 3.5 MoE: LayerNorms and biases
+everywhere but in experts, two of which SparseMixer scores."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.deepseek import routed
 from phasewise.serving.loaders.families.family import (
     FED,
+    GGUF_NORM_BIASES,
+    HF_NORM_BIASES,
+    LAST_NORM_BIAS,
     LAYER_HEAD,
     Family,
     Get,
@@ -19,12 +24,14 @@ from phasewise.serving.loaders.families.family import (
     experts_of,
     layer_types,
     with_experts,
+    with_kind,
     with_rope,
     with_windows,
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.rope import YarnScaling
+from phasewise.serving.models.parts.experts import SPARSE_MIXER
+from phasewise.serving.models.rope import LongScaling, YarnScaling
 
 EOS = [151329, 151336, 151338]
 
@@ -170,3 +177,49 @@ GPT_OSS = Family(
         **{f"ffn_{part}_exps.bias": TensorCut((f"{part}_bias",), of_experts=True) for part in FED},
     },
 )  # fmt: skip
+
+
+def _phimoe(get: Get, config: ModelConfig) -> ModelConfig:
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", config.ffn, normalised=False)
+    if experts.chosen != 2:
+        raise ModelError(f"a SparseMixer of {experts.chosen} experts a token: 2 can run")
+    own = with_kind(config, window=get("sliding_window", int))
+    mixed = with_experts(own, replace(experts, scores=SPARSE_MIXER))
+    return replace(mixed, layer_norms=True, norm_biases=True)
+
+
+def _phimoe_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    scaling, stated = config.rope.scaling, get("rope_parameters", dict) or get("rope_scaling", dict) or {}
+    if scaling is not None:
+        size: Any = stated.get("short_mscale")
+        longer = stated.get("long_mscale")
+        if not isinstance(scaling, LongScaling) or size != longer or type(size) not in (int, float):
+            raise ModelError(
+                f"config.json has a RoPE with short_mscale = {size!r:.40} and long_mscale = {longer!r:.40}:"
+                " LongRoPE with one number for both can run"
+            )
+        config = with_rope(config, scaling=replace(scaling, magnitude=float(size)))
+    return _phimoe(get, replace(config, logit_biases=get("lm_head_bias", bool, False)))
+
+
+def _with_biases(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
+    return replace(config, logit_biases="output.bias" in shapes)
+
+
+PHIMOE = Family(
+    "phimoe",
+    from_hf=_phimoe_hf,
+    from_gguf=_phimoe,
+    from_gguf_tensors=_with_biases,
+    hf_names=HF_NORM_BIASES,
+    gguf_names=GGUF_NORM_BIASES,
+    global_names={**LAST_NORM_BIAS, "lm_head.bias": "lm_head_bias", "output.bias": "lm_head_bias"},
+    hf_only={"router_jitter_noise": 0.01},  # SparseMixer of cython_kernels/program/experts.c
+    hf_defaults={
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 131072,
+    },
+)

@@ -32,12 +32,13 @@ from phasewise.serving.loaders.families.family import (
     GGUF_NONE,
     GGUF_OUTSIDE,
     by_layer,
+    listed,
     yarn_magnitude,
 )
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, Rows, SourceTensor
+from phasewise.serving.loaders.source import F32, ModelSource, Rows, SourceTensor
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, alike
 from phasewise.serving.models.rope import (
     FrequencyFactors,
@@ -157,7 +158,24 @@ def tensors_in(
             if ours in tensors:
                 raise ModelError(f"{file.path} has the tensor for {ours} twice")
             tensors[ours] = half_split(ours, tensor, config) if family.gguf_interleaved_heads else tensor
-    return tensors
+    return tensors | _numbers(header.metadata, family, config)
+
+
+def _numbers(metadata: Mapping[str, Any], family: Family, config: ModelConfig) -> dict[str, SourceTensor]:
+    """Vectors of one number, which the metadata lists by layer."""
+    return {
+        f"layers.{layer}.{ours}": vector_of(number)
+        for key, ours in family.gguf_numbers.items()
+        for layer, number in enumerate(listed(metadata.get, key, config.n_layers))
+    }
+
+
+def vector_of(number: object) -> SourceTensor:
+    if type(number) is not float:
+        raise ModelError(f"the GGUF metadata lists {number!r:.60} by layer: numbers expected")
+    return SourceTensor(
+        "F32", (1,), 4, F32, lambda start, stop: np.full((stop - start, 1), number, np.float32)
+    )
 
 
 def _config(

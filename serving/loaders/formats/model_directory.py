@@ -160,7 +160,7 @@ def read_entries(file: SourceFile) -> dict[str, TensorEntry]:
 
 def tensor_of(file: SourceFile, name: str, entry: TensorEntry) -> SourceTensor:
     """A view of the tensor as rows of float32; of a stack of matrices, the rows of all."""
-    form, shape = READABLE.get(entry.dtype), entry.shape
+    form, shape = READABLE.get(entry.dtype), entry.shape or (1,)  # () is one number
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
     if form is None or not 1 <= len(shape) <= 3 or 0 in shape:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from phasewise.serving.models.later import LATER
 
-SOFTMAX, LOGISTIC = "softmax", "logistic"
+SOFTMAX, LOGISTIC, SPARSE_MIXER = "softmax", "logistic", "sparse_mixer"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Experts:
     shared_gate: bool = field(default=False, metadata=LATER)
     """True if the shared layer's output is multiplied by the logistic of a product of the stream."""
     scores: str = field(default=SOFTMAX, metadata=LATER)
-    """The scores of logits: their softmax, or the logistic of each."""
+    """The scores of logits: their softmax, or the logistic of each, or the softmax of each chosen one among
+    those that are left and lie within 2 % of it (SparseMixer)."""
     choice_bias: bool = field(default=False, metadata=LATER)
     """True if each expert has a number that is added to its score for the choice alone."""
     groups: int = field(default=1, metadata=LATER)

@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from phasewise.cython_kernels.exact import softplus
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.site import LayerPart, Product, ReadRows, Site
+from phasewise.serving.models.parts.site import LayerPart, Product, ReadRows, Site, Vector
 
 GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
-PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
+XIELU = "xielu"
+PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", XIELU)
 """Activations of feed-forward layers without a gate; "gelu" is that of the error function, "relu2" the square
-of "relu". The kernels have both lists in cython_kernels/ops.h."""
+of "relu", "xielu" has numbers of each layer. The kernels have both lists in cython_kernels/ops.h."""
+XIELU_NUMBERS = ("xielu_p", "xielu_n", "xielu_beta", "xielu_eps")
+"""A layer's numbers of xielu, as files have them: alpha_p, alpha_n, beta and eps."""
 MOST_WIDTH = 1 << 20
 
 
@@ -31,6 +37,8 @@ class FeedForwardForm:
         activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
         if self.activation not in activations:
             raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(activations)}")
+        if self.activation == XIELU and self.ffn_biases:
+            raise ModelError("feed-forward layers with biases and the activation xielu cannot run")
 
 
 SILU_GATE = FeedForwardForm()
@@ -79,9 +87,15 @@ class FeedForward(LayerPart):
 
     @property
     def vectors(self) -> dict[str, int]:
+        if self.form.activation == XIELU:
+            return dict.fromkeys(XIELU_NUMBERS, 1)
         if not self.form.ffn_biases:
             return {}
         return {"down_bias": self.hidden, **({} if self.form.gated else {"up_bias": self.width})}
+
+    @property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        return {XIELU: XIELU_NUMBERS} if self.form.activation == XIELU else {}
 
     @property
     def inner(self) -> int:
@@ -104,5 +118,13 @@ class FeedForward(LayerPart):
     def between(self, site: Site) -> dict[str, Any]:
         """Options of the last product, which reads rows at `inner`."""
         if not self.form.gated:
-            return {"source": "activation", "gate": self.form.activation, "bias": site.vector("up_bias")}
+            own = site.vector(XIELU)
+            bias = site.vector("up_bias") if own is None else xielu_factors(own)
+            return {"source": "activation", "gate": self.form.activation, "bias": bias}
         return {"source": "gate", "gate": self.form.activation, "sparsity": self.sparsity}
+
+
+def xielu_factors(numbers: Vector) -> Vector:
+    """The numbers p, n, b and e of y = x (p x + b) above 0, n (exp(min(x, e)) - 1 - x) + b x elsewhere."""
+    alpha_p, alpha_n, beta, eps = map(float, numbers)
+    return np.array([softplus(alpha_p), beta + softplus(alpha_n), beta, eps], np.float32)

@@ -12,7 +12,7 @@ from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, SPARSE_MIXER, Experts
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Product, ReadRows, Site
 
@@ -39,8 +39,13 @@ class Mixture(LayerPart):
                 f"{chosen!r:.80} of {count} experts compute a token: "
                 f"from 1 to {min(count, MOST_CHOSEN)} expected"
             )
-        if experts.scores not in (SOFTMAX, LOGISTIC):
-            raise ModelError(f"scores of experts by {experts.scores!r:.60}: {SOFTMAX} or {LOGISTIC} can run")
+        ways = SOFTMAX, LOGISTIC, SPARSE_MIXER
+        if experts.scores not in ways:
+            raise ModelError(f"scores of experts by {experts.scores!r:.60}: {', '.join(ways)} can run")
+        if experts.scores == SPARSE_MIXER and (
+            experts.choice_bias or experts.groups != 1 or experts.normalised
+        ):
+            raise ModelError("experts scored by sparse_mixer run without biases of choices, groups and sums")
         if experts.biases and not self.expert.form.gated:
             raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
         if experts.own_norms and (not experts.shared_ffn or experts.biases or experts.shared_gate):
@@ -49,8 +54,8 @@ class Mixture(LayerPart):
             raise ModelError(
                 f"experts are multiplied by {experts.scale!r:.80}: a number from 1e-6 to 1e6 expected"
             )
-        if self.expert.form.ffn_biases or len(self.expert.into) != 1:
-            raise ModelError("experts whose products have biases or factors of their own cannot run")
+        if self.expert.vectors or len(self.expert.into) != 1:
+            raise ModelError("experts whose products have biases, numbers or factors of their own cannot run")
         self._check_groups()
 
     def _check_groups(self) -> None:

@@ -15,6 +15,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.formats.gguf_file import TENSOR_TYPES, open_gguf
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.rope import FrequencyFactors, LinearScaling
+from tests.support.models.family_gguf_files import write_family_gguf
 from tests.support.models.tiny_models import (
     CHAT_TEMPLATE,
     TinyShape,
@@ -349,3 +350,11 @@ def test_types_are_those_of_the_gguf_package() -> None:
     theirs = {int(kind): (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
 
     assert TENSOR_TYPES.items() <= theirs.items()
+
+
+@pytest.mark.parametrize("numbers", [None, [0.5, 0.5], [1, 2, 3], 0.5])
+def test_numbers_of_layers_are_a_list_with_one_for_each(numbers: object, tmp_path: Path) -> None:
+    file = write_family_gguf(tmp_path / "model.gguf", "apertus", changes={"xielu.beta": numbers})
+
+    with pytest.raises(ModelError, match="number"):
+        load_model(str(file), "f32", cache_dir=tmp_path / "cache")

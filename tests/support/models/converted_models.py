@@ -24,6 +24,7 @@ _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _ARCHITECTURES = {
     "bailing_moe": "BailingMoeV2ForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
+    "phimoe": "PhiMoEForCausalLM",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
@@ -85,7 +86,7 @@ def published_fields(name: str) -> dict[str, Any]:
 
 def write_convertible(folder: Path, name: str, architecture: str | None) -> Path:
     """A Hugging Face directory. architecture: transformers' class; None where it has none."""
-    of_case = architecture or _ARCHITECTURES.get(ALL_CASES[name].model_type, "")
+    of_case = _ARCHITECTURES.get(ALL_CASES[name].model_type, architecture or "")
     write_family_hf(folder, name, {"architectures": [of_case], **published_fields(name)})
     file = folder / "tokenizer.json"
     document = _with_controls(json.loads(file.read_text()))
@@ -93,7 +94,7 @@ def write_convertible(folder: Path, name: str, architecture: str | None) -> Path
         document["model"] |= {"byte_fallback": True}
         document["decoder"] = {"type": "Sequence", "decoders": [document["decoder"]]}
     file.write_text(json.dumps(document))
-    kind = "GPT2Tokenizer" if name.startswith("phi3") else "PreTrainedTokenizerFast"
+    kind = "GPT2Tokenizer" if name.startswith("phi") else "PreTrainedTokenizerFast"
     settings = {"tokenizer_class": kind, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if name in ("gemma", "gemma2", "ernie4.5", "ernie4.5-moe"):

@@ -30,14 +30,18 @@ NEXTN = {
 }
 
 
-def write_family_gguf(path: Path, name: str, head: Arrays | None = None) -> Path:
-    """The same model as llama.cpp's converter would write it, in float32. head: tensors of a layer more."""
+def write_family_gguf(
+    path: Path, name: str, head: Arrays | None = None, changes: Mapping[str, Any] | None = None
+) -> Path:
+    """The same model as llama.cpp's converter would write it, in float32. head: tensors of a layer more.
+    changes: of its metadata; None: left out."""
     import gguf
 
     case, f = FAMILY_CASES[name], FAMILY_CASES[name].fields
     n_layers, writer = f["num_hidden_layers"], tiny_models.GgufWriter()
     recorded = json.loads((FIXTURES / "converted.json").read_text())[name]
-    for key, value in {**recorded["metadata"], **_changed(case, f, has_head=head is not None)}.items():
+    stated = _changed(case, f, has_head=head is not None)
+    for key, value in {**recorded["metadata"], **stated, **(changes or {})}.items():
         if value is not None:
             writer.add(key, value)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == case.gguf)
@@ -97,6 +101,8 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
         changed = _hybrid_tensors(case.model_type, f, name, values)
         if changed is None:
             changed = _state_tensors(case, f, name, values)
+        if ".act_fn." in name:
+            continue  # in the recorded metadata
         if changed is not None:
             out |= changed
         elif case.model_type in GEMMAS:

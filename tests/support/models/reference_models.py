@@ -86,8 +86,8 @@ def raw_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     machine."""
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(int(np.prod(shape)))
     unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
-    if len(shape) == 1:
-        return unit * np.float32(0.25) + np.float32(0 if name.endswith("bias") else 1)
+    if len(shape) <= 1:
+        return (unit * np.float32(0.25) + np.float32(0 if name.endswith("bias") else 1)).reshape(shape)
     scale = 1.0 if "embed" in name else (3.0 / shape[-1]) ** 0.5 * 1.5
     return (unit * np.float32(scale)).reshape(shape)
 
