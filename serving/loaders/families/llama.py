@@ -135,11 +135,6 @@ PHI3 = Family(
 NO_ROPE_PERIOD = 4  # layers between two without RoPE
 
 
-def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
-    kinds = LayerKind(None, None), LayerKind(None, config.rope)
-    return with_kinds(config, [kinds[rotates] for rotates in has_rope])
-
-
 def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
     has_rope = get("no_rope_layers", list)  # 1 where a layer has RoPE, whatever the name says
     if has_rope is None:
@@ -152,7 +147,7 @@ def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
             f"config.json has {counted(len(has_rope), 'entry')} in no_rope_layers"
             f" for {counted(config.n_layers, 'layer')}"
         )
-    return _with_rope(config, [bool(flag) for flag in has_rope])
+    return with_kinds(config, [LayerKind(None, config.rope if turns else None) for turns in has_rope])
 
 
 SMOLLM3 = Family(
