@@ -153,10 +153,6 @@ class LayerForm:
     """Standard deviations above their mean at which gates begin to count; 0: all count."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.feed_forward, Experts | None) and type(self.feed_forward) is not int:
-            raise ModelError(
-                f"a feed-forward layer is {self.feed_forward!r:.80} wide: a whole number expected"
-            )
         if not self.mixes and self.feed_forward is None:
             raise ModelError("a layer has no attention, no state and no feed-forward half")
         if self.shares and self.attention is None:
@@ -324,15 +320,14 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     @property
     def ffn(self) -> int:
         """The width of an expert, or of the widest feed-forward layer; 1 where there is none."""
-        if self.experts is not None:
-            return self.experts.width
-        return max(1, *(form.width for form in self.forms if type(form.width) is int))
+        widest = max(form.width or 1 for form in self.forms)
+        return widest if self.experts is None else self.experts.width
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The parts of every layer. Raises ModelError for parts that cannot run, alone or together."""
-        made = {form: _layer(self, form) for form in dict.fromkeys(self.forms)}
-        first, *others = (made[form] for form in self.forms)
+        by_form = {form: _layer(self, form) for form in dict.fromkeys(self.forms)}
+        first, *others = (by_form[form] for form in self.forms)
         if self.encoder is not None and self.encoder.pre_norms:  # its attention reads the stream as it is
             first = replace(first, norms=first.norms[1:])
         return (first, *others)

@@ -321,8 +321,8 @@ def with_forms(config: ModelConfig, change: Callable[[int, LayerForm], LayerForm
 
 
 def with_kinds(config: ModelConfig, kinds: Sequence[LayerKind]) -> ModelConfig:
-    """Give the attention of every layer its settings."""
-    return with_forms(config, lambda layer, form: replace(form, attention=kinds[layer]))
+    """Give the attention of every layer that has it these settings."""
+    return with_forms(config, lambda layer, form: replace(form, attention=form.attention and kinds[layer]))
 
 
 def with_kind(config: ModelConfig, **changes: Any) -> ModelConfig:
@@ -334,9 +334,15 @@ def with_kind(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def with_rope(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """Change RoPE in all layers, if any has it."""
-    is_turned = any(kind.rope for kind in config.kinds)
-    return with_kind(config, rope=replace(config.rope, **changes)) if is_turned else config
+    """Change RoPE in all layers that have it."""
+
+    def changed(_layer: int, form: LayerForm) -> LayerForm:
+        kind = form.attention
+        if kind is None or kind.rope is None:
+            return form
+        return replace(form, attention=replace(kind, rope=replace(kind.rope, **changes)))
+
+    return with_forms(config, changed)
 
 
 def with_windows(

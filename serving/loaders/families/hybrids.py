@@ -160,13 +160,13 @@ def _falcon(get: Get, config: ModelConfig) -> ModelConfig:
     normalised = get("mamba_rms_norm", bool, False)
     if normalised and get("mamba_norm_before_gate", bool, True):
         raise ModelError("config.json has mamba_norm_before_gate = True, which cannot run")
-    state = replace(state, norm_groups=state.groups if normalised else 0)
-    return _multiplied(get, _beside(config, state))
+    return _multiplied(get, _beside(config, state, state.groups if normalised else 0))
 
 
-def _beside(config: ModelConfig, state: StateForm) -> ModelConfig:
-    """Let all layers keep a state beside their attention."""
-    return with_forms(config, lambda _, form: replace(form, state=state))
+def _beside(config: ModelConfig, state: StateForm, norm_groups: int) -> ModelConfig:
+    """Let all layers keep a state beside their attention. `norm_groups`: of what is read of it."""
+    own = replace(state, norm_groups=norm_groups)
+    return with_forms(config, lambda _, form: replace(form, state=own))
 
 
 def _inner(get: Get, hidden: int) -> int:
@@ -216,15 +216,13 @@ def _numbers(get: Get, key: str, count: int) -> list[float]:
 
 def _falcon_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     state = mamba_gguf(get)
-    state = replace(state, norm_groups=state.groups)
-    return _beside(config, state)
+    return _beside(config, state, state.groups)
 
 
 def _falcon_norm(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
     """Leave out the norm of results where the file has none."""
     assert config.state is not None
-    state = config.state if "blk.0.ssm_norm.weight" in shapes else replace(config.state, norm_groups=0)
-    return _beside(config, state)
+    return config if "blk.0.ssm_norm.weight" in shapes else _beside(config, config.state, 0)
 
 
 _IN = TensorCut(("state_gate", "state_in", "state_time"))

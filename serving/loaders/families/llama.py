@@ -139,11 +139,6 @@ PHI3 = Family(
 NO_ROPE_PERIOD = 4  # layers between two without RoPE
 
 
-def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
-    kinds = LayerKind(None, None), LayerKind(None, config.rope)
-    return with_kinds(config, [kinds[rotates] for rotates in has_rope])
-
-
 def layers_with_rope(get: Get, config: ModelConfig) -> list[bool]:
     """True for each layer with RoPE."""
     has_rope = get("no_rope_layers", list)  # 1 where a layer has RoPE, whatever the name says
@@ -161,7 +156,8 @@ def layers_with_rope(get: Get, config: ModelConfig) -> list[bool]:
 
 
 def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
-    return _with_rope(config, layers_with_rope(get, config))
+    kinds = [LayerKind(None, config.rope if turns else None) for turns in layers_with_rope(get, config)]
+    return with_kinds(config, kinds)
 
 
 SMOLLM3 = Family(

@@ -84,6 +84,7 @@ MORE_HEADS = LayerKind(None, ROPE, HeadShape(4, 16))
     "changes",
     [
         layers(),
+        layers(LayerForm(PLAIN.attention, 96.0)),  # type: ignore[arg-type]
         layers(SHARING, PLAIN),
         layers(replace(PLAIN, attention=LayerKind(8, ROPE)), SHARING),
         layers(LayerForm(None, 96, MAMBA), LayerForm(None, 96)),
@@ -138,7 +139,6 @@ def test_a_shape_that_no_model_has_is_refused(changes: dict[str, Any]) -> None:
         lambda: alike(True, LayerKind(None, ROPE), 96),
         lambda: alike(1 << 11, LayerKind(None, ROPE), 96),
         lambda: alike(2, LayerKind(None, ROPE), 1 << 21),
-        lambda: LayerForm(PLAIN.attention, 96.0),  # type: ignore[arg-type]
         lambda: LayerForm(None, None),
         lambda: LayerForm(None, 96, shares=True),
         lambda: LayerForm(PLAIN.attention, 96, StateForm(SHORT_CONV, 4)),
