@@ -85,7 +85,7 @@ def _plain(rows: Rows) -> Array:
     return rows
 
 
-class LeftOut(Cut):
+class UnusedTensor(Cut):
     """A tensor that the layer has no use for."""
 
     def parts_of(self, tensor: SourceTensor, cut_for: CutFor) -> Parts:
@@ -93,7 +93,7 @@ class LeftOut(Cut):
         return ()
 
 
-LEFT_OUT = LeftOut()
+UNUSED = UnusedTensor()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import LEFT_OUT, Names
+from phasewise.serving.loaders.cuts import UNUSED, Names
 from phasewise.serving.loaders.families.deepseek import (
     DEEPSEEK3,
     GGUF_LATENT,
@@ -40,7 +40,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 _HF_INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 _GGUF_INDEXER = ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
-_HF_NAMES: Names = {**HF_LATENT, **{f"self_attn.indexer.{name}": LEFT_OUT for name in _HF_INDEXER}}
+_HF_NAMES: Names = {**HF_LATENT, **{f"self_attn.indexer.{name}": UNUSED for name in _HF_INDEXER}}
 
 DEEPSEEK32 = replace(
     DEEPSEEK3,
@@ -50,7 +50,7 @@ DEEPSEEK32 = replace(
     from_hf=_hf,
     from_gguf=_gguf,
     hf_names=_HF_NAMES,
-    gguf_names={**GGUF_LATENT, **{f"indexer.{name}": LEFT_OUT for name in _GGUF_INDEXER}},
+    gguf_names={**GGUF_LATENT, **{f"indexer.{name}": UNUSED for name in _GGUF_INDEXER}},
     hf_defaults={
         **DEEPSEEK3.hf_defaults,
         "max_position_embeddings": 163840,
