@@ -85,6 +85,17 @@ def _plain(rows: Rows) -> Array:
     return rows
 
 
+class UnusedTensor(Cut):
+    """A tensor that the layer has no use for."""
+
+    def parts_of(self, tensor: SourceTensor, cut_for: CutFor) -> Parts:
+        del tensor, cut_for
+        return ()
+
+
+UNUSED = UnusedTensor()
+
+
 @dataclass(frozen=True)
 class TensorCut(Cut):
     """Cuts a file's tensor that holds several of ours: its rows are those of `parts`, one after the other.

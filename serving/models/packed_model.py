@@ -244,6 +244,8 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         self._check_kinds()
         self._check_scales()
         self._check_tokens()
+        if self.latent is not None and 0 < self.latent.index_topk < self.context_length:
+            raise ModelError(f"a context of {self.context_length} tokens cannot run{self.context_end}")
         if not self.attention_layers:
             raise ModelError("a model whose layers keep no keys and values cannot run")
         for layer, _ in enumerate(self.layers):
@@ -286,6 +288,12 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         for token in (self.bos_token_id, *self.eos_token_ids):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise ModelError(f"special token {token} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def context_end(self) -> str:
+        """The clause that says why no context can be longer, where it is not the model's; "" elsewhere."""
+        most = self.latent.index_topk if self.latent is not None else 0
+        return f" (index_topk: beyond {most} an indexer chooses positions, which cannot run)" if most else ""
 
     @property
     def scores(self) -> bool:

@@ -80,11 +80,13 @@ def converted(request: dict[str, Any]) -> None:
     sys.path[:0] = [request["source"], f"{request['source']}/gguf-py"]
     import convert_hf_to_gguf as converter
     from conversion.base import ModelBase, TextModel
+    from conversion.deepseek import DeepseekV32Model
     from conversion.hunyuan import HunYuanMoEModel
 
     if request["pre"] is not None:
         TextModel.get_vocab_base_pre = lambda *_: request["pre"]
-        HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2  # whose own is of tiktoken's files
+        # Whose own are of tiktoken's files, and of tokenizers of transformers 4.
+        HunYuanMoEModel.set_vocab = DeepseekV32Model.set_vocab = TextModel._set_vocab_gpt2
     if request.get("as_it_is"):
         own = json.loads((Path(request["folder"]) / "config.json").read_text())
         ModelBase.load_hparams = staticmethod(lambda *_, **_more: dict(own))

@@ -243,7 +243,8 @@ def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Map
 def _tell(opened: Sequence[OpenedModel], way: Way, settings: ServiceSettings, report: Report) -> None:
     first, *others = opened
     model, size = first.row.model, first.row.size
-    report(f"{model.name} ({model.format}): context {size.limits.context_length} tokens")
+    context = f"{size.limits.context_length} tokens{model.config.context_end}"
+    report(f"{model.name} ({model.format}): context {context}")
     is_here = isinstance(way, InThisProcess)  # pools have plans of their own
     teams = teams_of(first.sized.open_model.plans) if is_here else ()
     kv_mib = size.kv.slots * kv_bytes_per_slot(model, size.kv.format, teams) / (1 << 20)

@@ -16,6 +16,7 @@ from phasewise.serving.loaders.families.gemma3n import GEMMA3N
 from phasewise.serving.loaders.families.gemma4 import GEMMA4
 from phasewise.serving.loaders.families.hybrid_mixtures import KIMI_LINEAR, NEMOTRON_H
 from phasewise.serving.loaders.families.hybrids import FALCON_H1, GRANITE, GRANITE_HYBRID, GRANITE_MOE, LFM2
+from phasewise.serving.loaders.families.indexed import DEEPSEEK32, GLM_DSA
 from phasewise.serving.loaders.families.llama import (
     APERTUS,
     ARCEE,
@@ -52,7 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, PHI3, OLMO2, OLMOE,
     GRANITE, GRANITE_MOE, GRANITE_HYBRID, SMOLLM3, GPT_OSS, ARCEE, LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
     LLAMA4, GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
-    DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
+    DEEPSEEK2, DEEPSEEK3, DEEPSEEK32, GLM4_MOE_LITE, GLM_DSA,
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
     HUNYUAN, HUNYUAN_MOE, DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
@@ -61,10 +62,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 REFUSED = {
-    **dict.fromkeys(
-        ("deepseek_v32", "deepseek32", "deepseek_v4", "deepseek4", "glm_moe_dsa", "glm-dsa"),
-        "attention over positions that an indexer chooses",
-    ),
+    **dict.fromkeys(("deepseek_v4", "deepseek4"), "attention over positions that an indexer chooses"),
     "gemma-embedding": "a decoder's layers whose attention looks both ways",
 }
 """Architectures that users ask for, in names of either format, and what in them has no arithmetic here."""

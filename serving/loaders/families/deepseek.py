@@ -101,7 +101,7 @@ def _v2(get: Get, config: ModelConfig) -> ModelConfig:
     return _latent_hf(get, routed(get, config, SOFTMAX, **plain))
 
 
-def _v3(get: Get, config: ModelConfig) -> ModelConfig:
+def deepseek_v3(get: Get, config: ModelConfig) -> ModelConfig:
     return _latent_hf(get, routed(get, config))
 
 
@@ -155,6 +155,12 @@ def latent_of_gguf(get: Get, norm_eps: float) -> LatentAttention:
 
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    return latent_gguf(get, config, SOFTMAX, config.norm_eps)
+
+
+def latent_gguf(get: Get, config: ModelConfig, scores: str, norm_eps: float) -> ModelConfig:
+    """Add latent attention and experts of GGUF metadata. `scores`: of a file that states none; `norm_eps`: of
+    the norms of queries and latent vectors."""
     if get("attention.temperature_scale", float, 0.0):
         raise ModelError("the GGUF metadata gives a temperature of attention, which cannot run")
     weight = get("rope.scaling.yarn_log_multiplier", float, 0.0) / 0.1  # as the converter writes it
@@ -164,7 +170,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
     ):  # both weights are one: cosines and sines stay as they are
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
         config = with_rope(config, scaling=replace(scaling, magnitude=magnitude))
-    return with_latent(routed(get, config, SOFTMAX), latent_of_gguf(get, config.norm_eps), weight)
+    return with_latent(routed(get, config, scores), latent_of_gguf(get, norm_eps), weight)
 
 
 HF_LATENT: Names = {
@@ -204,7 +210,7 @@ DEEPSEEK3 = Family(
     "deepseek3",
     hf=("deepseek_v3", "kimi_k2"),
     gguf=(),
-    from_hf=_v3,
+    from_hf=deepseek_v3,
     hf_only=_ONLY_V3,
     hf_names=HF_LATENT,
     hf_defaults={

@@ -256,6 +256,7 @@ GGUF_KEYS = {
         ("shared_intermediate_size", "shared_expert_intermediate_size"), "expert_shared_feed_forward_length"
     ),
     **dict.fromkeys(("norm_epsilon", "layer_norm_eps"), "attention.layer_norm_epsilon"),
+    "index_topk": "attention.indexer.top_k",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",

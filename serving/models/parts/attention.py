@@ -91,6 +91,9 @@ class LatentAttention:
     q_rank: int = 0
     """Width of the normalised product of which queries are a product; 0: queries are one of the stream."""
     norm_eps: float = 1e-6
+    index_topk: int = field(default=0, metadata=LATER)
+    """Positions beyond which an indexer would choose those that a token sees, so that no context is longer;
+    0: there is no indexer."""
 
     def check(self, heads: HeadShape) -> None:
         """Raise ModelError unless the kernels can run this attention."""
@@ -100,6 +103,7 @@ class LatentAttention:
             "key_dim": (1, LARGEST_DIM),
             "value_dim": (PANEL, LARGEST_DIM),
             "q_rank": (0, LARGEST_RANK),
+            "index_topk": (0, 1 << 30),
         }
         for name, (least, most) in sizes.items():
             value = getattr(self, name)

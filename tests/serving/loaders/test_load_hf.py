@@ -183,6 +183,7 @@ BAD_CONFIGS = {
     "growth by a word": ({"model_type": "llama4_text", "attn_temperature_tuning": "yes"}, "true or false"),
     "growth in no positions": ({"model_type": "llama4_text", "floor_scale": 0,
      "no_rope_layer_interval": 2}, "grow every 0 positions"),
+    "no positions to choose": ({"model_type": "deepseek_v32", "index_topk": 0}, "index_topk = 0"),
     "experts in every -1st layer": ({"model_type": "llama4_text", "interleave_moe_layer_step": -1},
      "interleave_moe_layer_step = -1"),
     "another activation than xielu": ({"model_type": "apertus"}, "the activation 'silu'"),

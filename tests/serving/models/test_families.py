@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.errors import ModelError, RanksError
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.errors import ModelError, RanksError, ServingError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS
@@ -201,6 +202,7 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
         "deepseek2",
         "deepseek2-groups",
         "deepseek3",
+        "deepseek32",
         "glm4moelite",
         "hunyuan",
         "lfm2moe",
@@ -287,6 +289,21 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
     loaded = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
 
     assert loaded.weights.keys() == alone.weights.keys()
+
+
+@pytest.mark.parametrize("name", ["deepseek32", "glm-dsa"])
+def test_a_context_ends_where_an_indexer_would_choose_positions(name: str, tmp_path: Path) -> None:
+    folder = families.write_family_hf(tmp_path / name, name, {"max_position_embeddings": 4096})
+
+    model = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+
+    assert model.config.context_length == family_cases.FAMILY_CASES[name].fields["index_topk"] == 256
+    with pytest.raises(
+        ModelError, match=r"257 tokens cannot run \(index_topk: beyond 256 an indexer chooses"
+    ):
+        replace(model.config, context_length=257)
+    with pytest.raises(ServingError, match=r"256 tokens \(index_topk: .*\); 300 are too many"):
+        EngineSize.for_many(model, 1, 300, None)
 
 
 def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def published_fields(name: str) -> dict[str, Any]:
     if case.model_type == "granitemoehybrid":
         kinds = ["attention" if kind == FULL else kind for kind in case.fields["layer_types"]]
         fields = {"layer_types": kinds, "position_embedding_type": "rope" if name == "granite4" else "nope"}
-    if case.model_type in ("minimax_m2", "deepseek_v3", "dots1", "glm4_moe_lite"):
+    if case.model_type in ("minimax_m2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe_lite"):
         fields = _SIGMOID
     if case.model_type == "kimi_linear":
         fields = {"moe_router_activation_func": "sigmoid"}
