@@ -380,7 +380,8 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
         mixers, feed_forward, mixture = _mixers(config, number), _dense(config, number), None
         experts = config.experts
         if experts is not None and number not in (*experts.dense_layers, *config.halves.mixing):
-            mixture = Mixture(experts, _feed_forward(config, config.ffn))
+            expert = replace(_feed_forward(config, config.ffn), hidden=experts.latent or config.hidden)
+            mixture = Mixture(experts, expert, config.hidden)
         streams = inputs = None
         if config.streams is not None:
             streams = StreamsOfLayer(config.streams, config.hidden, config.norm_eps)

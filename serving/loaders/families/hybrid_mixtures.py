@@ -153,8 +153,14 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
     config = replace(config, norm_eps=get("layer_norm_epsilon", float, 1e-5), n_layers=len(kinds))
     if MIXTURE in kinds:
         shared = get("moe_shared_expert_intermediate_size", int, 7688)
-        config = routed(get, config, dense=_layers_of(kinds, DENSE), shared=shared)
+        config = _with_latent(get, routed(get, config, dense=_layers_of(kinds, DENSE), shared=shared))
     return _of_halves(config, kinds, state)
+
+
+def _with_latent(get: Get, config: ModelConfig) -> ModelConfig:
+    """Add the products between which experts compute, where the file states their width."""
+    experts, latent = config.experts, get("moe_latent_size", int, 0)
+    return config if experts is None else replace(config, experts=replace(experts, latent=latent))
 
 
 def _kinds(get: Get) -> list[str]:
@@ -200,7 +206,7 @@ def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     ]
     if of_experts:
         shared = get("expert_shared_feed_forward_length", int, 0)
-        config = routed(get, config, shared=shared)
+        config = _with_latent(get, routed(get, config, shared=shared))
     state = mamba_gguf(get, _layers_of(kinds, STATE))
     return _of_halves(config, kinds, replace(state, norm_groups=state.groups))
 
@@ -212,7 +218,7 @@ NEMOTRON_H = Family(
     from_hf=_nemotron,
     from_gguf=_nemotron_gguf,
     hf_only={
-        **dict.fromkeys(("attention_bias", "mamba_proj_bias", "use_bias", "moe_latent_size"), False),
+        **dict.fromkeys(("attention_bias", "mamba_proj_bias", "use_bias"), False),
         "sliding_window": None,
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",
@@ -240,5 +246,8 @@ NEMOTRON_H = Family(
         **fed("mixer.experts.{e}", "experts.{e}."),
         **{f"mixer.experts.{part}_proj": TensorCut((part,), of_experts=True) for part in ("up", "down")},
         **fed("mixer.shared_experts"),
+        "mixer.fc1_latent_proj.weight": "latent_in",
+        "mixer.fc2_latent_proj.weight": "latent_out",
     },
+    gguf_names={"ffn_latent_down.weight": "latent_in", "ffn_latent_up.weight": "latent_out"},
 )
