@@ -60,7 +60,7 @@ def lay_out(
     has_branch = config.post_norms or (not config.norms_sums and (config.out_bias or config.ffn_biases))
     normed = room.take(rows if config.has_layer_norms and not config.norms_sums else 0, stride)
     branch = room.take(rows if has_branch else 0, stride)
-    summed = room.take(rows if experts and experts.own_norms else 0, stride)
+    summed = room.take(rows if experts and (experts.own_norms or experts.latent) else 0, stride)
     inputs = room.take(tokens, rounded(n_inputs * config.n_layers))
     aside = room.take(tokens if streams else 0, stride)
     all_streams, (last_streams, merged) = (

@@ -184,7 +184,7 @@ class DecoderLayer:
         if not mixture.experts.own_norms:
             if shared is not None:  # before what experts give is added: both read the same stream
                 self._add_feed_forward(shared)
-            mixture.add_sum(self.site, arena.given, self.after, rows)
+            mixture.add_sum(self.site, arena, self.after, rows)
             return
         assert shared is not None
         inner, summed = self._add_into(shared), arena.summed

@@ -418,7 +418,8 @@ def _layer(config: ModelConfig, form: LayerForm) -> Layer:
         weighed = experts is not None and experts.shared_gate
         feed_forward = _feed_forward(config, form.width, form.sparsity, weighed)
     if experts is not None:
-        mixture = Mixture(experts, _feed_forward(config, experts.width))
+        expert = replace(_feed_forward(config, experts.width), hidden=experts.latent or config.hidden)
+        mixture = Mixture(experts, expert, config.hidden)
     if config.streams is not None:
         streams = StreamsOfLayer(config.streams, config.hidden, config.norm_eps)
     if config.layer_inputs is not None:

@@ -45,7 +45,7 @@ from phasewise.serving.loaders.families.qwen import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-from phasewise.serving.loaders.families.routed import BAILING2, DOTS1, ERNIE4_5_MOE, LFM2_MOE
+from phasewise.serving.loaders.families.routed import BAILING2, DOTS1, ERNIE4_5_MOE, EXAONE_MOE, HY3, LFM2_MOE
 
 __all__ = ["ACTIVATION_NAMES", "Family", "family_of_gguf", "family_of_hf"]
 
@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
     HUNYUAN, HUNYUAN_MOE, DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
-    APERTUS, PHIMOE,
+    APERTUS, PHIMOE, EXAONE_MOE, HY3,
 )  # fmt: skip
 
 

@@ -152,9 +152,15 @@ def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
         norm_groups=groups,
     )
     shared = get("moe_shared_expert_intermediate_size", int, 7688)
-    experts = routed_experts(get, shared=shared) if MIXTURE in kinds else None
+    experts = _latent_experts(get, shared) if MIXTURE in kinds else None
     config = replace(config, norm_eps=get("layer_norm_epsilon", float, 1e-5))
     return _of_halves(config, kinds, state, experts)
+
+
+def _latent_experts(get: Get, shared: int) -> Experts | None:
+    """The mixture, with the products between which experts compute where the file states their width."""
+    experts, latent = routed_experts(get, shared=shared), get("moe_latent_size", int, 0)
+    return experts and replace(experts, latent=latent)
 
 
 def _kinds(get: Get) -> list[str]:
@@ -194,7 +200,7 @@ def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
         MIXTURE if width else ATTENTION if kv else STATE
         for kv, width in zip(heads[:n_layers], widths[:n_layers], strict=True)
     ]
-    experts = routed_experts(get, shared=get("expert_shared_feed_forward_length", int, 0))
+    experts = _latent_experts(get, get("expert_shared_feed_forward_length", int, 0))
     state = mamba_gguf(get)
     return _of_halves(config, kinds, replace(state, norm_groups=state.groups), experts)
 
@@ -206,7 +212,7 @@ NEMOTRON_H = Family(
     from_hf=_nemotron,
     from_gguf=_nemotron_gguf,
     hf_only={
-        **dict.fromkeys(("attention_bias", "mamba_proj_bias", "use_bias", "moe_latent_size"), False),
+        **dict.fromkeys(("attention_bias", "mamba_proj_bias", "use_bias"), False),
         "sliding_window": None,
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",
@@ -234,5 +240,8 @@ NEMOTRON_H = Family(
         **fed("mixer.experts.{e}", "experts.{e}."),
         **{f"mixer.experts.{part}_proj": TensorCut((part,), of_experts=True) for part in ("up", "down")},
         **fed("mixer.shared_experts"),
+        "mixer.fc1_latent_proj.weight": "latent_in",
+        "mixer.fc2_latent_proj.weight": "latent_out",
     },
+    gguf_names={"ffn_latent_down.weight": "latent_in", "ffn_latent_up.weight": "latent_out"},
 )

@@ -1,7 +1,7 @@
 """Mixtures whose routers are like DeepSeek's. dots.llm1: a norm over every query and key head. Ling and Ring
 2 (BailingMoE 2): the same, with RoPE in a part of each head and one tensor for queries, keys and values.
 ERNIE 4.5: experts are chosen by their softmax and a bias. LFM2: logistic routing behind first dense
-layers."""
+layers. EXAONE MoE and HY 3: norms over every query and key head; the former with RoPE in windows alone."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from dataclasses import replace
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import OtherForm, TensorCut
 from phasewise.serving.loaders.families.deepseek import routed
-from phasewise.serving.loaders.families.dense import ERNIE4_5
+from phasewise.serving.loaders.families.dense import ERNIE4_5, EXAONE4_PERIOD
 from phasewise.serving.loaders.families.family import (
     Family,
     Get,
+    TensorShapes,
     fed,
     layer_types,
+    turned_in_windows,
+    with_forms,
     with_windows,
 )
 from phasewise.serving.loaders.families.hybrids import LFM2
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.packed_model import LayerForm, ModelConfig
 from phasewise.serving.models.parts.experts import SOFTMAX
 
 
@@ -40,8 +43,85 @@ DOTS1 = Family(
 )
 
 
-def _bailing(get: Get, config: ModelConfig) -> ModelConfig:
+def _normed(get: Get, config: ModelConfig) -> ModelConfig:
     return routed(get, replace(config, qk_norm=True))
+
+
+def _exaone(get: Get, config: ModelConfig) -> ModelConfig:
+    sliding = layer_types(get, config, EXAONE4_PERIOD)
+    return turned_in_windows(_normed(get, config), sliding, get("sliding_window", int))
+
+
+EXAONE_MOE = Family(
+    "exaone-moe",
+    hf=("exaone_moe",),
+    from_hf=_exaone,
+    hf_fields={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    hf_defaults={
+        "rms_norm_eps": 1e-5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 1024,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+    },
+    hf_ignored=("mtp.",),
+    more_layers=True,
+)
+
+
+def _hy3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    shared = get("shared_intermediate_size", int, 0)
+    return routed(get, replace(config, qk_norm=True), shared=shared)
+
+
+def _hy3_by_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
+    """Find the layers without experts, of which the metadata says nothing."""
+
+    def own(layer: int, form: LayerForm) -> LayerForm:
+        has_experts = f"blk.{layer}.ffn_gate_inp.weight" in shapes
+        width = shapes.get(f"blk.{layer}.ffn_gate.weight", (0,))[0]
+        return form if has_experts else replace(form, feed_forward=width)
+
+    return with_forms(config, own)
+
+
+HY3 = Family(
+    "hy_v3",
+    from_hf=_normed,
+    from_gguf=_hy3_gguf,
+    from_gguf_tensors=_hy3_by_tensors,
+    hf_names={
+        "mlp.router.gate.weight": "router",
+        "mlp.expert_bias": "choice_bias",
+        **fed("mlp.shared_mlp"),
+    },
+    gguf_names={"exp_probs_b": "choice_bias"},
+    hf_fields={
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "routed_scaling_factor": "router_scaling_factor",
+    },
+    hf_defaults={
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rope_theta": 11158840.0,
+        "max_position_embeddings": 131072,
+        "num_experts": 192,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1,
+        "router_scaling_factor": 2.826,
+    },
+    more_layers=True,
+)
 
 
 def _bailing_hf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -49,14 +129,14 @@ def _bailing_hf(get: Get, config: ModelConfig) -> ModelConfig:
         raise ModelError(
             "config.json describes a mixture of the first Ling: those of Ling 2 and Ring 2 can run"
         )
-    return _bailing(get, config)
+    return _normed(get, config)
 
 
 BAILING2 = Family(
     "bailingmoe2",
     hf=("bailing_moe", "bailing_moe_v2"),
     from_hf=_bailing_hf,
-    from_gguf=_bailing,
+    from_gguf=_normed,
     hf_fields={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
     hf_only={
         **dict.fromkeys(("use_bias", "use_qkv_bias", "norm_head", "norm_softmax"), False),

@@ -41,6 +41,8 @@ class Experts:
     scale: float = field(default=1.0, metadata=LATER)
     weighs_inputs: bool = field(default=False, metadata=LATER)
     """True if weights multiply the rows that experts read, rather than their outputs."""
+    latent: int = field(default=0, metadata=LATER)
+    """Numbers of a row that experts read and give, between two products of the layer; 0: the stream's own."""
     own_norms: bool = field(default=False, metadata=LATER)
     """True if router and experts read norms of their own, if the outputs of experts and of the shared layer,
     and then their sum, are normalised, and if the weights of experts have factors."""

@@ -23,10 +23,12 @@ EXPERT_NORMS = ("router_norm", "experts_norm", "shared_post_norm", "experts_post
 
 @dataclass(frozen=True)
 class Mixture(LayerPart):
-    """The experts of one layer, each of which is a feed-forward layer like `expert`."""
+    """The experts of one layer, each of which is a feed-forward layer like `expert`, of the stream's rows of
+    `hidden` numbers, or of products of them."""
 
     experts: Experts
     expert: FeedForward
+    hidden: int
 
     def __post_init__(self) -> None:
         experts, count, chosen = self.experts, self.experts.count, self.experts.chosen
@@ -48,6 +50,12 @@ class Mixture(LayerPart):
             raise ModelError("experts scored by sparse_mixer run without biases of choices, groups and sums")
         if experts.biases and not self.expert.form.gated:
             raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
+        latent = experts.latent
+        if type(latent) is not int or not 0 <= latent <= self.hidden or (latent and experts.own_norms):
+            raise ModelError(
+                f"experts that read {latent!r:.80} numbers of a row: at most {self.hidden}, without norms of"
+                " their own, can run"
+            )
         if experts.own_norms and (not experts.shared_ffn or experts.biases or experts.shared_gate):
             raise ModelError("experts with norms of their own run beside a shared one without a gate")
         if not 1e-6 <= experts.scale <= 1e6:
@@ -73,15 +81,25 @@ class Mixture(LayerPart):
 
     @property
     def products(self) -> tuple[Product, ...]:
-        hidden, expert = self.expert.hidden, self.expert
+        expert = self.expert
         (into,), numbers = expert.into, range(self.experts.count)
         into_all = {f"experts.{e}.{part}": rows for e in numbers for part, rows in into.outputs.items()}
-        down_all = {f"experts.{e}.down": hidden for e in numbers}
+        down_all = {f"experts.{e}.down": expert.hidden for e in numbers}
+        latent = (self.latent_in, self.latent_out) if self.experts.latent else ()
         return (
-            Product("router", hidden, {"router": self.experts.count}, is_native=True),
-            Product("experts_gate_up", hidden, into_all, is_stack=True),
+            Product("router", self.hidden, {"router": self.experts.count}, is_native=True),
+            *latent,
+            Product("experts_gate_up", expert.hidden, into_all, is_stack=True),
             Product("experts_down", expert.width, down_all, is_stack=True),
         )
+
+    @property
+    def latent_in(self) -> Product:
+        return Product.alone("latent_in", self.experts.latent, self.hidden)
+
+    @property
+    def latent_out(self) -> Product:
+        return Product.alone("latent_out", self.hidden, self.experts.latent)
 
     @property
     def vectors(self) -> dict[str, int]:
@@ -114,6 +132,9 @@ class Mixture(LayerPart):
             routed = _normed(site, reads, "router_norm", 1 / math.sqrt(self.expert.hidden))
             own = _normed(site, reads, "experts_norm")
         site.add(self.products[0], routed, router, rows=rows)
+        if experts.latent:
+            site.add(self.latent_in, reads, arena.summed, rows=rows)
+            own = ReadRows(arena.summed)
         if experts.biases:
             program.adjust(experts.count, *router, *router, bias=site.vector("router_bias"), rows=rows)
         choice_bias, factors = site.vector("choice_bias"), site.vector("expert_factors")
@@ -124,10 +145,15 @@ class Mixture(LayerPart):
         between.pop("sparsity", None)
         site.linears.add_experts(experts, *down, between, arena.gate_up, arena.given, rows=rows)
 
-    def add_sum(self, site: Site, given: Place, stream: Place, rows: Rows) -> None:
-        """Add the operation that adds the sum of the experts' outputs to the stream."""
-        bias = site.vector("down_bias")
-        site.program.combine(self.experts, self.expert.hidden, *given, *stream, bias=bias, rows=rows)
+    def add_sum(self, site: Site, arena: ActivationArena, stream: Place, rows: Rows) -> None:
+        """Add the operations that add the sum of the experts' outputs, or a product of it, to the stream."""
+        bias, latent, summed = site.vector("down_bias"), self.experts.latent, arena.summed
+        target, given = summed if latent else stream, arena.given
+        width = self.expert.hidden
+        site.program.combine(self.experts, width, *given, *target, bias=bias, rows=rows, add=not latent)
+        if latent:
+            parts = site.parts(self.latent_out)
+            site.linears.add(parts, ReadRows(summed).options(), summed, stream, add=True, rows=rows)
 
     def add_normed_sum(
         self, site: Site, given: Place, summed: Place, shared: Place, stream: Place, rows: Rows, scale: float

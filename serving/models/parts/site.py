@@ -132,7 +132,8 @@ class ActivationArena:
     branch: Place
     """The output of a half of a layer, where it is normalised before it is added."""
     summed: Place
-    """The sum of the experts' outputs, where it is normalised before it is added."""
+    """The sum of the experts' outputs, where it is normalised or multiplied before it is added; before that
+    the products which such experts read."""
     inputs: Place
     """Layer inputs, which layers read beside the stream, of all layers."""
     aside: Place

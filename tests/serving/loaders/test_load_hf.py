@@ -196,6 +196,8 @@ BAD_CONFIGS = {
      "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     "a pattern with another letter": ({"model_type": "nemotron_h", "hidden_act": "relu2",
      "hybrid_override_pattern": "M?"}, "has layers"),
+    "experts wider than the stream": ({"model_type": "nemotron_h", "hidden_act": "relu2",
+     "layers_block_type": ["attention", "moe"], "moe_latent_size": 1 << 20}, "experts that read 1048576"),
     "layers that no token leaves": ({"model_type": "nemotron_h", "hidden_act": "relu2",
      "layers_block_type": ["mlp", "mlp"]}, "keep no keys and values"),
     "layers of which none attends": ({"model_type": "nemotron_h", "hidden_act": "relu2",
