@@ -156,16 +156,16 @@ def test_int8_widens_block_types_exactly(tmp_path: Path, type_name: str) -> None
 
 def test_the_scale_beside_an_nvfp4_weight_multiplies_it(tmp_path: Path) -> None:
     writer = tiny_gguf("llama", "NVFP4", shape=WIDE)
-    (tmp_path / "one.gguf").write_bytes(writer.to_bytes())
+    (tmp_path / "plain.gguf").write_bytes(writer.to_bytes())
     for name, number in (("scale", 0.25), ("input_scale", 3.0)):
         writer.add_tensor(f"blk.0.ffn_down.{name}", np.array([number], np.float32), "F32")
     (tmp_path / "scaled.gguf").write_bytes(writer.to_bytes())
 
-    one, scaled = (
-        load_model(str(tmp_path / f"{name}.gguf"), "native", tmp_path) for name in ("one", "scaled")
+    plain, scaled = (
+        load_model(str(tmp_path / f"{name}.gguf"), "native", tmp_path) for name in ("plain", "scaled")
     )
 
-    for name, weight in one.weights.items():
+    for name, weight in plain.weights.items():
         factor = np.float32(0.25 if name == "layers.0.down" else 1)
         assert np.array_equal(unpack(scaled.weights[name]), unpack(weight) * factor)
 
