@@ -117,7 +117,7 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
  * the core from running ahead by itself, and lines are best asked for from afar, into L2; quantised panels one after the
  * other. */
 static void stream_from_afar(const pw_weight *w, int64_t m, pw_schedule *s) {
-    int quant = w->kind >= PW_Q8;
+    int quant = w->kind >= PW_Q8 && w->kind != PW_FP8;
     if (!pw_core()->streams_unaided || m > (quant ? STREAM_ROWS : 2 * STREAM_ROWS)) return;
     s->prefetch_bytes = m == 1 && w->kind < PW_Q4 ? 0 : FAR_BYTES;
     if (quant) s->panels = 1;

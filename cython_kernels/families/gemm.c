@@ -587,7 +587,7 @@ int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
 /* Few rows stream weights through as many panels at once as their tile has; more share out evenly among large tiles. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = in_tile_of(arithmetic_of(w), w, m);
-    tile_size size = {BLOCK_MR, 1};
+    tile_size size = {BLOCK_MR, w->kind == PW_FP8 && m <= 2 ? 4 : 1};
     if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
     int whole = size.panels > 1 && leaves_few(m); /* run_tiles */

@@ -38,18 +38,16 @@ PW_INLINE void block_dots(const tile_call *t, int kind, const tile_blocks *block
 
 /* acc = fma(x, w, acc) for 32 inputs one after the other, w being a number in e4m3 times its scale, rounded: the products of
  * float32 weights, and the bound of gemm_dense.h. Scales are below 2^7 (blocks.py). */
-PW_INLINE void float_slot(vf *acc, const block_parts *parts, const block_tops *tops, int64_t slot, const uint8_t **rows,
-                          int mr) {
-    pw_block_format f = pw_block_format_of(PW_FP8);
-    for (int quad = 0; quad < QUADS; ++quad) {
-        PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            vi codes = code_quad(f, parts, slot, quad, v);
-            vf scale = v_mul(tops->scales[v], v_set1(E4M3_UNIT));
+PW_INLINE void float_slot(vf *acc, const tile_blocks *blocks, int64_t slot, const uint8_t **rows, int mr, int np) {
+    for (int i = 0; i < PW_K_MULTIPLE; i += 4) {
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
+            int p = c / VECTORS, v = c % VECTORS;
+            vi codes = code_quad(pw_block_format_of(PW_FP8), &blocks->parts[p], slot, i / 4, v);
             PW_UNROLL for (int byte = 0; byte < 4; ++byte) {
-                vf w = v_mul(e4m3_units(codes, byte), scale);
+                vf w = v_mul(e4m3_units(codes, byte), v_mul(blocks->tops[p].scales[v], v_set1(E4M3_UNIT)));
                 PW_UNROLL for (int r = 0; r < mr; ++r) {
-                    vf x = v_set1(float_at(rows[r] + 16 * quad + 4 * byte));
-                    acc[r * VECTORS + v] = v_fma_in_place(x, w, acc[r * VECTORS + v]);
+                    vf x = v_set1(float_at(rows[r] + 4 * (i + byte)));
+                    acc[r * np * VECTORS + c] = v_fma_in_place(x, w, acc[r * np * VECTORS + c]);
                 }
             }
         }
@@ -60,7 +58,7 @@ PW_INLINE void float_slot(vf *acc, const block_parts *parts, const block_tops *t
 PW_INLINE void block_group(const tile_call *t, vf *acc, int kind, const tile_blocks *blocks, int64_t slot, int half,
                            const uint8_t **rows, int mr, int np) {
     if (kind == PW_FP8) {
-        float_slot(acc, blocks->parts, blocks->tops, slot, rows, mr);
+        float_slot(acc, blocks, slot, rows, mr, np);
         return;
     }
     pw_block_format f = pw_block_format_of(kind);
@@ -127,9 +125,12 @@ PW_INLINE void block_tile(const tile_call *t, int kind, int mr, int np) {
 #define KIND(kind, ...) BLOCK_TILES(PW_TILE, kind, block_tile, PW_##kind)
 PW_BLOCK_FORMATS(KIND)
 #undef KIND
+PW_TILE(1, 4, FP8, block_tile, PW_FP8) /* one panel's chains would wait for each other */
+PW_TILE(2, 4, FP8, block_tile, PW_FP8)
 const tile_table ISA(block_tiles)[PW_KINDS] = {
 #define KIND(kind, ...) [PW_##kind] = {BLOCK_TILES(PW_TILE_ENTRY, kind)},
     PW_BLOCK_FORMATS(KIND)
+    [PW_FP8][1][4] = FP8_1x4, [PW_FP8][2][4] = FP8_2x4,
 #undef KIND
 };
 
