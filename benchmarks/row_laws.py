@@ -46,7 +46,7 @@ from phasewise.tuner.task_division import (
 from phasewise.tuner.weights import copies_of, random_weight, split_format
 
 FORMATS = (
-    "bf16,int8,int8m,int8g16,int8c,int4,int4m,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_xs,iq4_nl,mxfp4,q5_0,q5_1,"
+    "bf16,int8,int8m,int8g16,int8c,int4,int4m,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_xs,iq4_nl,mxfp4,nvfp4,fp8,q5_0,q5_1,"
     "bf16s8,int8s8"
 )
 SHAPES = "2048,2048;8192,2048;4096,14336"

@@ -18,6 +18,8 @@
       .table = PW_IQ4_TABLE)                                                                                           \
     X(IQ4_NL, .inputs = 32, .group = 32, .low_bits = 4, .zero_point = 128, .scaling = PW_HALF, .table = PW_IQ4_TABLE)  \
     X(MXFP4, .inputs = 32, .group = 32, .low_bits = 4, .zero_point = 128, .scaling = PW_EXPONENT, .table = PW_FP4_TABLE) \
+    X(NVFP4, .inputs = 32, .group = 16, .low_bits = 4, .zero_point = 128, .scaling = PW_E4M3, .table = PW_FP4_TABLE)   \
+    X(FP8, .inputs = 128, .group = 32, .low_bits = 8, .scaling = PW_FLOAT)                                             \
     X(Q5_0, .inputs = 32, .group = 32, .low_bits = 4, .high_bits = 1, .zero_point = 16, .scaling = PW_HALF)            \
     X(Q5_1, .inputs = 32, .group = 32, .low_bits = 4, .high_bits = 1, .scaling = PW_HALF_MINS)
 
@@ -29,6 +31,8 @@ typedef enum {
     PW_HALF,         /* float16 */
     PW_HALF_MINS,    /* float16, and as many minima, which are added */
     PW_EXPONENT,     /* 2^(byte - 128) */
+    PW_FLOAT,        /* float32, of codes that are numbers in e4m3 */
+    PW_E4M3,         /* half of a byte in e4m3, of no sign, for each group, times the output's factor */
     PW_SUPER,        /* float16 times (byte - sub_zero) */
     PW_SUPER_MINS,   /* float16 times byte, less float16 times byte */
     PW_SUPER_HALVES, /* the same with both bytes in the halves of one */
@@ -75,17 +79,17 @@ static inline __attribute__((always_inline)) int64_t pw_block_codes_bytes(pw_blo
 }
 static inline __attribute__((always_inline)) int64_t pw_block_subs_bytes(pw_block_format f) {
     int64_t groups = 16 * (int64_t)(f.inputs / f.group);
-    return f.scaling < PW_SUPER ? 0 : f.scaling == PW_SUPER_MINS ? 2 * groups : groups;
+    return f.scaling < PW_E4M3 ? 0 : f.scaling == PW_SUPER_MINS ? 2 * groups : groups;
 }
 static inline __attribute__((always_inline)) int64_t pw_block_bytes(pw_block_format f) {
-    int64_t top = f.scaling == PW_EXPONENT ? 16 : pw_has_mins(f) ? 64 : 32;
+    int64_t top = f.scaling == PW_E4M3 ? 0 : f.scaling == PW_EXPONENT ? 16 : pw_has_mins(f) || f.scaling == PW_FLOAT ? 64 : 32;
     return pw_block_codes_bytes(f) + pw_block_subs_bytes(f) + top;
 }
 
 /* The kind whose products those of a weight are: the dots of bytes or of nibbles, or the multiply-adds of float32, which
- * float16 becomes as it is read. */
+ * float16 and e4m3 become as they are read. */
 static inline int32_t pw_arithmetic_kind(int32_t kind) {
-    if (kind == PW_F16) return PW_F32;
+    if (kind == PW_F16 || kind == PW_FP8) return PW_F32;
     return kind == PW_Q4_K ? PW_Q4 : pw_in_blocks(kind) ? PW_Q8 : kind;
 }
 

@@ -44,7 +44,7 @@ typedef struct {
     int64_t n, k;        /* outputs and inputs, before padding */
     const void *values;  /* panels, see packing.py and blocks.py; no alignment is assumed. Sparse: the stream, see sparse.h */
     const uint32_t *offsets; /* sparse: [panels][slots], see sparse.h; NULL: the weight is stored dense */
-    const void *scales;  /* [panels][padded k / group][16] or NULL: blocks hold their own */
+    const void *scales;  /* [panels][padded k / group][16]; PW_E4M3: factors [panels][2][16]; NULL: blocks hold their own */
     const void *mins;    /* like scales, or NULL */
 } pw_weight;
 

@@ -13,7 +13,8 @@ multiple of 16, k to a multiple of 32; padded columns have scale 0. With P panel
 - bf16 and q8 may be stored sparse: sparse.py
 
 q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min. For q8,
-group 0 is all of k: scales [P, 1, 16] and no mins; rows of x have one scale each too.
+group 0 is all of k: scales [P, 1, 16] and no mins; rows of x have one scale each too. nvfp4's are the factors
+of outputs, float32 [P, 2, 16].
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ SPARSE_TAIL = 2240  # and bytes behind the last one
 DEFAULT_GROUP = 32
 COLUMN_GROUP = 0  # one group for all of k
 NOT_FINITE = 255  # the exponent field of infinities and NaN
-PACKING_VERSION = 3  # change with any layout above: packed files of another version are rebuilt
+PACKING_VERSION = 4  # change with any layout above: packed files of another version are rebuilt
 
 _MINUS_ZERO = np.uint16(0x8000)
 
 Array = npt.NDArray[Any]
 Kind = Literal[
     "f32", "bf16", "f16", "q8", "q4",
-    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq4_nl", "mxfp4", "q5_0", "q5_1",
+    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq4_nl", "mxfp4", "nvfp4", "fp8", "q5_0", "q5_1",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -172,9 +173,9 @@ def offsets_shape(n: int, k: int) -> tuple[int, int]:
     return padded_n(n) // PANEL, -(-k // SLOT_INPUTS)
 
 
-def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
+def scales_shape(kind: Kind, n: int, k: int, group: int) -> tuple[int, int, int]:
     """Shape of `PackedWeight.scales` and `.mins`."""
-    return padded_n(n) // PANEL, groups_of(padded_k(k), group), PANEL
+    return padded_n(n) // PANEL, 2 if kind in BLOCKS else groups_of(padded_k(k), group), PANEL
 
 
 def to_bf16(x: Array) -> Array:
@@ -246,13 +247,24 @@ def pack_blocks(rows: BlockRows) -> PackedWeight:
     """Pack rows of blocks to panels of blocks; nothing is rounded or multiplied out."""
     form, (n, k) = rows.format, rows.codes.shape
     values = blocks.pack_values(rows)
-    return PackedWeight(BLOCK_KINDS[rows.kind], n, k, form.group, form.zero_point, values, None, None)
+    factors = _panels(rows.scales, 1, 0, 1) if form.has_factors else None
+    return PackedWeight(BLOCK_KINDS[rows.kind], n, k, form.group, form.zero_point, values, factors, None)
 
 
 def widened(rows: BlockRows) -> QuantRows:
-    """The same rows with a byte for each number and float32 scales and minima; nothing is rounded."""
+    """The same rows of integers with a byte for each and float32 scales and minima; nothing is rounded."""
     scales, mins = blocks.scale_values(rows)
     return QuantRows(blocks.looked_up(rows), scales, mins, rows.format.zero_point, rows.format.group, 8)
+
+
+def numbers(rows: QuantRows | BlockRows | Array) -> Array:
+    """Rows in any form as float32 [n, k]; scales are applied as `dequantise` does."""
+    if isinstance(rows, BlockRows) and rows.format.is_float:
+        product: Array = blocks.e4m3_numbers(rows.codes) * np.repeat(rows.scales, rows.format.inputs, axis=1)
+        return product
+    if isinstance(rows, BlockRows):
+        rows = widened(rows)
+    return dequantise(rows) if isinstance(rows, QuantRows) else rows
 
 
 def quantise(w: Array, bits: int, symmetric: bool) -> QuantRows:
@@ -305,7 +317,7 @@ def unpack(p: PackedWeight) -> Array:
         return np.ascontiguousarray(_rows(p.values, p.n, p.k), dtype=np.float32)
     if p.kind == "bf16":
         return from_bf16(_rows(p.values, p.n, p.k))
-    return dequantise(unpack_quant(p))
+    return numbers(unpack_blocks(p) if p.kind in BLOCKS else unpack_quant(p))
 
 
 def unpack_quant(p: PackedWeight) -> QuantRows:
@@ -324,7 +336,7 @@ def unpack_quant(p: PackedWeight) -> QuantRows:
 
 def unpack_blocks(p: PackedWeight) -> BlockRows:
     """The rows that `pack_blocks` was given."""
-    return blocks.unpack_values(p.kind, p.values, p.n)
+    return blocks.unpack_values(p.kind, p.values, p.n, None if p.scales is None else _rows(p.scales, p.n, 2))
 
 
 def _symmetric(blocks: Array, bits: int) -> tuple[Array, None, int]:

@@ -12,7 +12,8 @@ static const char *block_problem(const pw_weight *w) {
     pw_block_format f = pw_block_format_of(w->kind);
     if (w->k % f.inputs) return "k is not a multiple of the block";
     if (w->group != f.group || w->zero_point != f.zero_point) return "group or zero_point is not the block's";
-    return w->scales || w->mins ? "scales beside blocks" : NULL;
+    if (f.scaling == PW_E4M3 && (!w->scales || w->scale_bytes != 4)) return "factors of outputs must be float32";
+    return (w->scales && f.scaling != PW_E4M3) || w->mins ? "scales beside blocks" : NULL;
 }
 
 static const char *quant_problem(const pw_weight *w) {
@@ -69,6 +70,7 @@ static int32_t path_in_use(const pw_weight *w) { return pw_active()->gemm.path_o
 /* What a pass over m rows reads of a weight value, in eighths of a byte: 32, 16, 8, 4, or what it is unpacked to. */
 static int64_t value_eighths(const pw_weight *w, int64_t m) {
     int32_t path = path_in_use(w);
+    if (w->kind == PW_FP8 && m <= STREAM_ROWS) return 8;
     if (w->kind >= PW_Q8 && path == PW_FMA) return 32;
     if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE)) return 16;
     int nibbles = w->kind >= PW_Q4;
@@ -115,7 +117,7 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
  * the core from running ahead by itself, and lines are best asked for from afar, into L2; quantised panels one after the
  * other. */
 static void stream_from_afar(const pw_weight *w, int64_t m, pw_schedule *s) {
-    int quant = w->kind >= PW_Q8;
+    int quant = w->kind >= PW_Q8 && w->kind != PW_FP8;
     if (!pw_core()->streams_unaided || m > (quant ? STREAM_ROWS : 2 * STREAM_ROWS)) return;
     s->prefetch_bytes = m == 1 && w->kind < PW_Q4 ? 0 : FAR_BYTES;
     if (quant) s->panels = 1;

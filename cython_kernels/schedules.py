@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.cython_kernels.packing import COLUMN_GROUP, DENSE_KINDS, PackedWeight
+from phasewise.cython_kernels.packing import COLUMN_GROUP, PackedWeight
 
 CANONICAL = "canonical"
 """The choice of arithmetic by which every weight's products have the same bits on every CPU."""
@@ -43,8 +43,8 @@ def canonical_path(weight: PackedWeight) -> str:
     dots of 16 bits or a tile unit."""
     from phasewise.cython_kernels._native import compute_paths
 
-    shared = "fma" if weight.kind in DENSE_KINDS else "int8_dot"
-    default = compute_paths(weight.kind, weight.group)[0]
+    default, *others = compute_paths(weight.kind, weight.group)
+    shared = "int8_dot" if "int8_dot" in (default, *others) else "fma"
     return default if SAME_BITS.get(default) == shared else shared
 
 

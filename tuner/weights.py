@@ -87,7 +87,8 @@ def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWe
         values = packing.to_bf16(rng.standard_normal(shape, dtype=np.float32))
         return replace(weight, values=values, top_exponent=packing.bf16_top_exponent(values))
     if weight.kind in BLOCKS:
-        return replace(weight, values=_random_blocks(weight, rng))
+        factors = None if weight.scales is None else np.full_like(weight.scales, 2.0**-8)
+        return replace(weight, values=_random_blocks(weight, rng), scales=factors)
     assert weight.scales is not None
     steps = rng.random(weight.scales.shape, dtype=np.float32) / 100 + np.float32(0.01)
     scales = steps.astype(weight.scales.dtype)
@@ -105,6 +106,12 @@ def _random_blocks(weight: PackedWeight, rng: np.random.Generator) -> Array:
     values = rng.integers(0, 256, weight.values.shape, dtype=np.uint8)
     if form.scaling == "exponent":
         values[..., -packing.PANEL :] = rng.integers(118, 123, (*weight.values.shape[:2], packing.PANEL))
+        return values
+    if form.has_factors:
+        values[..., -packing.PANEL * form.groups :] &= 63
+        return values
+    if form.is_float:
+        values[..., -4 * packing.PANEL :].view(np.float32)[...] = 0.01
         return values
     count = packing.PANEL * (2 if form.has_mins else 1)
     steps = rng.random((*weight.values.shape[:2], count), dtype=np.float32) / 100 + np.float32(0.01)
@@ -124,10 +131,12 @@ def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
         raise TunerError(str(error)) from None
     if kind in packing.DENSE_KINDS:
         return PackedWeight(kind, n, k, 0, 0, values, None, None)
-    if kind in BLOCKS:
-        return PackedWeight(kind, n, k, BLOCKS[kind].group, BLOCKS[kind].zero_point, values, None, None)
     group = scale_group_of(weight_format)
-    scales = np.empty(packing.scales_shape(n, k, group), dtype=np.float16 if group else np.float32)
+    shape = packing.scales_shape(kind, n, k, group)
+    if kind in BLOCKS:
+        factors = np.zeros(shape, np.float32) if BLOCKS[kind].has_factors else None
+        return PackedWeight(kind, n, k, group, BLOCKS[kind].zero_point, values, factors, None)
+    scales = np.empty(shape, dtype=np.float16 if group else np.float32)
     if weight_format.endswith("m"):
         return PackedWeight(kind, n, k, group, 0, values, scales, np.empty_like(scales))
     return PackedWeight(kind, n, k, group, 128 if kind == "q8" else 8, values, scales, None)

@@ -256,7 +256,7 @@ cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
     if packed.scales is not None:
         if packed.group not in (0, 16, 32) or packed.scales.dtype not in (np.float16, np.float32):
             raise WeightError(f"no kernel reads {packed.scales.dtype} scales in groups of {packed.group}")
-        shape, dtype = packing.scales_shape(n, k, packed.group), packed.scales.dtype
+        shape, dtype = packing.scales_shape(packed.kind, n, k, packed.group), packed.scales.dtype
         w.scale_bytes = dtype.itemsize
         w.scales = _bytes_of(packed.scales, dtype, shape, "scales")
         if packed.mins is not None:

@@ -96,7 +96,7 @@ static int has_dense_path(int32_t path) {
 }
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
-    if (kind == PW_F32 || kind == PW_F16) return PW_FMA;
+    if (kind == PW_F32 || kind == PW_F16 || kind == PW_FP8) return PW_FMA;
     if (kind == PW_BF16 && path == PW_F16_FMA && (*tiles[BF16_AS_F16])[1][1]) return path;
     if (has_dense_path(path)) return path;
     if (kind == PW_BF16) return default_bf16_path();
@@ -120,6 +120,7 @@ static arithmetic quant_arithmetic(const pw_weight *w) {
 static arithmetic arithmetic_of(const pw_weight *w) {
     if (w->kind == PW_F32) return F32;
     if (w->kind == PW_F16) return F16_WIDENED;
+    if (w->kind == PW_FP8) return IN_BLOCKS;
     if (w->kind >= PW_Q8) return quant_arithmetic(w);
     int32_t path = ISA(path_of)(PW_BF16, 0, w->path);
     if (path == PW_F16_FMA) return BF16_AS_F16;
@@ -134,6 +135,7 @@ static arithmetic in_tile_of(arithmetic a, const pw_weight *w, int64_t mr) {
 
 /* Whose micro-kernels read the weights once they are staged; all others read them as they are. */
 static arithmetic staged_as(arithmetic a, const pw_weight *w) {
+    if (w->kind == PW_FP8) return F32;
     if (a == IN_BLOCKS) a = pw_arithmetic_kind(w->kind) == PW_Q4 ? Q4 : w->group == 16 ? Q8_GROUP16 : Q8_GROUP32;
     switch (a) {
     case QUANT_AS_BF16_DOT: return BF16_DOT;
@@ -403,7 +405,8 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
         do {
             p.begins_part = p.steps.end == part.begin;
             p.steps = (pw_range){p.steps.end, at_most(p.steps.end + k->block_steps, part.end)};
-            if (k->w->group) p.scales_at = p.steps.begin * k->step_inputs / k->w->group * PW_PANEL * k->w->scale_bytes;
+            if (k->w->group && !pw_in_blocks(k->w->kind))
+                p.scales_at = p.steps.begin * k->step_inputs / k->w->group * PW_PANEL * k->w->scale_bytes;
             p.ends_part = p.steps.end == part.end;
             block_pass(k, &p, rows, panels, partial, total);
         } while (!p.ends_part);
@@ -414,6 +417,7 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
  * columns reads at little cost, tables and sub-scales; none gains anything where unpacking is beside dots, and where such a
  * core has no byte dots any number of rows is faster so. */
 static int64_t most_block_rows(const pw_weight *w) {
+    if (w->kind == PW_FP8) return BLOCK_ROWS;
     if (LANES >= 8 && pw_core()->unpacks_beside_dots) return PW_DOT_OPERANDS ? 8 * BLOCK_MR : INT64_MAX;
     int looked_up = pw_block_format_of(w->kind).table != PW_NO_TABLE, nibbles = pw_arithmetic_kind(w->kind) == PW_Q4;
     int gains_less = LANES == 16 ? nibbles : LANES == 8 && (looked_up || pw_has_subs(w->kind));
@@ -484,7 +488,8 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.panel_bytes = pw_panel_bytes(w);
     k.step_value_bytes = pw_in_blocks(w->kind) ? k.panel_bytes / k.steps
                                                : k.step_inputs * VECTOR_ROW_BYTES / pw_inputs_of_row(w->kind);
-    k.panel_scale_bytes = (w->group ? pw_padded_k(w->k) / w->group : 1) * PW_PANEL * w->scale_bytes;
+    int64_t scales = pw_in_blocks(w->kind) ? 2 : w->group ? pw_padded_k(w->k) / w->group : 1;
+    k.panel_scale_bytes = scales * PW_PANEL * w->scale_bytes;
     k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
     if (k.arithmetic == Q8_COLUMN_TILE && k.block_steps > 1) k.block_steps &= ~INT64_C(1); /* whole tiles */
     k.block_panels = clamp(s->block_n / PW_PANEL / k.panels, 1, INT32_MAX) * k.panels;
@@ -582,7 +587,7 @@ int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
 /* Few rows stream weights through as many panels at once as their tile has; more share out evenly among large tiles. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = in_tile_of(arithmetic_of(w), w, m);
-    tile_size size = {BLOCK_MR, 1};
+    tile_size size = {BLOCK_MR, w->kind == PW_FP8 && m <= 2 ? 4 : 1};
     if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
     int whole = size.panels > 1 && leaves_few(m); /* run_tiles */

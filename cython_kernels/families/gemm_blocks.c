@@ -36,9 +36,31 @@ PW_INLINE void block_dots(const tile_call *t, int kind, const tile_blocks *block
     }
 }
 
+/* acc = fma(x, w, acc) for 32 inputs one after the other, w being a number in e4m3 times its scale, rounded: the products of
+ * float32 weights, and the bound of gemm_dense.h. Scales are below 2^7 (blocks.py). */
+PW_INLINE void float_slot(vf *acc, const tile_blocks *blocks, int64_t slot, const uint8_t **rows, int mr, int np) {
+    for (int i = 0; i < PW_K_MULTIPLE; i += 4) {
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
+            int p = c / VECTORS, v = c % VECTORS;
+            vi codes = code_quad(pw_block_format_of(PW_FP8), &blocks->parts[p], slot, i / 4, v);
+            PW_UNROLL for (int byte = 0; byte < 4; ++byte) {
+                vf w = v_mul(e4m3_units(codes, byte), v_mul(blocks->tops[p].scales[v], v_set1(E4M3_UNIT)));
+                PW_UNROLL for (int r = 0; r < mr; ++r) {
+                    vf x = v_set1(float_at(rows[r] + 4 * (i + byte)));
+                    acc[r * np * VECTORS + c] = v_fma_in_place(x, w, acc[r * np * VECTORS + c]);
+                }
+            }
+        }
+    }
+}
+
 /* acc += a (s D), then += (a sum q) m, for group `half` of 32 inputs. */
 PW_INLINE void block_group(const tile_call *t, vf *acc, int kind, const tile_blocks *blocks, int64_t slot, int half,
                            const uint8_t **rows, int mr, int np) {
+    if (kind == PW_FP8) {
+        float_slot(acc, blocks, slot, rows, mr, np);
+        return;
+    }
     pw_block_format f = pw_block_format_of(kind);
     int arithmetic = pw_arithmetic_kind(kind);
     group_place at = {.kind = arithmetic, .group = f.group, .rows = rows};
@@ -84,7 +106,7 @@ PW_INLINE void block_tile(const tile_call *t, int kind, int mr, int np) {
         for (int64_t end = half ? t->steps : turn; b < end; ++b) {
             const uint8_t *first = t->values + b * bytes;
             PW_UNROLL for (int p = 0; p < np; ++p) {
-                blocks.parts[p] = parts_of(f, first + p * t->panel_bytes);
+                blocks.parts[p] = parts_of(f, first + p * t->panel_bytes, t->scales + p * t->panel_scale_bytes);
                 load_tops(f, &blocks.parts[p], &blocks.tops[p]);
             }
             for (int64_t slot = 0; slot < slots; ++slot) {
@@ -103,9 +125,12 @@ PW_INLINE void block_tile(const tile_call *t, int kind, int mr, int np) {
 #define KIND(kind, ...) BLOCK_TILES(PW_TILE, kind, block_tile, PW_##kind)
 PW_BLOCK_FORMATS(KIND)
 #undef KIND
+PW_TILE(1, 4, FP8, block_tile, PW_FP8) /* one panel's chains would wait for each other */
+PW_TILE(2, 4, FP8, block_tile, PW_FP8)
 const tile_table ISA(block_tiles)[PW_KINDS] = {
 #define KIND(kind, ...) [PW_##kind] = {BLOCK_TILES(PW_TILE_ENTRY, kind)},
     PW_BLOCK_FORMATS(KIND)
+    [PW_FP8][1][4] = FP8_1x4, [PW_FP8][2][4] = FP8_2x4,
 #undef KIND
 };
 
@@ -130,14 +155,14 @@ PW_INLINE void unpack_scales(pw_block_format f, const block_parts *parts, const 
     }
 }
 
-PW_INLINE void unpack_slots_of(int kind, const uint8_t *block, int64_t slot, int64_t end, int64_t ahead,
-                               const unpacked_slots *first) {
+PW_INLINE void unpack_slots_of(int kind, const uint8_t *block, const void *factors, int64_t slot, int64_t end,
+                               int64_t ahead, const unpacked_slots *first) {
     pw_block_format f = pw_block_format_of(kind);
     int64_t slots = f.inputs / PW_K_MULTIPLE, bytes = pw_block_bytes(f);
     int groups = PW_K_MULTIPLE / f.group;
     unpacked_slots to = *first;
     for (block += slot / slots * bytes; slot < end; block += bytes) {
-        block_parts parts = parts_of(f, block);
+        block_parts parts = parts_of(f, block, factors);
         block_tops tops;
         load_tops(f, &parts, &tops);
         for (int64_t at = 0; ahead && at < bytes; at += VECTOR_ROW_BYTES) ask_for(block + ahead + at, is_far(ahead));
@@ -153,8 +178,9 @@ PW_INLINE void unpack_slots_of(int kind, const uint8_t *block, int64_t slot, int
 }
 
 #define KIND(kind, ...)                                                                                            \
-    static void unpack_##kind(const uint8_t *block, int64_t slot, int64_t end, int64_t ahead, const unpacked_slots *to) { \
-        unpack_slots_of(PW_##kind, block, slot, end, ahead, to);                                                \
+    static void unpack_##kind(const uint8_t *block, const void *factors, int64_t slot, int64_t end, int64_t ahead, \
+                              const unpacked_slots *to) {                                                          \
+        unpack_slots_of(PW_##kind, block, factors, slot, end, ahead, to);                                          \
     }
 PW_BLOCK_FORMATS(KIND)
 #undef KIND

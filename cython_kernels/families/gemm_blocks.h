@@ -10,14 +10,14 @@ enum { QUADS = PW_K_MULTIPLE / 4, VECTOR_BYTES = LANES * 4 };
 static const uint8_t iq4_table[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 static const uint8_t fp4_table[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
-/* Parts of one panel's block. */
+/* Parts of one panel's block; tops are the factors of its outputs where it has none itself. */
 typedef struct {
     const uint8_t *low, *high, *subs, *tops;
 } block_parts;
 
-PW_INLINE block_parts parts_of(pw_block_format f, const uint8_t *block) {
+PW_INLINE block_parts parts_of(pw_block_format f, const uint8_t *block, const uint8_t *factors) {
     const uint8_t *high = block + f.inputs * f.low_bits * 2, *subs = block + pw_block_codes_bytes(f);
-    return (block_parts){block, high, subs, subs + pw_block_subs_bytes(f)};
+    return (block_parts){block, high, subs, f.scaling == PW_E4M3 ? factors : subs + pw_block_subs_bytes(f)};
 }
 
 /* Shifts by constants alone, whatever the optimisation. */
@@ -46,6 +46,7 @@ PW_INLINE vi plane_bits(const uint8_t *plane, int bits, int place, int64_t slot,
 
 /* Quad `quad` of slot `slot`, 32 inputs of a block, as bytes. */
 PW_INLINE vi code_quad(pw_block_format f, const block_parts *parts, int64_t slot, int quad, int vector) {
+    if (f.low_bits == 8) return vi_load(parts->low + (slot * QUADS + quad) * VECTOR_ROW_BYTES + vector * VECTOR_BYTES);
     vi codes = plane_bits(parts->low, f.low_bits, 0, slot, quad, vector);
     if (f.high_bits) codes = vi_or(codes, plane_bits(parts->high, f.high_bits, f.low_bits, slot, quad, vector));
     if (f.table == PW_IQ4_TABLE) return vi_look_up(vi_table(iq4_table), codes);
@@ -53,7 +54,14 @@ PW_INLINE vi code_quad(pw_block_format f, const block_parts *parts, int64_t slot
     return codes;
 }
 
-/* The scales of a whole block; minima with the sign that they are added with. */
+/* Byte `byte` of each lane, which is a number in e4m3, divided by E4M3_UNIT: its bits in their places of a float32. */
+#define E4M3_UNIT 0x1p120f
+PW_INLINE vf e4m3_units(vi quads, int byte) {
+    vi top = vi_shl(quads, 24 - 8 * byte);
+    return vi_as_vf(vi_or(vi_and(top, vi_set1(INT32_MIN)), vi_and(vi_shr(top, 4), vi_set1(0x07F00000))));
+}
+
+/* The scales of a whole block; minima with the sign that they are added with, or the smaller parts of factors. */
 typedef struct {
     vf scales[VECTORS], mins[VECTORS];
 } block_tops;
@@ -64,6 +72,10 @@ PW_INLINE void load_tops(pw_block_format f, const block_parts *parts, block_tops
         if (f.scaling == PW_EXPONENT) {
             vi bits = vi_max(vi_shl(vi_load_u8(parts->tops + v * LANES), 23), vi_set1(0x00400000));
             out->scales[v] = v_mul(vi_as_vf(bits), v_set1(0.5f));
+        } else if (f.scaling == PW_E4M3 || f.scaling == PW_FLOAT) {
+            const float *floats = (const float *)(const void *)parts->tops;
+            out->scales[v] = v_load(floats + v * LANES);
+            if (f.scaling == PW_E4M3) out->mins[v] = v_load(floats + PW_PANEL + v * LANES);
         } else {
             out->scales[v] = v_load_f16(halves + v * LANES);
         }
@@ -74,8 +86,12 @@ PW_INLINE void load_tops(pw_block_format f, const block_parts *parts, block_tops
 }
 
 PW_INLINE vf group_scale(pw_block_format f, const block_parts *parts, const block_tops *tops, int64_t group, int v) {
-    if (f.scaling < PW_SUPER) return tops->scales[v];
+    if (f.scaling < PW_E4M3) return tops->scales[v];
     vi sub = vi_load_u8(parts->subs + group * PW_PANEL + v * LANES);
+    if (f.scaling == PW_E4M3) {
+        vf number = v_mul(e4m3_units(sub, 0), v_set1(E4M3_UNIT / 2));
+        return v_fma(number, tops->scales[v], v_mul(number, tops->mins[v]));
+    }
     if (f.scaling == PW_SUPER_HALVES) sub = vi_and(sub, vi_set1(15));
     if (f.sub_zero) sub = vi_sub(sub, vi_set1(f.sub_zero));
     return v_mul(tops->scales[v], vi_to_vf(sub));
@@ -89,8 +105,10 @@ PW_INLINE vf group_min(pw_block_format f, const block_parts *parts, const block_
     return v_mul(tops->mins[v], vi_to_vf(sub));
 }
 
-/* Whether FLOAT_BIAS times a scale is exact. Exponents have scales up to 2^127. */
-PW_INLINE int has_exact_offsets(pw_block_format f) { return PW_FMA_ROUNDS_ONCE && f.scaling != PW_EXPONENT; }
+/* Whether FLOAT_BIAS times a scale is exact. Exponents have scales up to 2^127, factors of outputs any bits. */
+PW_INLINE int has_exact_offsets(pw_block_format f) {
+    return PW_FMA_ROUNDS_ONCE && f.scaling != PW_EXPONENT && f.scaling != PW_E4M3;
+}
 
 /* What is `ahead` of one slot's share of the blocks. */
 PW_INLINE void prefetch_slot(const tile_call *t, const uint8_t *block, pw_block_format f, int64_t slot, int np,
@@ -131,8 +149,10 @@ PW_INLINE void move_on(unpacked_slots *to, int64_t codes, int64_t floats) {
     to->mins += floats;
 }
 
-/* Slots `slot` to `end` of a panel that begins with this block; lines are asked for `ahead` bytes before they are read. */
-typedef void unpack_slots(const uint8_t *block, int64_t slot, int64_t end, int64_t ahead, const unpacked_slots *to);
+/* Slots `slot` to `end` of a panel that begins with this block; lines are asked for `ahead` bytes before they are read.
+ * `factors`: of the panel's outputs, where the kind has them. */
+typedef void unpack_slots(const uint8_t *block, const void *factors, int64_t slot, int64_t end, int64_t ahead,
+                          const unpacked_slots *to);
 
 extern unpack_slots *const ISA(block_unpackers)[PW_KINDS];
 

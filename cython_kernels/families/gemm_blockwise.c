@@ -174,7 +174,7 @@ PW_INLINE void blockwise_tile(const tile_call *t, int kind, int is_staged, int m
             const uint8_t *from = t->values + b * bytes;
             panel_block block = {.is_staged = is_staged};
             if (is_staged) block.staged = staged_at(f, from);
-            else block.parts = parts_of(f, from);
+            else block.parts = parts_of(f, from, NULL);
             blockwise_sums total, correction;
             PW_UNROLL for (int i = 0; i < mr * VECTORS; ++i) total[i / VECTORS][i % VECTORS] = vi_set1(0);
             for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot) {
@@ -344,7 +344,7 @@ PW_INLINE void stage_pairs(pw_block_format f, const panel_block *b, uint8_t *pai
 
 PW_INLINE void stage_block_of(int kind, const uint8_t *from, uint8_t *out) {
     pw_block_format f = pw_block_format_of(kind);
-    panel_block b = {.parts = parts_of(f, from)};
+    panel_block b = {.parts = parts_of(f, from, NULL)};
     uint8_t *words = out + STAGED_CODES_BYTES;
     for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot) {
         PW_UNROLL for (int i = 0; i < QUADS * VECTORS; ++i) {
@@ -383,7 +383,7 @@ PW_INLINE void stage_quad(pw_block_format f, vi codes, vi word, uint8_t *low) {
 
 PW_INLINE void stage_planes_of(int kind, const uint8_t *from, uint8_t *out) {
     pw_block_format f = pw_block_format_of(kind);
-    panel_block b = {.parts = parts_of(f, from)};
+    panel_block b = {.parts = parts_of(f, from, NULL)};
     int quads = f.group / 4;
     for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot) {
         PW_UNROLL for (int i = 0; i < QUADS * VECTORS; ++i) {

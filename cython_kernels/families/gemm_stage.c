@@ -103,10 +103,10 @@ static void unpack_blocks(const tile_call *t, const pw_weight *w, unpacked_slots
     int64_t ahead = t->prefetch_bytes, jump = ahead ? t->panel_bytes - t->steps * bytes : 0;
     int64_t turn = t->steps - at_most(ahead / bytes, t->steps); /* from here on the next panel is what is ahead */
     for (int64_t panel = 0; panel < t->panels; ++panel) {
-        const uint8_t *block = t->values + panel * t->panel_bytes;
+        const uint8_t *block = t->values + panel * t->panel_bytes, *factors = t->scales + panel * t->panel_scale_bytes;
         for (int half = 0; half < 2; ++half) {
             int64_t begin = half ? turn : 0, count = half ? t->steps - turn : turn;
-            ISA(block_unpackers)[w->kind](block + begin * bytes, 0, count * slots, ahead + half * jump, &to);
+            ISA(block_unpackers)[w->kind](block + begin * bytes, factors, 0, count * slots, ahead + half * jump, &to);
             move_on(&to, count * f.inputs * PW_PANEL, count * floats);
         }
     }
@@ -163,7 +163,8 @@ static void stage_groups(tile_call *t, const pw_weight *w, uint8_t *bytes) {
 typedef enum { WIDEN_TO_F32, WIDEN_TO_PAIRS, WIDEN_TO_BF16 } widening;
 
 /* Byte `byte` of each lane's quad as a weight. */
-PW_INLINE vf widened_weight(vi quads, int byte, vf zero_point, vf scale, vf min, int with_min) {
+PW_INLINE vf widened_weight(int kind, vi quads, int byte, vf zero_point, vf scale, vf min, int with_min) {
+    if (kind == PW_FP8) return v_mul(e4m3_units(quads, byte), v_mul(scale, v_set1(E4M3_UNIT)));
     vf steps = v_sub(vi_to_vf(vi_and(vi_shr(quads, 8 * byte), vi_set1(255))), zero_point);
     vf weight = v_mul(steps, scale);
     return with_min ? v_add(weight, min) : weight;
@@ -187,10 +188,10 @@ PW_INLINE vi bf16_pairs(vf even, vf odd) {
 #endif
 
 /* One lane vector of one quad of inputs: four float32 vector rows, or two of pairs. */
-PW_INLINE void widen_quad(vi quads, vf zero_point, vf scale, vf min, int with_min, int to_f32, uint8_t *to) {
+PW_INLINE void widen_quad(int kind, vi quads, vf zero_point, vf scale, vf min, int with_min, int to_f32, uint8_t *to) {
     PW_UNROLL for (int byte = 0; byte < 4; byte += 2) {
-        vf even = widened_weight(quads, byte, zero_point, scale, min, with_min);
-        vf odd = widened_weight(quads, byte + 1, zero_point, scale, min, with_min);
+        vf even = widened_weight(kind, quads, byte, zero_point, scale, min, with_min);
+        vf odd = widened_weight(kind, quads, byte + 1, zero_point, scale, min, with_min);
         if (to_f32) {
             v_store((float *)(void *)(to + byte * VECTOR_ROW_BYTES), even);
             v_store((float *)(void *)(to + (byte + 1) * VECTOR_ROW_BYTES), odd);
@@ -222,7 +223,7 @@ PW_INLINE void widen_inputs(const packed_inputs *p, const pw_weight *w, int to_f
             int vector_row = w->kind == PW_Q4 ? quad / 2 : quad;
             vi quads = vi_load(p->values + vector_row * VECTOR_ROW_BYTES + lane * 4);
             if (w->kind == PW_Q4) quads = vi_and(quad % 2 ? vi_shr(quads, 4) : quads, vi_set1(0x0F0F0F0F));
-            widen_quad(quads, zero_point, scale, min, p->mins != NULL, to_f32, to + quad * quad_bytes + lane * 4);
+            widen_quad(w->kind, quads, zero_point, scale, min, p->mins != NULL, to_f32, to + quad * quad_bytes + lane * 4);
         }
     }
 }
@@ -234,14 +235,12 @@ static void stage_widened_blocks(tile_call *t, const pw_weight *w, widening to, 
     float scales[2 * PW_PANEL], offsets[2 * PW_PANEL], mins[2 * PW_PANEL];
     packed_inputs p = {codes, (const uint8_t *)scales, pw_has_mins(f) ? (const uint8_t *)mins : NULL, sizeof(float)};
     const unpacked_slots here = {codes, scales, offsets, mins};
-    pw_weight as_bytes = *w;
-    as_bytes.kind = PW_Q8;
     for (int64_t panel = 0; panel < t->panels; ++panel) {
-        const uint8_t *block = t->values + panel * t->panel_bytes;
+        const uint8_t *block = t->values + panel * t->panel_bytes, *factors = t->scales + panel * t->panel_scale_bytes;
         for (int64_t step = 0; step < t->steps; ++step, block += pw_block_bytes(f)) {
             for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot, out += vector_rows * VECTOR_ROW_BYTES) {
-                ISA(block_unpackers)[w->kind](block, slot, slot + 1, 0, &here);
-                widen_inputs(&p, &as_bytes, to == WIDEN_TO_F32, out);
+                ISA(block_unpackers)[w->kind](block, factors, slot, slot + 1, 0, &here);
+                widen_inputs(&p, w, to == WIDEN_TO_F32, out);
             }
         }
     }
@@ -283,7 +282,10 @@ void ISA(stage)(arithmetic a, tile_call *t, const pw_weight *w, uint8_t *bytes) 
     case QUANT_AS_F32: stage_widened(t, w, WIDEN_TO_F32, bytes); break;
     case QUANT_AS_BF16_DOT: stage_widened(t, w, WIDEN_TO_PAIRS, bytes); break;
     case QUANT_AS_BF16_TILE: stage_widened(t, w, WIDEN_TO_BF16, bytes); break;
-    case IN_BLOCKS: stage_blocks(t, w, bytes); break;
+    case IN_BLOCKS:
+        if (w->kind == PW_FP8) stage_widened(t, w, WIDEN_TO_F32, bytes);
+        else stage_blocks(t, w, bytes);
+        break;
     case BLOCKWISE: ISA(stage_blockwise)(t, w, bytes, 0); break;
     case BLOCKWISE_TILE: ISA(stage_blockwise)(t, w, bytes, 1); break;
     case Q8_GROUP32:

@@ -44,7 +44,9 @@ enum { FLOAT_BIAS_BITS = 0x4B400000 };
 PW_INLINE int64_t group_values_bytes(int kind, int group) {
     return kind == PW_Q8 ? group * Q8_ACTIVATION_BYTES : group;
 }
-PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_bytes(kind, group) + 12; }
+PW_INLINE int64_t group_block_bytes(int kind, int group) {
+    return kind == PW_F32 ? 4 * group : group_values_bytes(kind, group) + 12;
+}
 
 /* A row of path int8_block, for each 256 inputs: bytes in the order of k; their sums, int16, of 16 and of 32 inputs;
  * float scale. */
@@ -204,7 +206,7 @@ PW_INLINE int64_t row_values_bytes(arithmetic a, int64_t k) {
 /* Bytes that a step of one panel takes staged. */
 PW_INLINE int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
     int64_t inputs = pw_in_blocks(w->kind) ? inputs_of_step(a, w) : PW_K_MULTIPLE;
-    if (a == QUANT_AS_F32) return inputs * VECTOR_ROW_BYTES;
+    if (a == QUANT_AS_F32 || w->kind == PW_FP8) return inputs * VECTOR_ROW_BYTES;
     if (a >= ARITHMETICS) return inputs * VECTOR_ROW_BYTES / 2;
     if (a == BLOCKWISE) return staged_block_bytes(pw_block_format_of(w->kind));
     if (a == BLOCKWISE_TILE) return planes_bytes(pw_block_format_of(w->kind));

@@ -220,15 +220,19 @@ static void unpack_block_row(const pw_weight *w, int64_t row, float *out) {
     pw_block_format f = pw_block_format_of(w->kind);
     int64_t panel = row / PW_PANEL, column = row % PW_PANEL, slots = f.inputs / PW_K_MULTIPLE;
     const uint8_t *block = (const uint8_t *)w->values + panel * pw_panel_bytes(w);
+    const float *factors = w->scales ? (const float *)w->scales + panel * 2 * PW_PANEL : NULL;
     uint8_t codes[PW_K_MULTIPLE * PW_PANEL];
     float scales[2 * PW_PANEL], offsets[2 * PW_PANEL], mins[2 * PW_PANEL];
     const unpacked_slots to = {codes, scales, offsets, mins};
     for (int64_t first = 0; first < w->k; first += PW_K_MULTIPLE) {
         int64_t slot = first / PW_K_MULTIPLE % slots;
-        ISA(block_unpackers)[w->kind](block, slot, slot + 1, 0, &to);
+        ISA(block_unpackers)[w->kind](block, factors, slot, slot + 1, 0, &to);
         for (int i = 0; i < PW_K_MULTIPLE; ++i) {
             int at = i / f.group * PW_PANEL + (int)column;
-            float x = (float)(codes[i / 4 * VECTOR_ROW_BYTES + column * 4 + i % 4] - f.zero_point) * scales[at];
+            int32_t code = codes[i / 4 * VECTOR_ROW_BYTES + column * 4 + i % 4];
+            float x = (float)(code - f.zero_point);
+            if (w->kind == PW_FP8) x = pw_bits_to_float((code & 128u) << 24 | (code & 127u) << 20) * E4M3_UNIT;
+            x *= scales[at];
             out[first + i] = pw_has_mins(f) ? x + mins[at] : x;
         }
         if (slot + 1 == slots) block += pw_block_bytes(f);

@@ -36,7 +36,7 @@ Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds p
 @dataclass(frozen=True)
 class WeightForm:
     """The form of a weight in memory, apart from its size. `scale_dtype`: "float16" or "float32"; None: no
-    scales, or scales inside blocks."""
+    scales, or all of them inside blocks."""
 
     kind: Kind
     group: int = 0
@@ -54,7 +54,7 @@ class WeightForm:
             (packing.values_shape(self.kind, n, k), packing.values_dtype(self.kind))
         ]
         if self.scale_dtype is not None:
-            scales = packing.scales_shape(n, k, self.group), np.dtype(self.scale_dtype)
+            scales = packing.scales_shape(self.kind, n, k, self.group), np.dtype(self.scale_dtype)
             shapes += [scales, scales] if self.has_mins else [scales]
         return [(shape, dtype, int(np.prod(shape, dtype=object)) * dtype.itemsize) for shape, dtype in shapes]
 
@@ -75,10 +75,15 @@ INT8 = WeightForm("q8", packing.DEFAULT_GROUP, INT8_ZERO_POINT, "float16")
 INT4 = WeightForm("q4", packing.DEFAULT_GROUP, 0, "float16", True)
 
 
+def block_form(kind: str) -> WeightForm:
+    form = BLOCKS[kind]
+    factors = "float32" if form.has_factors else None
+    return WeightForm(BLOCK_KINDS[kind], form.group, form.zero_point, factors, form.has_mins)
+
+
 def form_of(rows: QuantRows | BlockRows) -> WeightForm:
     if isinstance(rows, BlockRows):
-        form = rows.format
-        return WeightForm(BLOCK_KINDS[rows.kind], form.group, form.zero_point, None, form.has_mins)
+        return block_form(rows.kind)
     return WeightForm(rows.kind, rows.group, rows.zero_point, str(rows.scales.dtype), rows.mins is not None)
 
 
@@ -95,7 +100,7 @@ def target_form(source: WeightForm, weight_format: str, name: str) -> WeightForm
             return source
         case "int4" if name not in EMBEDDINGS:
             return INT4
-    if source.in_blocks:
+    if source.in_blocks and not BLOCKS[source.kind].is_float:
         zero_point = 0 if source.has_mins else INT8_ZERO_POINT
         return WeightForm("q8", source.group, zero_point, "float32", source.has_mins)
     if source.scale_dtype is None:
@@ -119,11 +124,11 @@ def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
     if not isinstance(rows, np.ndarray):
         if form_of(rows) == form:
             return rows
-        if isinstance(rows, BlockRows):
+        if isinstance(rows, BlockRows) and not rows.format.is_float:
             rows = packing.widened(rows)
-        if form.kind in ("q8", rows.kind):
+        if isinstance(rows, QuantRows) and form.kind in ("q8", rows.kind):
             return _in_wider_form(rows, form)
-        rows = packing.dequantise(rows)
+        rows = packing.numbers(rows)
         check_finite(rows, what)
     if form.scale_dtype is None:
         return rows

@@ -81,7 +81,7 @@ def test_quantised_rows_come_back_bit_for_bit(n: int, k: int, bits: int, group: 
     assert np.array_equal(packing.unpack(packed), packing.dequantise(rows))
     assert packed.values.shape == packing.values_shape(packed.kind, n, k)
     assert packed.scales is not None
-    assert packed.scales.shape == packing.scales_shape(n, k, group)
+    assert packed.scales.shape == packing.scales_shape(packed.kind, n, k, group)
 
 
 def test_every_element_lies_where_the_layout_says() -> None:

@@ -83,7 +83,7 @@ def test_schedules_tuned_for_the_other_arithmetic_are_left_alone(path: str) -> N
 def test_canonical_is_one_arithmetic_whatever_was_tuned(kind: str, name: str) -> None:
     """The path of a CPU without dots of 16 bits, on every instruction set and in one part."""
     weight = blank_weight({"q8": "int8", "q4": "int4"}.get(kind, kind), 64, 512)
-    dense = kind in packing.DENSE_KINDS
+    dense = kind in (*packing.DENSE_KINDS, "fp8")
     with isa.using(name):
         path, n_parts = lookup("canonical").arithmetic(weight)
         tuned = [

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
-from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.serving.loaders.families.family import HF_LLAMA, HF_OUTSIDE
 from phasewise.serving.loaders.source import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
@@ -170,9 +169,7 @@ def _recover(
 
 def _bf16(tensor: SourceTensor) -> Array:
     """All rows of a tensor, rounded to bf16, as float32 [n, k]."""
-    rows = tensor.rows(0, tensor.shape[0])
-    if not isinstance(rows, np.ndarray):
-        rows = packing.dequantise(packing.widened(rows) if isinstance(rows, BlockRows) else rows)
+    rows = packing.numbers(tensor.rows(0, tensor.shape[0]))
     values: Array = packing.from_bf16(bf16_bits(rows))
     return values
 

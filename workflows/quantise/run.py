@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
-from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.serving.loaders import open_source
 from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
@@ -202,6 +201,4 @@ def _encoded(file: GgufFiles, info: TensorInfo, type_name: str) -> tuple[Array, 
 def _as_float32(rows: Rows, what: str) -> Array:
     """Convert rows of any type to float32. ModelError, which names `what`, for NaN and infinity."""
     check_finite(rows, what)
-    if not isinstance(rows, np.ndarray):
-        rows = packing.dequantise(packing.widened(rows) if isinstance(rows, BlockRows) else rows)
-    return np.ascontiguousarray(rows, np.float32)
+    return np.ascontiguousarray(packing.numbers(rows), np.float32)

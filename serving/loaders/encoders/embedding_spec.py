@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phasewise._words import counted
-from phasewise.cython_kernels.blocks import BlockRows
-from phasewise.cython_kernels.packing import QuantRows, dequantise, widened
+from phasewise.cython_kernels.packing import numbers
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
@@ -314,11 +313,7 @@ def score_vector(head: SourceTensor, yes: int, no: int | None, what: str) -> Sou
     read, width = head.rows, head.shape[1]
 
     def of_row(row: int) -> np.ndarray:
-        values = read(row, row + 1)
-        if isinstance(values, BlockRows):
-            values = widened(values)
-        plain = dequantise(values) if isinstance(values, QuantRows) else values
-        return np.asarray(plain, np.float32).reshape(1, -1)
+        return np.asarray(numbers(read(row, row + 1)), np.float32).reshape(1, -1)
 
     def rows(_start: int, _stop: int) -> Rows:
         return of_row(yes) if no is None else of_row(yes) - of_row(no)

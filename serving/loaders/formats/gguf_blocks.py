@@ -3,12 +3,12 @@
 Every decoder takes uint8 [rows, blocks, bytes per block]. The layouts are those of `gguf.quants`, whose float
 output ours equals exactly: products of a 16-bit scale and a 6- or 8-bit sub-scale fit in float32.
 
-Of IQ1, IQ2, IQ3 and TQ types there is no packed form as small as the file's: a weight takes a byte and its
-share of a float32 scale, or of TQ types, which are -1, 0 and 1 times a scale, a nibble. An IQ type names
-magnitudes by codes of a grid, eight or four inputs at a time, and has signs and a scale of its own for 16 or
-32 inputs. Grids are in `iq_grids.json`: indices of values, two or four bits each, the lowest of a byte first,
-compressed and in base 85. They are made from the tables of the gguf package (MIT), which tests hold them
-against."""
+Of IQ1, IQ2, IQ3, TQ, Q1_0 and Q2_0 types there is no packed form as small as the file's: a weight takes a
+byte and its share of a float32 scale, or of the last three, which are -1, 0, 1 and 2 times a scale, a nibble.
+An IQ type names magnitudes by codes of a grid, eight or four inputs at a time, and has signs and a scale of
+its own for 16 or 32 inputs. Grids are in `iq_grids.json`: indices of values, two or four bits each, the
+lowest of a byte first, compressed and in base 85. They are made from the tables of the gguf package (MIT),
+which tests hold them against."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from phasewise._files import read_file
 from phasewise._json import read_json
-from phasewise.cython_kernels.blocks import BlockRows
+from phasewise.cython_kernels.blocks import E4M3_NOT_A_NUMBER, BlockRows, factors_of
 from phasewise.cython_kernels.packing import Array, QuantRows, from_bf16
 from phasewise.serving.loaders.source import BF16, F16, F32, Rows, WeightForm, form_of
 
@@ -158,11 +158,10 @@ def iq1_m(raw: Array) -> QuantRows:
     return _bytes(numbers, _times(top, (2 * subs + 1) * np.float32(0.125)), 16)
 
 
-def _threes(q: Array, scale: Array) -> QuantRows:
-    """Quantised rows of codes 0, 1 and 2, which are -1, 0 and 1, with one float16 scale for a block."""
-    codes = q.reshape(q.shape[0], -1).astype(np.uint8)
-    scales = np.repeat(np.ascontiguousarray(scale).view(np.float16)[..., 0], 8, axis=1)
-    return QuantRows(codes, scales, None, 1, 32, 4)
+def _of_ones(q: Array, scale: Array) -> QuantRows:
+    """Quantised rows of codes [rows, blocks, values], 0 for -1, with one float16 scale for a block."""
+    scales = np.repeat(_half(scale), q.shape[-1] // 32, axis=1)
+    return QuantRows(_rows(q).astype(np.uint8), scales, None, 1, 32, 4)
 
 
 def tq1_0(raw: Array) -> QuantRows:
@@ -174,13 +173,24 @@ def tq1_0(raw: Array) -> QuantRows:
         return ((fractions * 3) >> 8).reshape(*part.shape[:2], -1)
 
     parts = [digits(raw[..., :32], 5), digits(raw[..., 32:48], 5), digits(raw[..., 48:52], 4)]
-    return _threes(np.concatenate(parts, axis=-1), raw[..., 52:])
+    return _of_ones(np.concatenate(parts, axis=-1), raw[..., 52:])
 
 
 def tq2_0(raw: Array) -> QuantRows:
     """Decode codes of two bits: the lowest bits of 32 bytes, then the next ones."""
     runs = raw[..., :64].reshape(*raw.shape[:2], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8)
-    return _threes(runs & 3, raw[..., 64:])
+    return _of_ones((runs & 3).reshape(*raw.shape[:2], 256), raw[..., 64:])
+
+
+def q1_0(raw: Array) -> QuantRows:
+    """Decode bits, which are -1 and 1."""
+    return _of_ones(2 * np.unpackbits(raw[..., 2:], axis=-1, bitorder="little"), raw[..., :2])
+
+
+def q2_0(raw: Array) -> QuantRows:
+    """Decode codes of two bits, four to a byte."""
+    codes = (raw[..., 2:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+    return _of_ones(codes.reshape(*raw.shape[:2], 64), raw[..., :2])
 
 
 @dataclass(frozen=True)
@@ -314,6 +324,13 @@ def _mxfp4(raw: Array) -> BlockRows:
     return BlockRows("mxfp4", _rows(_nibbles(raw[..., 1:])), raw[..., 0], None, None, None)
 
 
+def _nvfp4(raw: Array) -> BlockRows:
+    """Four scales in e4m3, of which the largest code is 0, for 16 inputs each."""
+    subs = np.where(raw[..., :4] == E4M3_NOT_A_NUMBER, np.uint8(0), raw[..., :4] & np.uint8(127))
+    codes = _nibbles(raw[..., 4:].reshape(*raw.shape[:2], 4, 8))
+    return BlockRows("nvfp4", _rows(codes), factors_of(np.ones(len(raw))), None, _rows(subs), None)
+
+
 def _f32(raw: Array) -> Array:
     return _rows(np.ascontiguousarray(raw)).view(np.float32)
 
@@ -348,6 +365,7 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "IQ4_NL": _quantised(32, 18, _iq4_nl),
     "IQ4_XS": _quantised(256, 136, _iq4_xs),
     "MXFP4": _quantised(32, 17, _mxfp4),
+    "NVFP4": _quantised(64, 36, _nvfp4),
     "IQ1_S": _quantised(256, 50, iq1_s),
     "IQ1_M": _quantised(256, 56, iq1_m),
     "IQ2_XXS": _quantised(256, 66, iq2_xxs),
@@ -357,6 +375,8 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "IQ3_S": _quantised(256, 110, iq3_s),
     "TQ1_0": _quantised(256, 54, tq1_0),
     "TQ2_0": _quantised(256, 66, tq2_0),
+    "Q1_0": _quantised(128, 18, q1_0),
+    "Q2_0": _quantised(64, 18, q2_0),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from phasewise._words import counted
+from phasewise.cython_kernels.blocks import BlockRows, factors_of
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, half_split, is_beyond, is_unread, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import gguf_score, gguf_template
@@ -55,6 +56,7 @@ T = TypeVar("T")
 
 SCORE_OUT = "cls_output"  # until its rows are one vector
 ROPE_FACTORS = "rope_freqs.weight"
+NVFP4_PARTS = "scale", "input_scale"  # of an NVFP4 weight; the latter is not used
 LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
 
 
@@ -144,14 +146,18 @@ def tensors_in(
     stated = field(header.metadata, f"{header.metadata['general.architecture']}.block_count", int, 0)
     tensors: dict[str, SourceTensor] = {}
     for theirs, info in header.tensors.items():
-        if theirs == ROPE_FACTORS or theirs in LONG_FACTORS:
+        base, _, end = theirs.rpartition(".")
+        weight = header.tensors.get(f"{base}.weight")
+        of_nvfp4 = end in NVFP4_PARTS and weight is not None and weight.type_name == "NVFP4"
+        if theirs == ROPE_FACTORS or theirs in LONG_FACTORS or of_nvfp4:
             continue
         match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
         stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
         if family.more_layers and is_beyond(stem, config, stated - config.n_layers):
             continue
         cut_for = CutFor(stem, shapes, f"{file.path} has a tensor {theirs!r:.80} that", config.turns)
-        own_names, whole = names if stem else outside, tensor_in(file, info)
+        whole = tensor_in(file, info, header.tensors.get(f"{base}.scale"))
+        own_names = names if stem else outside
         for ours, tensor in our_tensors(name, own_names, whole, cut_for, family.name):
             if is_unread(ours, config):
                 continue
@@ -309,7 +315,8 @@ def _eos_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in (*named, *by_text.values()) if token is not None))
 
 
-def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
+def tensor_in(file: GgufFiles, info: TensorInfo, scale: TensorInfo | None = None) -> SourceTensor:
+    """A view of a tensor; `scale`: what an NVFP4 weight, or each of its experts, is multiplied by."""
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None:
         raise ModelError(
@@ -328,9 +335,17 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
             f"{file.path} has {info.name} in {counted(len(info.shape), 'dimension')}: 1 to 3 expected"
         )
 
+    stated = np.array(_factors(file, scale) if scale and info.type_name == "NVFP4" else (1.0,))
+    if n_rows % len(stated) or len(stated) not in (1, *shape[:-2]) or not (np.abs(stated) < 2.0**60).all():
+        raise ModelError(f"{file.path} has {info.name} as {shape} and scales that do not fit it")
+    factors = factors_of(stated)
+
     def rows(start: int, stop: int) -> Rows:
         raw = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
-        return decode_rows(info.type_name, raw, stop - start)
+        decoded = decode_rows(info.type_name, raw, stop - start)
+        if not isinstance(decoded, BlockRows) or not decoded.format.has_factors:
+            return decoded
+        return replace(decoded, scales=factors[np.arange(start, stop) // (n_rows // len(factors))])
 
     return SourceTensor(info.type_name, shape, info.n_bytes, kind.form, rows)
 

@@ -6,8 +6,9 @@ first) is for column i; `.compressed`, the values whose bits are set, row by row
 [n], where rows begin among them. Of 2:4 every four columns have two bits, and there are no offsets.
 
 FP8 (e4m3) has a scale for all of a weight, for each output, for groups of inputs or for blocks of both. The
-product, rounded once to float32, is the number; it is stored as bf16 or float16 where that holds it exactly.
-NVFP4 has a scale in e4m3 for each 16 inputs, divided by one for all; MXFP4 a power of two for each 32."""
+product, rounded once to float32, is the number. Codes stay as they are where 128 inputs share a scale.
+NVFP4 has a scale in e4m3 for each 16 inputs, divided by one for all; MXFP4 a power of two for each 32. Both
+keep their codes and scales."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from phasewise.cython_kernels.blocks import FP4_VALUES, BlockRows
-from phasewise.cython_kernels.packing import Array, QuantRows
+from phasewise.cython_kernels.blocks import BLOCKS, BlockRows, e4m3_numbers, factors_of
+from phasewise.cython_kernels.packing import Array
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.model_directory import READABLE
 from phasewise.serving.loaders.quantised.integers import (
@@ -25,7 +26,6 @@ from phasewise.serving.loaders.quantised.integers import (
     bytes_tensor,
     gptq_tensor,
     packed_tensor,
-    significant_bits,
 )
 from phasewise.serving.loaders.quantised.scheme import (
     OF_INPUTS,
@@ -39,28 +39,21 @@ from phasewise.serving.loaders.quantised.scheme import (
     parts_in,
 )
 from phasewise.serving.loaders.source import (
-    BF16,
-    F16,
     F32,
-    INT8_ZERO_POINT,
     SourceTensor,
-    WeightForm,
-    form_of,
+    block_form,
 )
 
-E4M3_BITS, E4M3_LARGEST, E4M3_SMALLEST_EXPONENT = 4, 448.0, -9
-NVFP4_GROUP, MXFP4_GROUP = 16, 32
+FP8_BLOCK, LARGEST_FP8_SCALE = BLOCKS["fp8"].inputs, 2.0**7
+FP4_BLOCK, NVFP4_GROUP, LARGEST_FACTOR = 32, BLOCKS["nvfp4"].group, 2.0**60
 STACK = ("blocks", "scales")
-MXFP4 = form_of(BlockRows("mxfp4", np.zeros((1, 32), np.uint8), np.zeros((1, 1), np.uint8), None, None, None))
+FP8, NVFP4, MXFP4 = block_form("fp8"), block_form("nvfp4"), block_form("mxfp4")
 
 
 def _e4m3_values() -> Array:
     """The numbers of all 256 codes; 0x7F and 0xFF are NaN."""
-    code = np.arange(256)
-    exponent, fraction = code >> 3 & 15, code & 7
-    magnitude = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
-    magnitude = np.where(code & 127 == 127, np.nan, magnitude)
-    return np.where(code >= 128, -magnitude, magnitude).astype(np.float32)
+    codes = np.arange(256)
+    return np.where(codes & 127 == 127, np.float32(np.nan), e4m3_numbers(codes))
 
 
 E4M3 = _e4m3_values()
@@ -73,38 +66,43 @@ def fp8_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTen
     scheme = quantisation.scheme_of(True, 8, read.what)
     part = "weight_scale_inv" if "weight_scale_inv" in read else "weight_scale"
     scales = read.floats(part)
-    of_rows = _scale_reader(read, scales, n, k, scheme.block)
-    form = _smallest_form(scales)
+    of_rows, columns = _scale_reader(read, scales, n, k, scheme.block)
+
+    def rows_of_blocks(start: int, stop: int) -> BlockRows:
+        of_blocks = np.broadcast_to(of_rows(start, stop), (stop - start, k))[:, ::FP8_BLOCK]
+        codes = read.raw("weight", "u1", start, stop)
+        return BlockRows("fp8", codes, np.ascontiguousarray(of_blocks), None, None, None)
 
     def rows(start: int, stop: int) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):  # refused where it is packed
             product: Array = E4M3[read.raw("weight", "u1", start, stop)] * of_rows(start, stop)
         return product
 
-    return SourceTensor("FP8", (n, k), read.n_bytes, form, rows)
+    if k % FP8_BLOCK == columns % FP8_BLOCK == 0 and (np.abs(scales) < LARGEST_FP8_SCALE).all():
+        return SourceTensor("FP8", (n, k), read.n_bytes, FP8, rows_of_blocks)
+    return SourceTensor("FP8", (n, k), read.n_bytes, F32, rows)
 
 
 def nvfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
-    """Read a weight in `nvfp4-pack-quantized`: as bytes, doubled, with float32 scales for each 16 inputs."""
+    """Read a weight in `nvfp4-pack-quantized`. The sign of a scale goes to its codes."""
     read = PartReader(name, parts, ("weight_packed", "weight_scale", "weight_global_scale"))
     n, k = _packed_shape(read)
     quantisation.scheme_of(True, 4, read.what)
     read.entry("weight_scale", ("F8_E4M3",))
-    if k % NVFP4_GROUP:
-        raise ModelError(f"{read.what} has {k} inputs: groups of {NVFP4_GROUP} expected")
+    _check_blocks(read, k)
     read.expect("weight_scale", (n, k // NVFP4_GROUP))
     whole = read.floats("weight_global_scale")
-    if whole.size != 1 or not whole.flat[0] > 0:
-        raise ModelError(f"{read.what} has {whole.size} global scales: one, above 0, expected")
-    doubled = (np.array(FP4_VALUES) + INT8_ZERO_POINT).astype(np.uint8)
+    if whole.size != 1 or not 1 / LARGEST_FACTOR <= whole.flat[0] <= LARGEST_FACTOR:
+        raise ModelError(f"{read.what} has {whole.size} global scales: one, from 2^-60 to 2^60, expected")
+    factors = factors_of(1 / whole.reshape(1).astype(np.float64))
 
-    def rows(start: int, stop: int) -> QuantRows:
-        with np.errstate(over="ignore", invalid="ignore"):
-            scales = E4M3[read.raw("weight_scale", "u1", start, stop)] / whole.flat[0] * np.float32(0.5)
-        return QuantRows(doubled[_nibbles(read, start, stop)], scales, None, INT8_ZERO_POINT, NVFP4_GROUP, 8)
+    def rows(start: int, stop: int) -> BlockRows:
+        scales = read.raw("weight_scale", "u1", start, stop)
+        codes = _nibbles(read, start, stop) ^ np.repeat(scales >> 7 << 3, NVFP4_GROUP, axis=1)
+        of_rows = np.repeat(factors, stop - start, axis=0)
+        return BlockRows("nvfp4", codes, of_rows, None, scales & np.uint8(127), None)
 
-    form = WeightForm("q8", NVFP4_GROUP, INT8_ZERO_POINT, "float32")
-    return SourceTensor("NVFP4", (n, k), read.n_bytes, form, rows)
+    return SourceTensor("NVFP4", (n, k), read.n_bytes, NVFP4, rows)
 
 
 def mxfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
@@ -113,9 +111,8 @@ def mxfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceT
     n, k = _packed_shape(read)
     quantisation.scheme_of(True, 4, read.what)
     read.entry("weight_scale", ("U8",))
-    if k % MXFP4_GROUP:
-        raise ModelError(f"{read.what} has {k} inputs: blocks of {MXFP4_GROUP} expected")
-    read.expect("weight_scale", (n, k // MXFP4_GROUP))
+    _check_blocks(read, k)
+    read.expect("weight_scale", (n, k // FP4_BLOCK))
 
     def rows(start: int, stop: int) -> BlockRows:
         exponents = read.raw("weight_scale", "u1", start, stop)
@@ -129,7 +126,7 @@ def mxfp4_stack(name: str, parts: Parts) -> SourceTensor:
     16] of two numbers a byte, the even one low, and an exponent for each block."""
     read = PartReader(name, parts, STACK)
     shape = read.entry("blocks", ("U8",), (4,)).shape
-    read.expect("blocks", (*shape[:3], MXFP4_GROUP // 2))
+    read.expect("blocks", (*shape[:3], FP4_BLOCK // 2))
     read.entry("scales", ("U8",), (3,))
     read.expect("scales", shape[:3])
     per_row = shape[2]
@@ -140,7 +137,12 @@ def mxfp4_stack(name: str, parts: Parts) -> SourceTensor:
         exponents = read.some("scales", "u1", first, count).reshape(stop - start, -1)
         return BlockRows("mxfp4", _in_pairs(pairs), exponents, None, None, None)
 
-    return SourceTensor("MXFP4", (*shape[:2], per_row * MXFP4_GROUP), read.n_bytes, MXFP4, rows)
+    return SourceTensor("MXFP4", (*shape[:2], per_row * FP4_BLOCK), read.n_bytes, MXFP4, rows)
+
+
+def _check_blocks(read: PartReader, k: int) -> None:
+    if k % FP4_BLOCK:
+        raise ModelError(f"{read.what} has {k} inputs: blocks of {FP4_BLOCK} expected")
 
 
 def _packed_shape(read: PartReader) -> tuple[int, int]:
@@ -159,13 +161,13 @@ def _in_pairs(raw: Array) -> Array:
 
 def _scale_reader(
     read: PartReader, scales: Array, n: int, k: int, block: tuple[int, int] | None
-) -> Callable[[int, int], Array]:
-    """A reader of the scales of some rows, [rows, k] or what broadcasts to it."""
+) -> tuple[Callable[[int, int], Array], int]:
+    """A reader of the scales of some rows, [rows, k] or what broadcasts to it; how many inputs share one."""
     if scales.size == 1:
-        return lambda start, stop: scales.reshape(1, 1)
+        return lambda start, stop: scales.reshape(1, 1), k
     if scales.shape in ((n,), (n, 1)):
         by_output = scales.reshape(n, 1)
-        return lambda start, stop: by_output[start:stop]
+        return lambda start, stop: by_output[start:stop], k
     rows, columns = block or (1, -1)
     if block is None and scales.ndim == 2 and scales.shape[0] == n and k % scales.shape[1] == 0:
         columns = k // scales.shape[1]
@@ -174,23 +176,7 @@ def _scale_reader(
             f"{read.what} of {n} x {k} has scales {scales.shape}: not one, one an output, nor one a block"
         )
     of_inputs = np.arange(k) // columns
-    return lambda start, stop: scales[np.arange(start, stop) // rows][:, of_inputs]
-
-
-def _smallest_form(scales: Array) -> WeightForm:
-    """bf16 or float16 where either holds e4m3 times every scale exactly, else float32."""
-    sizes = np.abs(scales[np.isfinite(scales) & (scales != 0)]).astype(np.float64)
-    if not sizes.size:
-        return BF16
-    bits = significant_bits(scales)
-    _, exponents = np.frexp(sizes)
-    last_place = int(exponents.min()) - bits + E4M3_SMALLEST_EXPONENT
-    largest = float(sizes.max()) * E4M3_LARGEST
-    if bits + E4M3_BITS <= 8 and last_place >= -126 and largest < 2.0**127:
-        return BF16
-    if bits + E4M3_BITS <= 11 and last_place >= -24 and largest <= np.finfo(np.float16).max:
-        return F16
-    return F32
+    return lambda start, stop: scales[np.arange(start, stop) // rows][:, of_inputs], columns
 
 
 def bitmask_tensor(name: str, parts: Parts) -> SourceTensor:

@@ -227,5 +227,5 @@ def test_an_unknown_kernel_format_is_one_line_and_exit_code_one(db: Path) -> Non
     assert invoke("--shapes", "64,64", "--format", "int5").refusal == (
         "phasewise: there are no kernels for weights of format 'int5', "
         "only f32, bf16, f16, int8, int8m, int8g16, int8c, int4, int4m, "
-        "q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, iq4_nl, mxfp4, q5_0, q5_1"
+        "q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, iq4_nl, mxfp4, nvfp4, fp8, q5_0, q5_1"
     )

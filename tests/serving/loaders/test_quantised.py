@@ -80,6 +80,15 @@ def test_pruned_bytes_with_one_scale_a_column_are_stored_sparse_and_are_the_same
         assert np.array_equal(unpack(weight), unpack(dense.weights[name]))
 
 
+def test_fp8_of_large_scales_is_float32(tmp_path: Path) -> None:
+    def scaled(parts: Any) -> None:
+        parts.update(weight_scale=("F32", np.array([130.0], np.float32)))
+
+    for change, kind in ((lambda _: None, "fp8"), (scaled, "f32")):
+        write_quantised_hf(tmp_path / kind, _with_parts(CASES["fp8"], change))
+        assert load_model(str(tmp_path / kind), "native", tmp_path).weights["layers.0.o"].kind == kind
+
+
 def test_scales_that_float16_does_not_hold_are_float32(tmp_path: Path) -> None:
     for name, dtype in (("w4a16", np.float16), ("w4a16-bf16", np.float16), ("w4a16-f32", np.float32)):
         write_quantised_hf(tmp_path / name, CASES[name])
@@ -219,7 +228,9 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
      "in groups 1 to"),
     "awq zeros": ("awq", lambda parts: parts.update(qzeros=("I32", parts["qzeros"][1][:, :-1])), "qzeros as"),
     "a global scale of 0": ("nvfp4", lambda parts: parts.update(weight_global_scale=("F32", np.zeros(1,
-     np.float32))), "one, above 0"),
+     np.float32))), "one, from 2"),
+    "a scale that is no number": ("nvfp4", lambda parts: parts.update(weight_scale=("F8_E4M3",
+     np.full_like(parts["weight_scale"][1], 0xFF))), "NaN or infinity"),
     "blocks": ("fp8-inv", lambda parts: parts.update(weight_scale_inv=("F32", np.ones((9, 9), np.float32))),
      "nor one a block"),
     "not a number": ("fp8", lambda parts: parts.update(weight=("F8_E4M3", np.full_like(parts["weight"][1],

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, isa, packing
-from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
+from phasewise.cython_kernels.blocks import BLOCKS, BlockRows, factors_of
 from phasewise.cython_kernels.packing import KINDS, PackedWeight, QuantRows
 
 Array = npt.NDArray[Any]
@@ -70,17 +70,25 @@ def random_blocks(kind: str, n: int, k: int, rng: np.random.Generator) -> BlockR
     def halves() -> Array:
         return rng.standard_normal(blocks).astype(np.float16)
 
+    def scales() -> Array:
+        if form.has_factors:
+            return factors_of(rng.standard_normal(n))
+        if form.is_float:
+            return rng.standard_normal(blocks, dtype=np.float32)
+        return rng.integers(90, 140, blocks, dtype=np.uint8) if form.scaling == "exponent" else halves()
+
     def bytes_below(top: int, shape: tuple[int, int]) -> Array:
         return rng.integers(0, top, shape, dtype=np.uint8)
 
-    sub_top = {"super_halves": 16, "super_mins": 64}.get(form.scaling, 2 * form.sub_zero)
+    sub_top = {"super_halves": 16, "super_mins": 64, "e4m3": 127}.get(form.scaling, 2 * form.sub_zero)
     groups = (n, k // form.group)
+    signs = bytes_below(2, (n, k)) << 7 if form.is_float else np.uint8(0)
     return BlockRows(
         kind,
-        bytes_below(1 << form.code_bits, (n, k)),
-        rng.integers(90, 140, blocks, dtype=np.uint8) if form.scaling == "exponent" else halves(),
+        bytes_below(127 if form.is_float else 1 << form.code_bits, (n, k)) | signs,
+        scales(),
         halves() if form.has_mins else None,
-        bytes_below(sub_top, groups) if form.has_subs else None,
+        bytes_below(sub_top, groups) if form.has_subs or form.has_factors else None,
         bytes_below(sub_top, groups) if form.has_subs and form.has_mins else None,
     )
 
@@ -113,7 +121,7 @@ def expected(x: Array, w: PackedWeight, k_parts: int = 1, path: str | None = Non
     """
     if w.kind == "bf16" and (path or _native.compute_paths("bf16")[0]) == "f16_fma":
         return _expected_halves(x, packing.unpack(w), k_parts)
-    if w.kind in packing.DENSE_KINDS:
+    if w.kind in packing.DENSE_KINDS or w.kind == "fp8":
         return _expected_dense(rounded(x) if w.kind == "bf16" else x, packing.unpack(w))
     if path == "fma":
         return _expected_dense(x, packing.unpack(w))

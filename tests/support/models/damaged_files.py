@@ -89,8 +89,10 @@ def edit_digits(raw: bytearray, rng: random.Random, reach: int) -> None:
 DAMAGES: tuple[Damage, ...] = (flip_bits, overwrite_bytes, cut_short, plant_number, move_piece, edit_digits)
 
 
-BLOCK_TYPES = tuple(kind.upper() for kind in BLOCK_KINDS)
-GRID_TYPES = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "F16")
+BLOCK_TYPES = tuple(kind.upper() for kind in BLOCK_KINDS if kind != "fp8")
+GRID_TYPES = (
+    *("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "F16"),
+)
 BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
 TINY = TinyShape(n_layers=1, hidden=64, ffn=96, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=261)
 ENCODERS = ("bert", "xlm-roberta", "nomic-bert", "modernbert", "jina-bert", "qwen3-reranker", "cross-bert")

@@ -119,20 +119,22 @@ def e4m3(codes: Array) -> Array:
     return np.where(codes & 128, -size, size).astype(np.float32)
 
 
-def fp8(strategy: str, dtype: str, part: str = "weight_scale", power: bool = False) -> Maker:
-    """strategy: tensor, channel, or block, of 128 x 128."""
+def fp8(
+    strategy: str, dtype: str, part: str = "weight_scale", power: bool = False, width: int = 128
+) -> Maker:
+    """strategy: tensor, channel, or block, of 128 outputs and `width` inputs."""
 
     def make(rng: np.random.Generator, n: int, k: int) -> Made:
         codes = rng.integers(0, 256, (n, k), dtype=np.uint8)
         codes[codes & 127 == 127] = 0
-        blocks = {"tensor": (1,), "channel": (n, 1), "block": (-(-n // 128), -(-k // 128))}[strategy]
+        blocks = {"tensor": (1,), "channel": (n, 1), "block": (-(-n // 128), -(-k // width))}[strategy]
         stored, scales = floats(rng, dtype, blocks, 1e-3)
         if power:
             scales = np.exp2(np.round(np.log2(scales))).astype(np.float32)
             stored = to_bf16(scales) if dtype == "BF16" else scales
         grid = scales
         if strategy == "block":
-            grid = np.repeat(np.repeat(scales, 128, axis=0)[:n], 128, axis=1)[:, :k]
+            grid = np.repeat(np.repeat(scales, 128, axis=0)[:n], width, axis=1)[:, :k]
         return Made({"weight": ("F8_E4M3", codes), part: (dtype, stored)}, e4m3(codes) * grid)
 
     return make
@@ -140,7 +142,9 @@ def fp8(strategy: str, dtype: str, part: str = "weight_scale", power: bool = Fal
 
 def nvfp4(rng: np.random.Generator, n: int, k: int) -> Made:
     codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
-    scale_codes = rng.integers(0x40, 0x7F, (n, k // 16), dtype=np.uint8)
+    scale_codes = rng.integers(0x40, 0x7F, (n, k // 16), dtype=np.uint8) | rng.choice(
+        np.array([0, 0x80], np.uint8), (n, k // 16)
+    )
     whole = np.array([rng.uniform(1000, 9000)], np.float32)
     values = np.where(codes & 8, -1, 1).astype(np.float32) * FP4[codes & 7]
     scales = e4m3(scale_codes) / whole
@@ -270,15 +274,17 @@ CASES: dict[str, Case] = {
      _BYTE_ROWS), "q8"),
     "w8a8-zeros": Case(int_quantized("BF16", zeros=True), compressed("int-quantized", _integers(8, None,
      symmetric=False), _BYTE_ROWS), "q8"),
-    "fp8": Case(fp8("tensor", "F32"), compressed("float-quantized", {**_E4M3, "strategy": "tensor"}), "f32"),
+    "fp8": Case(fp8("tensor", "F32"), compressed("float-quantized", {**_E4M3, "strategy": "tensor"}), "fp8"),
     "fp8-channel": Case(fp8("channel", "BF16"), compressed("float-quantized", {**_E4M3,
-     "strategy": "channel"}), "f32"),
-    "fp8-block": Case(fp8("block", "F32"), compressed("float-quantized", _BLOCK), "f32"),
+     "strategy": "channel"}), "fp8"),
+    "fp8-block": Case(fp8("block", "F32"), compressed("float-quantized", _BLOCK), "fp8"),
     "fp8-power": Case(fp8("channel", "F32", power=True), compressed("float-quantized", {**_E4M3,
-     "strategy": "channel"}), "bf16"),
-    "fp8-inv": Case(fp8("block", "F32", "weight_scale_inv"), _FP8, "f32"),
+     "strategy": "channel"}), "fp8"),
+    "fp8-inv": Case(fp8("block", "F32", "weight_scale_inv"), _FP8, "fp8"),
+    "fp8-narrow": Case(fp8("block", "F32", "weight_scale_inv", width=64), _stated("fp8",
+     {"weight_block_size": [128, 64]}), "f32"),
     "nvfp4": Case(nvfp4, compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float",
-     "strategy": "tensor_group", "group_size": 16}), "q8"),
+     "strategy": "tensor_group", "group_size": 16}), "nvfp4"),
     "mxfp4": Case(mxfp4, compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float",
      "strategy": "group", "group_size": 32}), "mxfp4"),
     "awq": Case(awq(64), _stated("awq", {"bits": 4, "group_size": 64, "zero_point": True,

@@ -21,10 +21,12 @@ GGML_TYPES = {
     "IQ4_NL": (20, 32, 18), "IQ4_XS": (23, 256, 136), "MXFP4": (39, 32, 17), "IQ2_XXS": (16, 256, 66),
     "IQ2_XS": (17, 256, 74), "IQ3_XXS": (18, 256, 98), "IQ1_S": (19, 256, 50), "IQ3_S": (21, 256, 110),
     "IQ2_S": (22, 256, 82), "TQ1_0": (34, 256, 54), "TQ2_0": (35, 256, 66),
+    "NVFP4": (40, 64, 36), "Q1_0": (41, 128, 18), "Q2_0": (42, 64, 18),
 }  # fmt: skip  # name: id, values per block, bytes per block
 SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
              "IQ4_XS": (0,), "MXFP4": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,),
-             "IQ3_S": (0,), "IQ1_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
+             "IQ3_S": (0,), "IQ1_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
+             "NVFP4": (), "Q1_0": (0,), "Q2_0": (0,)}  # fmt: skip
 """Offsets of the float16 scales in blocks of the types that gguf cannot write."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -162,6 +164,8 @@ def _random_blocks(n_blocks: int, type_name: str, seed: int) -> np.ndarray:
     blocks = rng.integers(0, 256, (n_blocks, GGML_TYPES[type_name][2]), dtype=np.uint8)
     if type_name == "MXFP4":
         blocks[:, 0] = rng.integers(116, 121, n_blocks)
+    if type_name == "NVFP4":
+        blocks[:, :4] = rng.integers(1, 24, (n_blocks, 4))
     for offset in SCALES_AT[type_name]:
         scale = (rng.uniform(1e-5, 2e-4, n_blocks)).astype(np.float16)
         blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)
