@@ -23,11 +23,8 @@ import stat
 import struct
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,6 +38,7 @@ from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError, shortage_of
+from phasewise.serving.loaders.chunks import made_ahead, packed_chunks, rows_at_once
 from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, check_packed, plan_vectors, plan_weights
 from phasewise.serving.loaders.source import (
     MAX_JSON_BYTES,
@@ -49,8 +47,6 @@ from phasewise.serving.loaders.source import (
     Rows,
     WeightForm,
     check_finite,
-    convert_rows,
-    pack_rows,
 )
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
 from phasewise.serving.models.config_json import config_from_json, config_to_json
@@ -65,8 +61,6 @@ FILE_VERSION = 8  # change with anything in this module, or in how a loader read
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
-CHUNK_VALUES = 2 << 20  # weights decoded at a time by a thread: 8 MiB in float32
-MOST_THREADS = 16
 MOST_TEXT_BYTES = MAX_TOKENIZER_BYTES + MAX_JSON_BYTES  # of a tokenizer and a chat template
 TELL_EVERY_S = 5.0
 STALE_S = 3600  # a temporary file this old belongs to a run that died
@@ -210,7 +204,7 @@ def read_packed(
     the storage that weights must have; None: any. `checksum`: True to compare all arrays with their
     checksum."""
     try:
-        return _mapped(target, lambda made: made == identity, source, choice, checksum)
+        return _mapped(target, lambda own: own == identity, source, choice, checksum)
     except Exception as error:  # a head may say anything, and be wrong in every way there is
         if shortage_of(error) is not None:
             raise  # the file may be whole
@@ -224,11 +218,13 @@ def open_packed(
     `read_packed`. Raises ModelError, of one line, for any fault."""
 
     def is_right(identity: str) -> bool:
-        made, own, *_ = f"{identity}\n".split("\n")
-        if made != versions():
-            raise _PackedError(f"it was packed by another version ({made!r:.60}): pack it again")
-        if own != weight_format:
-            raise _PackedError(f"it is packed as {own:.20}, not as {weight_format}: give --format {own:.20}")
+        version, own_format, *_ = f"{identity}\n".split("\n")
+        if version != versions():
+            raise _PackedError(f"it was packed by another version ({version!r:.60}): pack it again")
+        if own_format != weight_format:
+            raise _PackedError(
+                f"it is packed as {own_format!r:.20}, not as {weight_format!r}: --format names it"
+            )
         return True
 
     try:
@@ -236,14 +232,14 @@ def open_packed(
     except Exception as error:
         if shortage_of(error) is not None:
             raise
-        known = isinstance(error, ModelError | OSError | _PackedError)
-        reason = reason_of(error) if known else "its head makes no sense"
+        is_told = isinstance(error, ModelError | OSError | _PackedError)
+        reason = reason_of(error) if is_told else "its head makes no sense"
         raise ModelError(f"the packed model {path} cannot be used: {reason:.300}") from error
 
 
 def read_in_memory(file: MemoryFile, identity: str, source: Path) -> PackedModel:
     """Map a file of `pack_in_memory`, which lives as long as the model."""
-    model = _mapped(file.path, lambda made: made == identity, source, None, checksum=False)
+    model = _mapped(file.path, lambda own: own == identity, source, None, checksum=False)
     assert model.file is not None
     return replace(model, file=replace(model.file, memory=file))
 
@@ -355,7 +351,7 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
     if not choice.wants_sparse or not can_be_sparse(plan.form):
         return slot
     kept, stream_bytes = 0, 0
-    for packed in _made_ahead(_packed_chunks(plan)):
+    for packed in made_ahead(packed_chunks(plan)):
         stream, _, of_chunk = _sparse_chunk(packed, stream_bytes)
         if stream_bytes == 0 and choice.mode != "always" and of_chunk > NEARLY_DENSE * packed.n * packed.k:
             return slot
@@ -365,11 +361,6 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
     if not choice.is_sparse(plan.form, plan.n, plan.k, kept):
         return slot
     return replace(slot, stream_bytes=stream_bytes)
-
-
-def kept_numbers(plan: WeightPlan) -> int:
-    """Count the numbers that are not zero of a weight that can be sparse; reads all of it."""
-    return sum(sparse.kept(packed) for packed in _made_ahead(_packed_chunks(plan)))
 
 
 def _sparse_chunk(packed: PackedWeight, offset: int) -> tuple[Array, Array, int]:
@@ -456,7 +447,7 @@ def _write_weight(
     is over the dense weight, whatever its storage."""
     digest(_label(slot))
     places, top, stream_bytes = list(slot.offsets), 0, 0
-    for packed in _made_ahead(_packed_chunks(plan)):
+    for packed in made_ahead(packed_chunks(plan)):
         for array in packed.arrays:
             digest(_bytes_of(array))
         arrays = packed.arrays
@@ -474,36 +465,6 @@ def _write_weight(
 
 def _label(slot: _Slot) -> bytes:
     return f"{slot.name} {slot.n} {slot.k} {slot.form}".encode()
-
-
-def _packed_chunks(plan: WeightPlan) -> Iterator[Callable[[], PackedWeight]]:
-    """Yield calls that pack the weight in runs of whole panels, in order."""
-    step = _rows_at_once(plan.k)
-    for start in range(0, plan.n, step):
-        yield partial(_packed_chunk, plan, start, min(start + step, plan.n))
-
-
-def _packed_chunk(plan: WeightPlan, start: int, stop: int) -> PackedWeight:
-    pieces, base = [], 0
-    for part in plan.parts:
-        low, high = max(start - base, 0), min(stop - base, part.shape[0])
-        if low < high:
-            pieces.append(convert_rows(part.rows(low, high), plan.form, plan.name))
-        base += part.shape[0]
-    return pack_rows(pieces, plan.form, plan.name)
-
-
-def _made_ahead(calls: Iterator[Callable[[], PackedWeight]]) -> Iterator[PackedWeight]:
-    """Yield results in order, made by as many threads as there are cores: numpy runs without the GIL."""
-    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    waiting: deque[Future[PackedWeight]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for call in calls:
-            waiting.append(pool.submit(call))
-            if len(waiting) > threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def _vector(rows: Rows, what: str) -> Array:
@@ -549,18 +510,13 @@ def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
         if slot.form is None:
             content.update(memory[slot.offsets[0] : slot.offsets[0] + 4 * slot.n])
             continue
-        step, weight = _rows_at_once(slot.k) // PANEL, _weight(slot, mapped)
+        step, weight = rows_at_once(slot.form, slot.k) // PANEL, _weight(slot, mapped)
         for start in range(0, weight.panels, step):
             chunk = columns(weight, start, min(start + step, weight.panels))
             assert chunk is not None
             for array in packing.to_dense(chunk).arrays:
                 content.update(_bytes_of(array))
     return content.hexdigest()
-
-
-def _rows_at_once(k: int) -> int:
-    """Rows of a weight that are read at once, in whole panels."""
-    return max(CHUNK_VALUES // k // PANEL, 1) * PANEL
 
 
 def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path) -> PackedModel:

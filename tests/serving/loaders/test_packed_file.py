@@ -178,6 +178,20 @@ def test_the_content_hash_names_content_and_format_not_place(tmp_path: Path) -> 
     assert int8 not in hashes
 
 
+@pytest.mark.parametrize("kind", ["F32", "BF16", "F16", "Q4_K", "Q6_K"])
+def test_rows_that_are_packed_at_once_change_no_hash(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose scales are arrays of their own are packed in a number of rows that stays."""
+    shape = TinyShape(hidden=256, ffn=256, n_heads=4, n_kv_heads=2, head_dim=64)
+    ref, hashes = str(write_tiny_gguf(tmp_path / "m.gguf", types=kind, shape=shape)), set[str]()
+    for values in (1, 1 << 14, 1 << 21):
+        monkeypatch.setattr("phasewise.serving.loaders.chunks.CHUNK_VALUES", values)
+        hashes.add(load_model(ref, "native", tmp_path, pack="memory").content_hash)
+
+    assert len(hashes) == 1
+
+
 def test_a_failed_packing_leaves_nothing_and_the_old_file_alone(tmp_path: Path) -> None:
     source = write_tiny_gguf(tmp_path / "tiny.gguf")
     load_model(str(source), "native", tmp_path)
@@ -498,7 +512,7 @@ def test_a_named_file_with_a_flipped_bit_in_its_head_or_cut_short_is_refused(
 def test_what_a_named_file_must_be_is_said(tmp_path: Path) -> None:
     packed = packed_elsewhere(tmp_path)
     whole = packed.read_bytes()
-    with pytest.raises(ModelError, match="packed as native, not as int8: give --format native"):
+    with pytest.raises(ModelError, match="packed as 'native', not as 'int8': --format"):
         load_model(str(packed), "int8", tmp_path)
     damaged = bytearray(whole)
     damaged[-1] ^= 1  # of the last vector
