@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from phasewise.cli.option_sets import info
+from phasewise.serving.models.storage_modes import PackMode, SparseMode
 from phasewise.workflows import options
 from phasewise.workflows.options import KvFormat, WeightFormat
 
@@ -35,7 +36,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="a known name, a GGUF file, a Hugging Face directory or a hub name",
+        help="a known name, a GGUF file, a Hugging Face directory, a hub name or a packed file",
         autocompletion=_complete_model,
     ),
 ]
@@ -43,7 +44,7 @@ OptionalModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="a known name, a GGUF file, a Hugging Face directory or a hub name",
+        help="a known name, a GGUF file, a Hugging Face directory, a hub name or a packed file",
         autocompletion=_complete_model,
         show_default=False,
     ),
@@ -57,6 +58,8 @@ TraceArgument = Annotated[
     ),
 ]
 FormatOption = Annotated[WeightFormat, info(options.FORMAT)]
+SparseOption = Annotated[SparseMode, info(options.SPARSE)]
+PackOption = Annotated[PackMode, info(options.PACK)]
 KvFormatOption = Annotated[KvFormat, info(options.KV_FORMAT)]
 ThreadsOption = Annotated[int | None, info(options.THREADS)]
 VectorArithmeticOption = Annotated[VectorArithmetic, info(options.VECTOR_ARITHMETIC)]

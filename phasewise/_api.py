@@ -36,7 +36,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
-    from phasewise.serving.models.sparse_mode import SparseMode
+    from phasewise.serving.models.storage_modes import PackMode, SparseMode
     from phasewise.tuner.config.steps import EvaluatorKind
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
@@ -157,13 +157,13 @@ def open_model(
 ) -> Model:
     """Open a model for running on this machine.
 
-    ref: a known name such as `smollm2-135m-instruct`, a GGUF file, a Hugging Face directory or a hub name.
-    weight_format: native, f32, bf16, int8 or int4. threads: cores of each phase. db: URL or file of the
-    tuning database. If None, and how weights are stored: PHASEWISE_FORMAT, _THREADS, _DB, _SPARSE,
-    and _ARITHMETIC, then [generate], then as the commands do. Raises ModelError, PlanError,
-    KernelDbError, and UsageError for a variable that says what cannot be.
+    ref: a known name such as `smollm2-135m-instruct`, a GGUF file, a Hugging Face directory, a hub
+    name or a packed file. weight_format: native, f32, bf16, int8 or int4. threads: cores of each phase. db:
+    URL or file of the tuning database. If None, and how weights are stored: PHASEWISE_FORMAT, _THREADS,
+    _DB, _SPARSE, _PACK and _ARITHMETIC, then [generate], then as the commands do. Raises ModelError,
+    PlanError, KernelDbError, and UsageError for a variable that says what cannot be.
     """
-    from phasewise.serving.models.sparse_mode import SPARSE_MODES
+    from phasewise.serving.models.storage_modes import PACK_MODES, SPARSE_MODES
     from phasewise.workflows.options import ARITHMETIC_CHOICES
 
     standing = StandingOptions.of("generate")
@@ -171,6 +171,7 @@ def open_model(
     weights = Weights(
         weight_format or standing.text("format") or "native",
         cast("SparseMode", standing.text("sparse", SPARSE_MODES) or "auto"),
+        cast("PackMode", standing.text("pack", PACK_MODES) or "keep"),
         arithmetic=arithmetic,
     )
     db = db or standing.text("db")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from phasewise._options import OptionError, named
-from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.serving.models.storage_modes import PackMode, SparseMode
 from phasewise.workflows.errors import UsageError
 
 ArithmeticChoice = Literal["tuned", "canonical", "groups", "blocks", "tiles"]
@@ -60,6 +60,14 @@ SPARSE = named(
     "--sparse",
     kind=SparseMode,
     envvar="PHASEWISE_SPARSE",
+)
+PACK = named(
+    "where the model lies as kernels read it. keep: in a file of the cache, which later starts map; check: "
+    "the same, and all of it is read at the start and packed again if any byte has changed; memory: on no "
+    "disk, every start packs it",
+    "--pack",
+    kind=PackMode,
+    envvar="PHASEWISE_PACK",
 )
 KV_FORMAT = named(
     "format of keys and values; auto: f32 beside f32 and F16, else int16; int4: 5 bits a number",

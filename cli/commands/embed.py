@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption, VectorArithmeticOption
+from phasewise.cli.options import (
+    FormatOption,
+    ModelArgument,
+    PackOption,
+    ThreadsOption,
+    VectorArithmeticOption,
+)
 from phasewise.cli.present import note, print_json, read_stdin, say
 
 if TYPE_CHECKING:
@@ -66,6 +72,7 @@ def embed(
         bool, typer.Option("--truncate", help="cut texts that are too long; else they are an error")
     ] = False,
     weight_format: FormatOption = "native",
+    pack: PackOption = "keep",
     arithmetic: VectorArithmeticOption = "tuned",
     threads: ThreadsOption = None,
 ) -> None:
@@ -82,7 +89,7 @@ def embed(
 
     inputs = _texts(texts or [], file)
     is_canonical = arithmetic == "canonical"
-    with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical) as opened:
+    with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical, pack=pack) as opened:
         computed, n_tokens = opened.vectors(
             inputs, truncate=truncate, dimensions=dimensions, input_type=input_type, task=task
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from phasewise._options import refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, complete_name
+from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, SparseOption, complete_name
 from phasewise.cli.present import note, on_one_line
 from phasewise.cli.tables import present
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import ModelConfig
 
 
-HELP = """Fetch models, list and remove them, look inside one.
+HELP = """Fetch models, list, pack and remove them, look inside one.
 
 $ phasewise models list
 $ phasewise models inspect model.gguf"""
@@ -64,6 +65,28 @@ def pull(
     with status_line() as line:
         located = fetch(model, cache_root(), line.say, progress)
     present(as_json, {"name": located.name, "path": str(located.path)}, [str(located.path)])
+
+
+@app.command()
+def pack(
+    model: ModelArgument,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the file to write")],
+    weight_format: FormatOption = "native",
+    sparse: SparseOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Pack MODEL into FILE, which commands take as MODEL from then on, and print its path.
+
+    $ phasewise models pack model.gguf -o model.packed
+    $ phasewise serve model.packed
+
+    For images, and hosts without a cache: FILE holds all that a start maps,
+    without the source. Another version of phasewise may ask for a new one.
+    """
+    from phasewise.workflows.pack import pack as pack_model
+
+    pack_model(model, weight_format, sparse, output, note)
+    present(as_json, {"path": str(output), "file_bytes": output.stat().st_size}, [str(output)])
 
 
 @app.command("list")

@@ -87,7 +87,7 @@ def open_embedding(
     specs = [
         WorkerSpec(
             instance.device,
-            ref,
+            model.ref_here(ref) if instance.is_cpu else ref,
             weight_format,
             instance.cores,
             None if cache is None else str(cache),

@@ -1,6 +1,7 @@
 """Loads a `PackedModel` by name or path, through a packed file that later starts only map. The first start
 reads the source and packs it; every later one compares the source's names, sizes and times with what the
-packed file was made from, and maps it. Readers of foreign formats are imported on the first path only."""
+packed file was made from, and maps it. Readers of foreign formats are imported on the first path only. A
+packed file that is named itself is mapped without its source."""
 
 from __future__ import annotations
 
@@ -13,11 +14,20 @@ from pathlib import Path
 from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
-from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
+from phasewise.serving.loaders.packed_file import (
+    is_packed,
+    open_packed,
+    pack_in_memory,
+    read_in_memory,
+    read_packed,
+    versions,
+    write_packed,
+)
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import FILE_SUFFIXES, StorageChoice
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import FORMATS, ModelConfig, PackedModel
+from phasewise.serving.models.storage_modes import PackMode, SparseMode
 
 Report = Callable[[str], None]
 
@@ -28,58 +38,96 @@ def load_model(
     cache_dir: Path | None = None,
     report: Report | None = None,
     *,
-    checksum: bool = False,
+    pack: PackMode = "keep",
     storage: StorageChoice | None = None,
 ) -> PackedModel:
     """Load the model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
 
-    `ref`: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name.
-    `cache_dir`: the directory of packed files and fetched models; None: the user's cache directory. `report`:
-    receives a line for each thing that takes long. `checksum`: True to compare the arrays with their
-    checksum, and pack anew if they differ. `storage`: the choice of weights that are stored sparse; None:
-    `auto`. Raises ModelError."""
+    `ref`: a known name (fetched when absent), a GGUF file, a Hugging Face directory, a hub name or a packed
+    file. `cache_dir`: the directory of packed files and fetched models; None: the user's cache directory.
+    `report`: receives a line for each thing that takes long. `pack`: where the packed model lies; under
+    `check` a file of the cache whose arrays lack their checksum is made anew. `storage`: the choice of
+    weights that are stored sparse; None: `auto`. Raises ModelError."""
     if format not in FORMATS:
         raise ModelError(f"weight format {format!r:.80} is not one of {', '.join(FORMATS)}")
-    report, storage = report or _silent, storage or StorageChoice()
+    report, storage, checksum = report or _silent, storage or StorageChoice(), pack == "check"
     root = cache_root(cache_dir)
     located = locate(ref, root, report)
+    if is_packed(located.path):
+        return open_packed(
+            located.path, format, None if storage.mode == "auto" else storage, checksum=checksum
+        )
     identity = _identity(located, format)
+    if pack == "memory":
+        with open_source(located) as source:
+            file = pack_in_memory(source, format, identity, report, storage)
+        return read_in_memory(file, identity, located.path)
     for suffix in dict.fromkeys(("", storage.file_suffix)):  # a dense model is stored alike by every choice
         target = root / "packed" / _file_name(located, format + suffix)
         model = read_packed(target, identity, located.path, choice=storage, checksum=checksum)
         if model is not None:
             return model
-    report(f"packing {located.name} as {format}; later starts map the result")
     with open_source(located) as source:
-        write_packed(source, format, identity, target, report, storage)
-    model = read_packed(target, identity, located.path)
-    if model is None:
-        raise ModelError(f"the packed model {target} does not read back as written: is the disk failing?")
-    return model
+        return _kept(source, format, identity, target, report, storage)
 
 
 def load_head(
     model: PackedModel, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> PackedModel | None:
-    """Load the draft head in the files of `model`, with the embeddings that both share; None where there is
-    no supported one. `format`, `cache_dir`, `report`: as for `load_model`. Raises ModelError."""
+    """Load the draft head in the files of `model`, with the embeddings that both share, and pack it to where
+    `model` lies; None where there is no supported one, and for a packed file that was named itself. `format`,
+    `cache_dir`, `report`: as for `load_model`. Raises ModelError."""
     from phasewise.serving.models.draft_head import with_own_head
 
-    located = head_place(model.config.architecture, model.name, model.source)
-    if located is None:
+    located, report = head_place(model.config.architecture, model.name, model.source), report or _silent
+    if located is None or is_packed(located.path):
         return None
     identity = f"{_identity(located, format)}\nhead"
     target = cache_root(cache_dir) / "packed" / _file_name(located, f"{format}-head")
-    head = read_packed(target, identity, located.path)
+    in_memory = model.is_in_memory
+    head = None if in_memory else read_packed(target, identity, located.path)
     if head is None:
         with open_head_source(located) as source:
             if source is None:
                 return None
-            write_packed(source, format, identity, target, report or _silent)
-        head = read_packed(target, identity, located.path)
-    if head is None:
-        raise ModelError(f"the packed head {target} does not read back as written: is the disk failing?")
+            if in_memory:
+                file = pack_in_memory(source, format, identity, report, _DENSE)
+                head = read_in_memory(file, identity, located.path)
+            else:
+                head = _kept(source, format, identity, target, report, _DENSE)
     return with_own_head(head, model)
+
+
+_DENSE = StorageChoice("never")
+
+
+def _kept(
+    source: ModelSource, format: str, identity: str, target: Path, report: Report, storage: StorageChoice
+) -> PackedModel:
+    """Pack a model into a file of the cache, and map it."""
+    try:
+        kept_in = f"{target.parent}, which later starts map"
+        write_packed(source, format, identity, target, kept_in, report, storage)
+    except OSError as error:
+        raise ModelError(
+            f"the packed model cannot be kept in {target.parent}: {reason_of(error)}; PHASEWISE_CACHE names"
+            " another directory, --pack memory keeps it on no disk"
+        ) from error
+    model = read_packed(target, identity, source.path)
+    if model is None:
+        raise ModelError(f"the packed model {target} does not read back as written: is the disk failing?")
+    return model
+
+
+def pack_model(ref: str, format: str, target: Path, kept_in: str, report: Report, sparse: SparseMode) -> None:
+    """Pack the model that `ref` names into a file that is opened by its own path, without the source and on
+    any machine. `kept_in`: its place, for people. Raises ModelError, and OSError where it cannot be
+    written."""
+    located = locate(ref, cache_root(None), report)
+    with open_source(located) as source:
+        identity = "\n".join([versions(), format])
+        write_packed(source, format, identity, target, kept_in, report, StorageChoice(sparse))
+    open_packed(target, format)
 
 
 def head_place(architecture: str, name: str, source: Path | str) -> Located | None:
@@ -119,11 +167,14 @@ def _facts_of(
 ) -> tuple[ModelConfig, Embedding | None]:
     root = cache_root(cache_dir)
     located = locate(ref, root, report or _silent)
+    if is_packed(located.path):
+        model = open_packed(located.path, format)
+        return model.config, model.embedding
     identity = _identity(located, format)
     for suffix in FILE_SUFFIXES:
-        model = read_packed(root / "packed" / _file_name(located, format + suffix), identity, located.path)
-        if model is not None:
-            return model.config, model.embedding
+        kept = read_packed(root / "packed" / _file_name(located, format + suffix), identity, located.path)
+        if kept is not None:
+            return kept.config, kept.embedding
     with open_source(located) as source:
         return source.config, source.embedding
 
@@ -149,6 +200,8 @@ def _open(located: Located) -> ModelSource:
         from phasewise.serving.loaders.formats.hf_model import open_hf_model
 
         return open_hf_model(located.path, located.name)
+    if is_packed(located.path):
+        raise ModelError(f"{located.path} is a packed model, made to be run: give the model it was made from")
     if located.path.suffix == ".safetensors":
         raise ModelError(f"{located.path} is only the weights of a model: give the directory that holds it")
     from phasewise.serving.loaders.formats.gguf_model import open_gguf_model

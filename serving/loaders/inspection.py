@@ -16,6 +16,7 @@ from phasewise._files import read_file
 from phasewise._json import read_json
 from phasewise._words import meant
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.chunks import kept_numbers
 from phasewise.serving.loaders.fetching import hub
 from phasewise.serving.loaders.fetching.hub import MOST_WHOLE_BYTES
 from phasewise.serving.loaders.fetching.registry import (
@@ -28,7 +29,7 @@ from phasewise.serving.loaders.fetching.registry import (
     known_path,
 )
 from phasewise.serving.loaders.layout import has_bias, plan_weights
-from phasewise.serving.loaders.packed_file import STALE_S, kept_numbers, read_head
+from phasewise.serving.loaders.packed_file import STALE_S, read_head
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.loaders.storage import break_even, bytes_share, can_be_sparse
 from phasewise.serving.models.config_json import config_to_json

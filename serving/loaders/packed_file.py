@@ -6,9 +6,10 @@
 
 The digest covers head and text. Each array must lie in the file and have the shape that the config asks for.
 A checksum of all arrays is in the head too; to compare it takes as long as reading them (`checksum`). A file
-is written beside its final name and renamed, so readers see all of it or none; a file that fails a check
-counts as absent and is made anew. Other users must not be able to write to the file or its directory. A file
-that is cut short while it is mapped ends the process with one line (`watch_mapping`)."""
+is written beside its final name and renamed, so readers see all of it or none; a file of the cache that fails
+a check counts as absent and is made anew, one that a user names is refused. Other users must not be able to
+write to the file or its directory. A file that is cut short while it is mapped ends the process with one line
+(`watch_mapping`). The same file may lie in memory instead (`pack_in_memory`)."""
 
 from __future__ import annotations
 
@@ -17,15 +18,13 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import stat
 import struct
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,25 +32,28 @@ import numpy as np
 
 from phasewise._files import open_file
 from phasewise._json import infinity_of, read_json
+from phasewise._words import reason_of
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError, shortage_of
+from phasewise.serving.loaders.chunks import made_ahead, packed_chunks, rows_at_once
 from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, check_packed, plan_vectors, plan_weights
 from phasewise.serving.loaders.source import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
     ModelSource,
     Rows,
     WeightForm,
     check_finite,
-    convert_rows,
-    pack_rows,
 )
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
 from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.encoding import Embedding
-from phasewise.serving.models.mapped_file import MappedFile
+from phasewise.serving.models.mapped_file import MappedFile, MemoryFile
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.processes.headroom import available_bytes
 from phasewise.serving.processes.segments import prefer_huge_pages
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
@@ -59,10 +61,11 @@ FILE_VERSION = 9  # change with anything in this module, or in how a loader read
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
-CHUNK_VALUES = 2 << 20  # weights decoded at a time by a thread: 8 MiB in float32
-MOST_THREADS = 16
+MOST_TEXT_BYTES = MAX_TOKENIZER_BYTES + MAX_JSON_BYTES  # of a tokenizer and a chat template
+TELL_EVERY_S = 5.0
 STALE_S = 3600  # a temporary file this old belongs to a run that died
 
+_NAME, _HASH = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,512}"), re.compile("[0-9a-f]{64}")
 _DIRECTORY_MODE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -108,43 +111,90 @@ def write_packed(
     weight_format: str,
     identity: str,
     target: Path,
+    kept_in: str,
     report: Report,
-    choice: StorageChoice = StorageChoice("never"),  # noqa: B008  (frozen)
+    choice: StorageChoice,
 ) -> None:
-    """Pack `source` into the file `target`. On any failure no file of that name appears or changes. `choice`:
-    the choice of weights that are stored sparse."""
-    weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
-    stored = [_stored(plan, choice) for plan in weights]
-    text = _text(source)
-    fields = {
-        "identity": identity,
-        "format": weight_format,
-        "name": source.name,
-        "source": str(source.path),
-        "config": config_to_json(source.config),
-        "tokenizer_bytes": len(text[0]),
-        "has_template": source.chat_template is not None,
-        "sampling": source.sampling.to_json(),
-        "embedding": None if source.embedding is None else asdict(source.embedding),
-        "content_hash": "0" * 64,
-        "slots": [],
-    }
-    slots, total = _placed(fields, sum(map(len, text)), stored, vectors)
+    """Pack `source` into the file `target`. On any failure, which may be an OSError, no file of that name
+    appears or changes. `kept_in`: the place, for people. `choice`: the choice of weights that are stored
+    sparse."""
+    layout = _Layout.of(source, weight_format, identity, choice)
+    report(f"packing {layout.about} into {kept_in}")
+    with _renamed_when_done(target) as fd:
+        os.posix_fallocate(fd, 0, layout.n_bytes)  # a full disk says so now, not after minutes
+        layout.write(fd, report)
+
+
+def pack_in_memory(
+    source: ModelSource, weight_format: str, identity: str, report: Report, choice: StorageChoice
+) -> MemoryFile:
+    """Pack `source` into a file in memory. Arguments as for `write_packed`. Raises ModelError where it does
+    not fit into free memory."""
+    layout = _Layout.of(source, weight_format, identity, choice)
+    left = available_bytes()
+    if left is not None and layout.n_bytes > left:
+        raise ModelError(
+            f"--pack memory: {layout.about} does not fit into the {left / 1e6:.0f} MB that are free; without"
+            " it the packed model is a file, of which memory holds what fits"
+        )
+    report(f"packing {layout.about} in memory, as every start with --pack memory does")
     try:
-        with _renamed_when_done(target) as fd:
-            os.posix_fallocate(fd, 0, total)  # a full disk says so now, not after minutes
-            fields["content_hash"], tops = _write_arrays(fd, slots, weights, vectors, report)
-            fields["slots"] = [asdict(replace(slot, top_exponent=tops.get(slot.name, 0))) for slot in slots]
-            head = _head(fields)
-            digest = hashlib.sha256(head + b"".join(text)).digest()
-            assert PREFIX.size + len(head) + sum(map(len, text)) <= slots[0].offsets[0]
-            prefix = PREFIX.pack(MAGIC, len(head), sum(map(len, text)), total, digest)
-            _write(fd, 0, prefix + head + b"".join(text))
+        file = MemoryFile.create(layout.n_bytes)
+        layout.write(file.fd, report)
     except OSError as error:
         raise ModelError(
-            f"the packed model of {total} bytes cannot be kept in {target.parent}: {error.strerror};"
-            " PHASEWISE_CACHE names another directory"
+            f"the system refused {layout.n_bytes} bytes of memory for weights: {error.strerror}"
         ) from error
+    return file
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """All that is known of a packed file before its arrays are written. `fields`: of its head, without what
+    the arrays decide."""
+
+    fields: dict[str, Any]
+    text: bytes
+    weights: list[WeightPlan]
+    vectors: list[VectorPlan]
+    slots: list[_Slot]
+    n_bytes: int
+
+    @classmethod
+    def of(cls, source: ModelSource, weight_format: str, identity: str, choice: StorageChoice) -> _Layout:
+        weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
+        stored = [_stored(plan, choice) for plan in weights]
+        tokenizer, template = _text(source)
+        fields = {
+            "identity": identity,
+            "format": weight_format,
+            "name": source.name,
+            "source": str(source.path),
+            "config": config_to_json(source.config),
+            "tokenizer_bytes": len(tokenizer),
+            "has_template": source.chat_template is not None,
+            "sampling": source.sampling.to_json(),
+            "embedding": None if source.embedding is None else asdict(source.embedding),
+            "content_hash": "0" * 64,
+            "slots": [],
+        }
+        text = tokenizer + template
+        return cls(fields, text, weights, vectors, *_placed(fields, len(text), stored, vectors))
+
+    @property
+    def about(self) -> str:
+        """Model, format and size, for people."""
+        return f"{self.fields['name']} as {self.fields['format']} ({self.n_bytes / 1e6:.0f} MB)"
+
+    def write(self, fd: int, report: Report) -> None:
+        """Write the file; its prefix comes last."""
+        content_hash, tops = _write_arrays(fd, self.slots, self.weights, self.vectors, report)
+        slots = [asdict(replace(slot, top_exponent=tops.get(slot.name, 0))) for slot in self.slots]
+        head = json.dumps({**self.fields, "content_hash": content_hash, "slots": slots}).encode()
+        digest = hashlib.sha256(head + self.text).digest()
+        assert PREFIX.size + len(head) + len(self.text) <= self.slots[0].offsets[0]
+        prefix = PREFIX.pack(MAGIC, len(head), len(self.text), self.n_bytes, digest)
+        _write(fd, 0, prefix + head + self.text)
 
 
 def read_packed(
@@ -154,28 +204,87 @@ def read_packed(
     the storage that weights must have; None: any. `checksum`: True to compare all arrays with their
     checksum."""
     try:
-        with open_file(target) as file:
-            status = os.fstat(file.fileno())
-            fields, text = _checked_head(file)
-            if fields["identity"] != identity or not _is_ours_alone(status):
-                return None
-            if choice is not None and not all(_is_stored_so(slot, choice) for slot in _slots(fields)):
-                return None
-            mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
-            prefer_huge_pages(mapped)
-        address = np.frombuffer(mapped, np.uint8).ctypes.data
-        watch_mapping(address, fields["file_bytes"], _FAULT.format(target))
-        mapping = MappedFile(target, address, fields["file_bytes"], (status.st_dev, status.st_ino))
-        model = replace(_model(fields, text, mapped, source), file=mapping)
-        weights = {name: (weight.n, weight.k) for name, weight in model.weights.items()}  # kernels trust it
-        check_packed(model.config, weights, {name: len(vector) for name, vector in model.vectors.items()})
-        if checksum and _checksum(_slots(fields), mapped) != fields["content_hash"]:
-            return None
-        return model
+        return _mapped(target, lambda own: own == identity, source, choice, checksum)
     except Exception as error:  # a head may say anything, and be wrong in every way there is
         if shortage_of(error) is not None:
             raise  # the file may be whole
         return None
+
+
+def open_packed(
+    path: Path, weight_format: str, choice: StorageChoice | None = None, *, checksum: bool = False
+) -> PackedModel:
+    """Map a packed file that a user names. `weight_format`, `choice`, `checksum`: what it must have, as for
+    `read_packed`. Raises ModelError, of one line, for any fault."""
+
+    def is_right(identity: str) -> bool:
+        version, own_format, *_ = f"{identity}\n".split("\n")
+        if version != versions():
+            raise _PackedError(f"it was packed by another version ({version!r:.60}): pack it again")
+        if own_format != weight_format:
+            raise _PackedError(
+                f"it is packed as {own_format!r:.20}, not as {weight_format!r}: --format names it"
+            )
+        return True
+
+    try:
+        return _mapped(path, is_right, path, choice, checksum)
+    except Exception as error:
+        if shortage_of(error) is not None:
+            raise
+        is_told = isinstance(error, ModelError | OSError | _PackedError)
+        reason = reason_of(error) if is_told else "its head makes no sense"
+        raise ModelError(f"the packed model {path} cannot be used: {reason:.300}") from error
+
+
+def read_in_memory(file: MemoryFile, identity: str, source: Path) -> PackedModel:
+    """Map a file of `pack_in_memory`, which lives as long as the model."""
+    model = _mapped(file.path, lambda own: own == identity, source, None, checksum=False)
+    assert model.file is not None
+    return replace(model, file=replace(model.file, memory=file))
+
+
+def is_packed(path: Path) -> bool:
+    """True if a file begins as packed ones do. A GGUF file is told by its name, without opening it."""
+    try:
+        if path.suffix == ".gguf" or path.is_dir():
+            return False
+        with open_file(path) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+class _PackedError(ValueError):
+    """The reason why a packed file cannot be used."""
+
+
+def _mapped(
+    path: Path, is_right: Callable[[str], bool], source: Path, choice: StorageChoice | None, checksum: bool
+) -> PackedModel:
+    """Map a packed file. Raises whatever a file raises that is not as written, or has an identity or storage
+    that is not right."""
+    with open_file(path) as file:
+        status = os.fstat(file.fileno())
+        fields, text = _checked_head(file)
+        if not is_right(fields["identity"]):
+            raise _PackedError("it was made from something else")
+        if not _is_ours_alone(status):
+            mode = f"owner {status.st_uid}, mode {status.st_mode & 0o777:o}"
+            raise _PackedError(f"others can write to it ({mode}): it must be yours or root's, and mode 644")
+        if choice is not None and not all(_is_stored_so(slot, choice) for slot in _slots(fields)):
+            raise _PackedError("its weights are stored otherwise: --sparse auto takes them as they are")
+        mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
+        prefer_huge_pages(mapped)
+    address = np.frombuffer(mapped, np.uint8).ctypes.data
+    watch_mapping(address, fields["file_bytes"], _FAULT.format(path))
+    mapping = MappedFile(path, address, fields["file_bytes"], (status.st_dev, status.st_ino))
+    model = replace(_model(fields, text, mapped, source), file=mapping)
+    weights = {name: (weight.n, weight.k) for name, weight in model.weights.items()}  # kernels trust it
+    check_packed(model.config, weights, {name: len(vector) for name, vector in model.vectors.items()})
+    if checksum and _checksum(_slots(fields), mapped) != fields["content_hash"]:
+        raise _PackedError("its weights do not have their checksum: it is damaged")
+    return model
 
 
 def _is_stored_so(slot: _Slot, choice: StorageChoice) -> bool:
@@ -186,7 +295,7 @@ def _is_stored_so(slot: _Slot, choice: StorageChoice) -> bool:
 
 _FAULT = (
     "phasewise: the packed model {} was cut short, or cannot be read any more, while it is in use; start "
-    "again, which makes it anew"
+    "again: a file of the cache is made anew"
 )
 
 
@@ -224,17 +333,15 @@ def _checked_head(file: BinaryIO) -> tuple[dict[str, Any], bytes]:
     magic, head_bytes, text_bytes, total, digest = PREFIX.unpack(file.read(PREFIX.size))
     body_bytes = head_bytes + text_bytes
     if magic != MAGIC or os.fstat(file.fileno()).st_size != total or body_bytes > total:
-        raise ValueError("not a packed file, or cut short")
+        raise _PackedError("it is no packed file, or cut short")
+    if head_bytes > MAX_JSON_BYTES or text_bytes > MOST_TEXT_BYTES:
+        raise _PackedError(f"its head and texts have {body_bytes} bytes")
     body = file.read(body_bytes)
     if hashlib.sha256(body).digest() != digest:
-        raise ValueError("a damaged head")
+        raise _PackedError("its head is damaged")
     fields: dict[str, Any] = read_json(body[:head_bytes], constant_of=infinity_of)
     fields["file_bytes"] = total
     return fields, body[head_bytes:]
-
-
-def _head(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields).encode()
 
 
 def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
@@ -244,7 +351,7 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
     if not choice.wants_sparse or not can_be_sparse(plan.form):
         return slot
     kept, stream_bytes = 0, 0
-    for packed in _made_ahead(_packed_chunks(plan)):
+    for packed in made_ahead(packed_chunks(plan)):
         stream, _, of_chunk = _sparse_chunk(packed, stream_bytes)
         if stream_bytes == 0 and choice.mode != "always" and of_chunk > NEARLY_DENSE * packed.n * packed.k:
             return slot
@@ -254,11 +361,6 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
     if not choice.is_sparse(plan.form, plan.n, plan.k, kept):
         return slot
     return replace(slot, stream_bytes=stream_bytes)
-
-
-def kept_numbers(plan: WeightPlan) -> int:
-    """Count the numbers that are not zero of a weight that can be sparse; reads all of it."""
-    return sum(sparse.kept(packed) for packed in _made_ahead(_packed_chunks(plan)))
 
 
 def _sparse_chunk(packed: PackedWeight, offset: int) -> tuple[Array, Array, int]:
@@ -271,7 +373,7 @@ def _placed(
 ) -> tuple[list[_Slot], int]:
     """Slots and the size of the file. Offsets lengthen the head that they follow, so its size is a guess."""
     unplaced = [*weights, *(_Slot(vector.name, vector.length, 1, None, ()) for vector in vectors)]
-    room = len(_head(fields)) + 500 * (len(unplaced) + 1)
+    room = len(json.dumps(fields)) + 500 * (len(unplaced) + 1)
     end = -(-(PREFIX.size + room + text_bytes) // 4096) * 4096
     slots = []
     for slot in unplaced:
@@ -321,14 +423,15 @@ def _write_arrays(
 
     Returns the SHA-256 over names, shapes and arrays, and top exponents by the names of weights."""
     content, tops = hashlib.sha256(), {}
-    total, done, told, begun_s = sum(plan.nbytes for plan in weights), 0, 0, time.monotonic()
+    total, done, begun_s = sum(plan.nbytes for plan in weights), 0, time.monotonic()
+    told_s = begun_s
     for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
         tops[slot.name] = _write_weight(fd, slot, weight, content.update)
         done += weight.nbytes
-        if 100 * done // total >= told + 10:
-            told = 100 * done // total
-            left_s = (time.monotonic() - begun_s) * (total - done) / done
-            report(f"packing: {told} % of {total / 1e6:.0f} MB, {left_s:.0f} s left")
+        now_s = time.monotonic()
+        if now_s >= told_s + TELL_EVERY_S:
+            told_s, left_s = now_s, (now_s - begun_s) * (total - done) / done
+            report(f"packing: {100 * done // total} % of {total / 1e6:.0f} MB, {left_s:.0f} s left")
     for slot, vector in zip(slots[len(weights) :], vectors, strict=True):
         numbers = np.concatenate([_vector(part.rows(0, 1), slot.name) for part in vector.parts])
         content.update(_label(slot))
@@ -344,7 +447,7 @@ def _write_weight(
     is over the dense weight, whatever its storage."""
     digest(_label(slot))
     places, top, stream_bytes = list(slot.offsets), 0, 0
-    for packed in _made_ahead(_packed_chunks(plan)):
+    for packed in made_ahead(packed_chunks(plan)):
         for array in packed.arrays:
             digest(_bytes_of(array))
         arrays = packed.arrays
@@ -362,36 +465,6 @@ def _write_weight(
 
 def _label(slot: _Slot) -> bytes:
     return f"{slot.name} {slot.n} {slot.k} {slot.form}".encode()
-
-
-def _packed_chunks(plan: WeightPlan) -> Iterator[Callable[[], PackedWeight]]:
-    """Yield calls that pack the weight in runs of whole panels, in order."""
-    step = _rows_at_once(plan.k)
-    for start in range(0, plan.n, step):
-        yield partial(_packed_chunk, plan, start, min(start + step, plan.n))
-
-
-def _packed_chunk(plan: WeightPlan, start: int, stop: int) -> PackedWeight:
-    pieces, base = [], 0
-    for part in plan.parts:
-        low, high = max(start - base, 0), min(stop - base, part.shape[0])
-        if low < high:
-            pieces.append(convert_rows(part.rows(low, high), plan.form, plan.name))
-        base += part.shape[0]
-    return pack_rows(pieces, plan.form, plan.name)
-
-
-def _made_ahead(calls: Iterator[Callable[[], PackedWeight]]) -> Iterator[PackedWeight]:
-    """Yield results in order, made by as many threads as there are cores: numpy runs without the GIL."""
-    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    waiting: deque[Future[PackedWeight]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for call in calls:
-            waiting.append(pool.submit(call))
-            if len(waiting) > threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def _vector(rows: Rows, what: str) -> Array:
@@ -437,18 +510,13 @@ def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
         if slot.form is None:
             content.update(memory[slot.offsets[0] : slot.offsets[0] + 4 * slot.n])
             continue
-        step, weight = _rows_at_once(slot.k) // PANEL, _weight(slot, mapped)
+        step, weight = rows_at_once(slot.form, slot.k) // PANEL, _weight(slot, mapped)
         for start in range(0, weight.panels, step):
             chunk = columns(weight, start, min(start + step, weight.panels))
             assert chunk is not None
             for array in packing.to_dense(chunk).arrays:
                 content.update(_bytes_of(array))
     return content.hexdigest()
-
-
-def _rows_at_once(k: int) -> int:
-    """Rows of a weight that are read at once, in whole panels."""
-    return max(CHUNK_VALUES // k // PANEL, 1) * PANEL
 
 
 def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path) -> PackedModel:
@@ -459,8 +527,11 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
             vectors[slot.name] = np.frombuffer(mapped, np.float32, slot.n, slot.offsets[0])
         else:
             weight = weights[slot.name] = _weight(slot, mapped)
+            _native.prepared_row_bytes(weight)  # raises WeightError for what no kernel reads
             if weight.is_sparse and sparse.kept(weight) != slot.kept:  # by offsets, masks and length
                 raise ValueError(f"{slot.name} keeps other weights than the head says")
+    if not (_NAME.fullmatch(fields["name"]) and _HASH.fullmatch(fields["content_hash"])):
+        raise ValueError("a name or a hash that no model has")
     tokenizer_bytes = fields["tokenizer_bytes"]
     if not 0 <= tokenizer_bytes <= len(text):
         raise ValueError(f"a tokenizer of {tokenizer_bytes} bytes, of {len(text)}")
@@ -475,7 +546,7 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
         tokenizer_json=text[:tokenizer_bytes].decode(),
         chat_template=text[tokenizer_bytes:].decode() if fields["has_template"] else None,
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
-        sampling=SamplingDefaults(**fields["sampling"]),
+        sampling=SamplingDefaults.from_json(fields["sampling"]),
         embedding=None if fields["embedding"] is None else Embedding.from_json(fields["embedding"]),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels.packing import COLUMN_GROUP
 from phasewise.serving.loaders.source import WeightForm
-from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.serving.models.storage_modes import SparseMode
 
 WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
 """The largest bytes of a sparse weight, as a share of its dense bytes, where nothing was measured: then

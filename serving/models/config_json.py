@@ -53,13 +53,21 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _value(hint: Any, plain: Any) -> Any:
     """Read a value of type `hint` from plain JSON values."""
-    if plain is None:
+    if plain is None and type(None) in get_args(hint):
         return None
     if get_origin(hint) is tuple:
         return tuple(_value(get_args(hint)[0], entry) for entry in plain)
     classes = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
-    if not classes or type(plain) in get_args(hint):
-        return plain
+    if not classes or not isinstance(plain, Mapping):
+        return _number_or_text(hint, plain)
     own = dict(plain)
     kind = classes[0] if len(classes) == 1 else SCALINGS[own.pop("kind")]
     return kind(**{name: _value(_hints(kind)[name], entry) for name, entry in own.items()})
+
+
+def _number_or_text(hint: Any, plain: Any) -> Any:
+    """`plain`, which must be of one of the types that `hint` names; a whole number is a float too."""
+    allowed = get_args(hint) or (hint,)
+    if type(plain) in allowed or plain in allowed or (type(plain) is int and float in allowed):
+        return plain
+    raise TypeError(f"{plain!r:.80} where {hint} is expected")

@@ -1,4 +1,4 @@
-"""The packed file that a model's arrays lie in."""
+"""The packed file that a model's arrays lie in, on disk or in memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,30 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from phasewise._files import open_regular
 from phasewise.cython_kernels._native import drop_mapped
+
+
+class MemoryFile:
+    """A file in memory without a name, which vanishes with its last mapping. Other processes of the same user
+    open `path` while this object lives."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.path = Path(f"/proc/{os.getpid()}/fd/{fd}")
+
+    @classmethod
+    def create(cls, n_bytes: int) -> Self:
+        """A file of zeros. Raises OSError where the system refuses it."""
+        file = cls(os.memfd_create("phasewise-packed"))
+        os.fchmod(file.fd, 0o600)
+        os.ftruncate(file.fd, n_bytes)
+        return file
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 @dataclass(frozen=True)
@@ -21,9 +42,12 @@ class MappedFile:
     n_bytes: int
     identity: tuple[int, int]
     """Device and inode: the path may get another file."""
+    memory: MemoryFile | None = None
+    """The file where this process made it in memory; None: it lies on disk, or another process made it."""
 
     def release(self) -> None:
-        """Give the file's pages back to the system, which reads them again when they are used."""
+        """Give the file's pages back to the system, which reads them again when they are used. A file in
+        memory keeps them."""
         drop_mapped(self.address, self.n_bytes)
         fd = self.open_again()
         if fd is not None:

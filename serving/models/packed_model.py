@@ -506,6 +506,16 @@ class PackedModel:
     adapters: tuple[Adapter, ...] = ()
     """Adapters that requests may have on top; a slice names them by their numbers, from 1 on."""
 
+    @property
+    def is_in_memory(self) -> bool:
+        """True if this process packed the model into memory, and no cache holds it."""
+        return self.file is not None and self.file.memory is not None
+
+    def ref_here(self, ref: str) -> str:
+        """The reference by which other processes of this machine open the model: `ref`, or its file in
+        memory, which they map."""
+        return str(self.file.path) if self.file is not None and self.file.memory is not None else ref
+
     def site(self, linears: Linears, stem: str = "") -> Site:
         """The site in a program of a layer (`stem` "layers.3."), or of what is outside layers ("")."""
         return Site(linears, self.weights, self.vectors, stem)

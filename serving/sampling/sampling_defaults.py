@@ -41,6 +41,16 @@ class SamplingDefaults:
         given = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
         return replace(self, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> SamplingDefaults:
+        """The defaults that `to_json` wrote. ValueError for values that no sampler could use."""
+        for name in _GGUF_KEYS:
+            value = fields[name]
+            number = _number(value)
+            if not (name == "top_k" and value is None) and (number is None or not _usable(name, number)):
+                raise ValueError(f"{name} is {value!r:.40}")
+        return cls(**fields)
+
     def to_json(self) -> dict[str, Any]:
         """JSON object for `/v1/models` and packed files."""
         return asdict(self)

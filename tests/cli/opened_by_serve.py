@@ -131,7 +131,7 @@ class Boundary:
         def loading(ref: str, format: str, *rest: Any, **more: Any) -> Any:
             storage = more.get("storage")
             stored = storage and (storage.mode, storage.sequences)
-            self.keep("loaded", (str(ref), str(format), more.get("checksum"), stored))
+            self.keep("loaded", (str(ref), str(format), more.get("pack"), stored))
             return load(ref, format, *rest, **more)
 
         schedules = tuned_schedules.schedules_for

@@ -141,7 +141,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--format": one("--format", "int8"),
         "--sparse": one("--sparse", "always"),
         "--lora": one("--lora", f"poet={here / 'adapter'}"),
-        "--checksum": one("--checksum"),
+        "--pack": one("--pack", "memory"),
         "--arithmetic": one("--arithmetic", "canonical"),
         "--threads": one("--threads", 3),
         "--ranks": one("--ranks", 2),
@@ -284,15 +284,15 @@ def key_of(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-OF_WEIGHTS = (("--arithmetic", "canonical"), ("--arithmetic", "tiles"), ("--checksum",))
+OF_WEIGHTS = (("--arithmetic", "canonical"), ("--arithmetic", "tiles"), ("--pack", "check"))
 
 
 def followed(run: Run, flag: str, choice: str) -> list[bool]:
     """For each thing that computes or loads, in any process, whether it was told."""
     specs = [spec["weights"] for spec in run.opened.get("instance", ())]
-    if flag == "--checksum":
+    if flag == "--pack":
         loads = [load for load in run.opened.get("loaded", ()) if load[0] != "schedules"]
-        return [*(load[2] for load in loads), *(weights["checksum"] for weights in specs)]
+        return [load[2] == choice for load in loads] + [weights["pack"] == choice for weights in specs]
     engines = [engine[6] for engine in run.opened.get("engine", ())]
     embeddings = [embedding[-1] for embedding in run.opened.get("embedding", ()) if choice == "canonical"]
     choices = [engine[phase] == choice for engine in engines for phase in PHASES]
@@ -301,20 +301,20 @@ def followed(run: Run, flag: str, choice: str) -> list[bool]:
 
 @pytest.mark.many
 @pytest.mark.parametrize("way", NAMES)
-def test_arithmetic_tiles_and_checksums_reach_all_that_computes(
+def test_arithmetic_tiles_and_packing_reach_all_that_computes(
     way: str, places: Places, boundary: Boundary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every engine, instance and embedding model of every way; what does not reach them is refused."""
     monkeypatch.setattr("phasewise.cython_kernels.schedules.has_tiles_arithmetic", lambda: True)
     told = 0
-    for flag, *choice in OF_WEIGHTS:
-        run = boundary.serve(*ways(places)[way], flag, *choice)
+    for flag, choice in OF_WEIGHTS:
+        run = boundary.serve(*ways(places)[way], flag, choice)
         if is_refusal(run):
             assert f"{flag} has no effect" in run.said
             assert run.opened == {}
             continue
         assert run.exit_code == 0, run.said
-        parts = followed(run, flag, choice[0] if choice else "")
+        parts = followed(run, flag, choice)
         assert parts, (flag, choice)
         assert all(parts), (flag, choice, run.opened)
         told += 1

@@ -24,7 +24,7 @@ from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import xeon
 from tests.support.models.tiny_models import write_tiny_gguf
 
-WEIGHTS = Weights("int8", "never", checksum=True, arithmetic="blocks")
+WEIGHTS = Weights("int8", "never", "check", arithmetic="blocks")
 ORDERS = Orders("", "", "")
 
 

@@ -62,7 +62,7 @@ class OwnServer:
         weight_format, placement, answering = self.weights.weight_format, self.placement, self.answering
         words = [self.model, "--format", weight_format, "--log-level", "error"]
         words += [] if placement.threads is None else ["--threads", str(placement.threads)]
-        words += ["--arithmetic", self.weights.arithmetic]
+        words += ["--arithmetic", self.weights.arithmetic, "--pack", self.weights.pack]
         if is_made_for_embedding(self.model, weight_format, report=report):
             of_text = [*changed(self.weights, "sparse", "lora"), *changed(placement, "ranks", "db")]
             of_text += changed(answering, "draft", "draft_tokens", "kv_format")

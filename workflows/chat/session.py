@@ -45,7 +45,8 @@ class ChatSession:
     def __init__(self, model: str, settings: ChatSettings, report: Report = silent) -> None:
         """Open the model. ModelError, PlanError, KernelDbError; WorkflowError without a chat template."""
         kv_format, db = settings.kv_format, settings.db
-        weights = Weights(settings.weight_format, lora=None if settings.lora is None else [settings.lora])
+        lora = None if settings.lora is None else [settings.lora]
+        weights = Weights(settings.weight_format, pack=settings.pack, lora=lora)
         check_settings(model, weights, kv_format, report)
         loaded = open_model(model, weights, settings.threads, db, report)
         self._text = ModelText(loaded.model)

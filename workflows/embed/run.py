@@ -17,6 +17,7 @@ from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, check_numbers, truncated
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.storage_modes import PackMode
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import default_plan
 from phasewise.workflows.errors import WorkflowError
@@ -93,13 +94,14 @@ def open_embedder(
     report: Report = silent,
     *,
     is_canonical: bool = False,
+    pack: PackMode = "keep",
 ) -> OpenEmbedder:
     """Load an embedding model and start its threads. ModelError for any other model, PlanError, RanksError.
 
     threads: cores to use; None: all cores of the node that the default prefill plan names. is_canonical: the
-    vectors have the same bits on every CPU.
+    vectors have the same bits on every CPU. pack: as for `load_model`.
     """
-    model = load_model(ref, weight_format, report=report)
+    model = load_model(ref, weight_format, report=report, pack=pack)
     plan = default_plan(read_machine(), "prefill", threads)
     cores = [core for rank in plan.ranks for core in rank.cores]
     embedder = Embedder(model, cores, is_canonical=is_canonical)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise._options import option
-from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.serving.models.storage_modes import SparseMode
 from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import (
     ARITHMETIC,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._files import read_input
 from phasewise._options import option
-from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.serving.models.storage_modes import PackMode, SparseMode
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.options import (
@@ -20,6 +20,7 @@ from phasewise.workflows.options import (
     FORMAT,
     KV_FORMAT,
     ONE_LORA,
+    PACK,
     RANKS,
     SPARSE,
     THREADS,
@@ -84,6 +85,7 @@ class ChatSettings:
     context: int | None = option(None, "most tokens of the conversation", min=32, metavar="N")
     weight_format: str = FORMAT("native")
     kv_format: str = KV_FORMAT("auto")
+    pack: PackMode = PACK("keep")
     threads: int | None = THREADS(None)
     lora: str | None = ONE_LORA(None)
     db: str | None = DB(None)
@@ -108,6 +110,7 @@ class AnswerSettings:
     weight_format: str = FORMAT("native")
     kv_format: str = KV_FORMAT("auto")
     sparse: SparseMode = SPARSE("auto")
+    pack: PackMode = PACK("keep")
     threads: int | None = THREADS(None)
     ranks: int | None = RANKS(None)
     arithmetic: ArithmeticChoice = ARITHMETIC("tuned")
@@ -120,6 +123,7 @@ class AnswerSettings:
         return Weights(
             self.weight_format,
             self.sparse,
+            self.pack,
             arithmetic=self.arithmetic,
             lora=None if self.lora is None else [self.lora],
         )

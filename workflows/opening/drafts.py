@@ -15,6 +15,7 @@ from phasewise.serving.loaders import load_head, load_model
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.models.forward import check_generates
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.storage_modes import PackMode
 from phasewise.topology import read_machine
 from phasewise.tuner.config.recorded import configurations
 from phasewise.tuner.plans import machine_key, model_key
@@ -96,7 +97,8 @@ def find_drafts(
         head = _head_of(opened, report, is_named=name == HEAD) if reads_head else None
         return DraftSource(head, recorded, n_tokens)
     assert name is not None
-    draft = load_model(name, "native", report=report)
+    pack: PackMode = "memory" if opened.model.is_in_memory else "keep"
+    draft = load_model(name, "native", report=report, pack=pack)
     check_generates(draft)
     if draft.config.state is not None:
         raise ModelError(

@@ -15,6 +15,7 @@ from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.layout import plan_weights, weight_shapes
+from phasewise.serving.loaders.packed_file import is_packed, open_packed
 from phasewise.serving.loaders.source import (
     BF16,
     F16,
@@ -48,7 +49,10 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
     lone = lone_config(reference)
     if lone is not None:
         return _shape_of_config(*lone, weight_format)
-    with open_source(locate(reference, cache_root(), report)) as source:
+    located = locate(reference, cache_root(), report)
+    if is_packed(located.path):
+        return shape_of_model(open_packed(located.path, weight_format))
+    with open_source(located) as source:
         plans = plan_weights(source, weight_format)
         layers = [plan.form.kind for plan in plans if plan.name.startswith("layers.")]
         element_bytes = 4 if all(kind in EXACT_KINDS for kind in layers) else 2

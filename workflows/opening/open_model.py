@@ -21,7 +21,7 @@ from phasewise.serving.loaders.source import WeightForm
 from phasewise.serving.loaders.storage import StorageChoice, StorageDecision
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS, check_kv_format
-from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.serving.models.storage_modes import SparseMode
 from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.config.rates import MachineRates, default_rates
@@ -78,9 +78,9 @@ def open_model(
 ) -> OpenModel:
     """Load a model, find its plans and the schedules in use on the plans' cores.
 
-    ref: a known name, a GGUF file, a Hugging Face directory or a hub name. threads: cores of each phase,
-    ranks: how many divide them; both None for the stored plan, or the default one. db: URL or file of the
-    tuning database; None for the user's own. Raises ModelError, PlanError, KernelDbError.
+    ref: a known name, a GGUF file, a Hugging Face directory, a hub name or a packed file. threads: cores of
+    each phase, ranks: how many divide them; both None for the stored plan, or the default one. db: URL or
+    file of the tuning database; None for the user's own. Raises ModelError, PlanError, KernelDbError.
     """
     check_arithmetic(weights.arithmetic)
     machine = read_machine()
@@ -102,7 +102,7 @@ def open_under(
     """Open a model under these plans, with the schedules in use on their cores. Otherwise as `open_model`."""
     check_arithmetic(weights.arithmetic)
     storage = storage_choice(weights.sparse, db, machine, plans, report, weights.sequences)
-    model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
+    model = load_model(ref, weights.weight_format, report=report, pack=weights.pack, storage=storage)
     if weights.lora:
         model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)

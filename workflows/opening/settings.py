@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phasewise._options import changed, option, refuse_unused
-from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.serving.models.storage_modes import PackMode, SparseMode
 from phasewise.workflows.database.settings import Trust
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE, ArithmeticChoice
+from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, PACK, SPARSE, ArithmeticChoice
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,7 @@ class Weights:
 
     weight_format: str = FORMAT("native")
     sparse: SparseMode = SPARSE("auto")
-    checksum: bool = option(
-        False,
-        "read the whole packed model at the start, and pack it again if any byte has changed",
-        "--checksum",
-        envvar="PHASEWISE_CHECKSUM",
-    )
+    pack: PackMode = PACK("keep")
     arithmetic: ArithmeticChoice = ARITHMETIC("tuned")
     lora: Sequence[str] | None = LORA(None)
     sequences: int = field(default=1, kw_only=True)
@@ -42,12 +37,11 @@ NATIVE = Weights()
 
 @dataclass(frozen=True)
 class ReadWeights(Weights):
-    """Weights of a command that computes and ends, and verifies no packed model's checksum."""
+    """Weights of a command that computes and ends."""
 
     PANEL = "Options"
 
     sparse: SparseMode = SPARSE("auto", config_only=True)
-    checksum: bool = False
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def open_embeddings(
         room = EmbeddingRoom(machine, threads=settings.running.threads)
     else:
         room = _room_beside(on, machine, taken, report)
-    model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum)
+    model = load_model(ref, weights.weight_format, report=report, pack=weights.pack)
     accelerators = accelerators_here(with_gpus=on.embed_accelerators, devices=on.embed_device)
     plan = plan_for(model, room, on, accelerators, report, settings.db)
     report(plan.describe() + (", with the same bits on every CPU" if weights.is_canonical else ""))

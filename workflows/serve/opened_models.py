@@ -140,9 +140,10 @@ class Opener:
 
     def opened_as(self, served: OpenedModel) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:
         """Yield the model as this host opens it for each instance; without instances, as it is opened."""
-        weights, db = self.settings.weights, self.settings.db
+        weights, db, sized = self.settings.weights, self.settings.db, served.sized
+        ref = sized.open_model.model.ref_here(sized.ref)
         for instance in self.way.instances:
-            yield instance, open_under(instance.plans, served.sized.ref, weights, db, read_machine())
+            yield instance, open_under(instance.plans, ref, weights, db, read_machine())
         if not self.way.instances:
             yield None, served.sized.open_model
 

@@ -202,7 +202,8 @@ class OnCores:
         size = share_of(size, len(self.instances), settings.running.context_tokens)
         cores = self.cores(None)
         n_others = min(cores_beside(settings.embeddings), len(free_cores(read_machine(), cores)))
-        specs = self.specs(_spec(sized, size, settings, other_cores=n_others))
+        own = replace(sized, ref=sized.open_model.model.ref_here(sized.ref))
+        specs = self.specs(_spec(own, size, settings, other_cores=n_others))
         roles: list[Role] = [instance.role for instance in self.instances]
         with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:  # of their sockets
             front = FrontSettings(

@@ -12,6 +12,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
 from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.loaders.packed_file import is_packed, read_head
 
 KINDS_OF_NAMES = (
     ": give a .gguf file, a Hugging Face directory, a hub name (org/name)"
@@ -26,7 +27,7 @@ DownloadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Located:
-    """A model on disk: a GGUF file or a Hugging Face directory, and its name."""
+    """A model on disk: a GGUF file, a Hugging Face directory or a packed file, and its name."""
 
     name: str
     path: Path
@@ -50,6 +51,8 @@ def locate(ref: str, root: Path, report: Report) -> Located:
         return Located(ref, known_path(KNOWN[ref], root) if here else pull(KNOWN[ref], root, report))
     path = _existing(ref)
     if path is not None:
+        if is_packed(path) and (head := read_head(path)) is not None:
+            return Located(str(head["name"]), path)
         first = part_paths(path)[0]  # any part names the model
         path = first if first.exists() else path
         return Located(stem_of(path.resolve().name), path)

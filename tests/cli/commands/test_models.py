@@ -54,6 +54,17 @@ def test_list_json_tells_present_from_absent_and_shows_packed_files(tmp_path: Pa
     assert "int8" in run("list")
 
 
+def test_pack_writes_a_file_that_is_a_model_of_its_own(tmp_path: Path, cache: Path) -> None:
+    model, out = write_tiny_gguf(tmp_path / "m.gguf"), tmp_path / "m.packed"
+
+    assert run("pack", str(model), "-o", str(out)).strip() == str(out)
+
+    model.unlink()
+    assert load_model(str(out), "native", cache).name == "m"
+    assert out.stat().st_mode & 0o777 == 0o644
+    assert not (cache / "packed").exists()
+
+
 def _fetched(root: Path) -> tuple[Path, str]:
     """A tiny GGUF as `models pull` keeps it, and the name that it was pulled by."""
     name = "org/tiny-GGUF:Q8_0"

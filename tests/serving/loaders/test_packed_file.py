@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,11 +22,19 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import is_made_for_embedding, load_model
+from phasewise.serving.loaders import (
+    config_of_model,
+    is_made_for_embedding,
+    load_head,
+    load_model,
+    open_source,
+)
+from phasewise.serving.loaders.fetching.resolve import locate
 from phasewise.serving.loaders.packed_file import PREFIX
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.serving.models.storage_modes import SparseMode
+from phasewise.workflows.pack import pack
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
 from tests.support.tiers import examples
@@ -55,9 +65,9 @@ def assert_same(first: PackedModel, other: PackedModel) -> None:
     assert all(np.array_equal(first.vectors[name], other.vectors[name]) for name in first.vectors)
 
 
-@pytest.mark.parametrize("kind", ["gguf", "directory"])
+@pytest.mark.parametrize("kind", ["tiny.gguf", "directory"])
 def test_a_second_start_reads_only_the_packed_file(tmp_path: Path, kind: str) -> None:
-    write_tiny_gguf(tmp_path / "gguf", types="Q4_1") if kind == "gguf" else write_tiny_hf(
+    write_tiny_gguf(tmp_path / kind, types="Q4_1") if kind == "tiny.gguf" else write_tiny_hf(
         tmp_path / "directory"
     )
     first = load_model(str(tmp_path / kind), "native", tmp_path)
@@ -168,6 +178,20 @@ def test_the_content_hash_names_content_and_format_not_place(tmp_path: Path) -> 
     assert int8 not in hashes
 
 
+@pytest.mark.parametrize("kind", ["F32", "BF16", "F16", "Q4_K", "Q6_K"])
+def test_rows_that_are_packed_at_once_change_no_hash(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose scales are arrays of their own are packed in a number of rows that stays."""
+    shape = TinyShape(hidden=256, ffn=256, n_heads=4, n_kv_heads=2, head_dim=64)
+    ref, hashes = str(write_tiny_gguf(tmp_path / "m.gguf", types=kind, shape=shape)), set[str]()
+    for values in (1, 1 << 14, 1 << 21):
+        monkeypatch.setattr("phasewise.serving.loaders.chunks.CHUNK_VALUES", values)
+        hashes.add(load_model(ref, "native", tmp_path, pack="memory").content_hash)
+
+    assert len(hashes) == 1
+
+
 def test_a_failed_packing_leaves_nothing_and_the_old_file_alone(tmp_path: Path) -> None:
     source = write_tiny_gguf(tmp_path / "tiny.gguf")
     load_model(str(source), "native", tmp_path)
@@ -253,6 +277,84 @@ def test_progress_is_told_only_while_packing(tmp_path: Path) -> None:
     assert not any("\n" in line for line in first)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q4_1", "encoder"])
+def test_memory_holds_the_bits_of_the_file_and_the_disk_nothing(tmp_path: Path, kind: str) -> None:
+    source, said = tmp_path / (kind if kind == "encoder" else "tiny.gguf"), list[str]()
+    write_encoder(source, "bert") if kind == "encoder" else write_tiny_gguf(source, types=kind)
+    kept = load_model(str(source), "native", tmp_path / "kept")
+
+    model = load_model(str(source), "native", tmp_path / "none", said.append, pack="memory")
+
+    assert_same(kept, model)
+    assert not (tmp_path / "none").exists()
+    (line,) = said
+    assert re.fullmatch(rf"packing {model.name} as native \(\d+ MB\) in memory, .*", line)
+
+
+def test_a_model_in_memory_is_shared_and_goes_with_its_last_user(tmp_path: Path) -> None:
+    """Other processes, and ranks, map the same pages; giving back a file's pages loses none of them."""
+    ref = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    n_open = len(os.listdir("/proc/self/fd"))
+    model = load_model(ref, "native", tmp_path, pack="memory")
+    bits = {name: unpack(weight).tobytes() for name, weight in model.weights.items()}
+    assert model.file is not None
+    model.file.release()
+    other = load_model(model.ref_here(ref), "native", tmp_path)
+
+    assert (other.name, other.file.identity) == ("tiny", model.file.identity)  # type: ignore[union-attr]
+    assert {name: unpack(weight).tobytes() for name, weight in other.weights.items()} == bits
+    fd = model.file.open_again()
+    assert fd is not None
+    os.close(fd)
+    assert load_model(ref, "native", tmp_path).ref_here(ref) == ref
+    del model, other
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == n_open
+
+
+def test_memory_that_is_too_short_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    monkeypatch.setattr("phasewise.serving.loaders.packed_file.available_bytes", lambda: 1000)
+
+    with pytest.raises(ModelError, match=r"--pack memory: tiny as native .* does not fit into the 0 MB"):
+        load_model(ref, "native", tmp_path, pack="memory")
+
+
+PACK_AND_MEASURE = """
+import sys
+from pathlib import Path
+from phasewise.serving.loaders import load_model
+
+def most_mib():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+
+def packed(path):
+    return load_model(path, "native", Path("/nowhere"), pack="memory")
+
+packed(sys.argv[1])
+before = most_mib()
+model = packed(sys.argv[2])
+assert sum(int(weight.values.view("u1").sum()) for weight in model.weights.values())  # all pages are there
+print(most_mib() - before, model.file.n_bytes / 2**20)
+"""
+
+
+@pytest.mark.slow
+def test_packing_in_memory_takes_little_more_than_the_file(tmp_path: Path) -> None:
+    small = write_tiny_gguf(tmp_path / "tiny.gguf", types="F32")
+    shape = TinyShape(n_layers=10, hidden=512, ffn=8192, n_heads=4, n_kv_heads=2, head_dim=128)
+    large = write_tiny_gguf(tmp_path / "large.gguf", types="F32", shape=shape)
+
+    result = subprocess.run(
+        [sys.executable, "-c", PACK_AND_MEASURE, str(small), str(large)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    taken, file = map(float, result.stdout.split())
+    assert file > 500
+    assert taken <= 1.15 * file, (taken, file)
+
+
 PACK_AND_COUNT = """
 import sys, tracemalloc
 from pathlib import Path
@@ -321,6 +423,16 @@ HEADS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a config of no kind": lambda fields: fields.update(config="none"),
     "more layers": lambda fields: fields["config"]["layers"].append(0),
     "another exponent": lambda fields: fields["slots"][0].pop("top_exponent"),
+    "a kind that no kernel reads": lambda fields: fields["slots"][1]["form"].update(kind="q9"),
+    "scales that no kernel reads": lambda fields: fields["slots"][1]["form"].update(scale_dtype="float64"),
+    "a group that no kernel reads": lambda fields: fields["slots"][1]["form"].update(group=48),
+    "rows that are no number": lambda fields: fields["slots"][1].update(n=16.5),
+    "a text for a number": lambda fields: fields["config"].update(embed_scale="1"),
+    "no activation": lambda fields: fields["config"].update(activation=None),
+    "a name that is code for a terminal": lambda fields: fields.update(name="\x1b[2J"),
+    "a hash that is a path": lambda fields: fields.update(content_hash="../" * 16 + "x" * 16),
+    "a temperature that is a text": lambda fields: fields["sampling"].update(temperature="hot"),
+    "a head twice": lambda fields: {**fields, "identity": [fields["identity"]]},
     "an endless tokenizer": lambda fields: fields.update(tokenizer_bytes=-1, has_template=1),
 }
 
@@ -337,12 +449,94 @@ def test_a_head_that_makes_no_sense_is_made_anew(tmp_path: Path, kind: str) -> N
     assert any(line.startswith("packing tiny") for line in said)
 
 
+def packed_elsewhere(tmp_path: Path) -> Path:
+    """A packed file that a user names, from a model that is not there any more."""
+    source, packed = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "tiny.packed"
+    pack(str(source), "native", "auto", packed)
+    source.unlink()
+    return packed
+
+
+def one_line(path: Path, **more: Any) -> str:
+    with pytest.raises(ModelError) as refused:
+        load_model(str(path), "native", path.parent, **more)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"the packed model {path} cannot be used: ")
+    return line.partition("used: ")[2]
+
+
+def test_a_packed_file_is_opened_without_its_source_and_has_its_bits(tmp_path: Path) -> None:
+    kept = load_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")), "native", tmp_path / "cache")
+    packed, said = packed_elsewhere(tmp_path), list[str]()
+
+    model = load_model(str(packed), "native", tmp_path / "none", said.append, pack="check")
+
+    assert_same(kept, model)
+    assert (model.name, model.source) == ("tiny", packed)
+    assert not said
+    assert not (tmp_path / "none").exists()
+    assert config_of_model(str(packed), "native", tmp_path) == kept.config
+    assert load_head(model, "native", tmp_path) is None
+    with pytest.raises(ModelError, match="give the model it was made from"):
+        open_source(locate(str(packed), tmp_path, said.append))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_named_file_whose_head_makes_no_sense_is_refused(tmp_path: Path, kind: str) -> None:
+    packed = packed_elsewhere(tmp_path)
+    rewrite_head(packed, HEADS[kind])
+
+    assert one_line(packed)
+    assert packed.exists()
+
+
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_named_file_with_a_flipped_bit_in_its_head_or_cut_short_is_refused(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    packed = tmp_path / "tiny.packed"
+    whole = packed.read_bytes() if packed.exists() else packed_elsewhere(tmp_path).read_bytes()
+    _, head, text, _, _ = PREFIX.unpack(whole[: PREFIX.size])
+    damaged, other = bytearray(whole), tmp_path / "other.packed"
+    if data.draw(st.booleans()):
+        damaged = damaged[: data.draw(st.integers(8, len(whole) - 1))]
+    else:
+        offset = data.draw(st.integers(8, PREFIX.size + head + text - 1))
+        damaged[offset] ^= 1 << data.draw(st.integers(0, 7))
+    swap(other, bytes(damaged))
+
+    assert one_line(other)
+
+
+def test_what_a_named_file_must_be_is_said(tmp_path: Path) -> None:
+    packed = packed_elsewhere(tmp_path)
+    whole = packed.read_bytes()
+    with pytest.raises(ModelError, match="packed as 'native', not as 'int8': --format"):
+        load_model(str(packed), "int8", tmp_path)
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1  # of the last vector
+    swap(packed, bytes(damaged))
+    load_model(str(packed), "native", tmp_path)
+    assert "checksum" in one_line(packed, pack="check")
+    swap(packed, whole)
+    rewrite_head(packed, lambda fields: fields.update(identity=fields["identity"].replace("file", "fail")))
+    assert "another version" in one_line(packed)
+    swap(packed, PREFIX.pack(b"PHASWISE", 1 << 40, 0, 1 << 41, bytes(32)))
+    with packed.open("r+b") as file:
+        file.truncate(1 << 41)  # sparse: a head that would fill memory
+    assert "head and texts" in one_line(packed)
+    swap(packed, whole)
+    packed.chmod(0o664)
+    assert "others can write to it" in one_line(packed)
+
+
 @pytest.mark.parametrize("format", ["native", "int8", "int4"])
 def test_a_damaged_array_is_noticed_by_the_checksum_alone(tmp_path: Path, format: str) -> None:
     shape = TinyShape(vocab_size=261, hidden=64)
     ref = str(write_tiny_gguf(tmp_path / "tiny.gguf", shape=shape))
     first, said = load_model(ref, format, tmp_path), list[str]()
-    load_model(ref, format, tmp_path, said.append, checksum=True)
+    load_model(ref, format, tmp_path, said.append, pack="check")
     assert said == []  # what was written has the checksum that it was written with
     content = bytearray(packed_path(tmp_path).read_bytes())
     content[first.weights["embed"].values.ctypes.data - first.file.address] ^= 64  # type: ignore[union-attr]
@@ -350,7 +544,7 @@ def test_a_damaged_array_is_noticed_by_the_checksum_alone(tmp_path: Path, format
 
     load_model(ref, format, tmp_path, said.append)
     assert said == []
-    assert_same(first, load_model(ref, format, tmp_path, said.append, checksum=True))
+    assert_same(first, load_model(ref, format, tmp_path, said.append, pack="check"))
     assert said
 
 

@@ -21,7 +21,7 @@ from phasewise.serving.loaders.storage import (
 )
 from phasewise.serving.models.forward import Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.sparse_mode import SPARSE_MODES
+from phasewise.serving.models.storage_modes import SPARSE_MODES
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.models.tiny_models import TinyShape, write_sparse_hf, write_tiny_hf
@@ -62,7 +62,7 @@ def test_a_packed_file_is_kept_while_the_choice_is_the_same(pruned: Path) -> Non
     files = {path: path.stat().st_ino for path in (pruned.parent / "cache" / "packed").iterdir()}
 
     for mode in SPARSE_MODES:
-        load(pruned, mode, checksum=True)
+        load(pruned, mode, pack="check")
 
     assert {path: path.stat().st_ino for path in (pruned.parent / "cache" / "packed").iterdir()} == files
 
