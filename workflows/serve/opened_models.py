@@ -90,13 +90,15 @@ class Opener:
 
     def sized(self, ref: str, opened: OpenModel, kv_bytes: int | None) -> SizedModel:
         """The model with its engine's size. kv_bytes: for keys and values; None: a default."""
-        running = self.settings.running
-        drafts = None
-        if self.way == ALONE:
-            with_head, tokens = not self.settings.prefixes.is_asked, running.draft_tokens
-            drafts = find_drafts(
-                running.draft, opened, self.settings.db, self.report, tokens, with_head=with_head
-            )
+        running, is_divided = self.settings.running, not {*self.way.roles} <= {"mixed"}
+        drafts = find_drafts(
+            running.draft,
+            opened,
+            self.settings.db,
+            self.report,
+            running.draft_tokens,
+            with_head=not (is_divided or self.settings.prefixes.is_asked),
+        )
         return SizedModel(ref, opened, drafts, self._size(opened, kv_bytes, drafts))
 
     def _size(self, opened: OpenModel, kv_bytes: int | None, drafts: DraftSource | None) -> EngineSize:

@@ -42,6 +42,7 @@ from phasewise.tuner.plans import (
     rank_on,
 )
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.drafts import LOOKUP, OFF
 from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.opening.settings import Remote
 from phasewise.workflows.serve.core_plans import watch_of_server
@@ -66,8 +67,6 @@ DEFAULT_KEY = "phasewise"
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _LABEL = re.compile(rf"(?:(?:{_NAME}/)?{_NAME}=)?{_NAME}")
 _COUNTED = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})(?:@(.*))?")
-
-_OF_ONE_ENGINE = ("threads", "ranks", "draft", "draft_tokens")
 
 
 def _names(*groups: type) -> tuple[str, ...]:
@@ -127,6 +126,7 @@ class InThisProcess:
     instead: ClassVar = "name pools, or leave that out"
     unused: ClassVar = ("spread", "split_above")
     instances: ClassVar[tuple[PlannedInstance, ...]] = ()
+    roles: ClassVar[tuple[Role, ...]] = ()
 
     @classmethod
     def of(cls, _pools: Pools, _machine: Machine) -> InThisProcess:
@@ -167,7 +167,7 @@ class OnCores:
     instead: ClassVar = (
         "each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools"
     )
-    unused: ClassVar = ("spread", *_OF_ONE_ENGINE)
+    unused: ClassVar = ("spread", "threads", "ranks")
 
     instances: tuple[PlannedInstance, ...]
     split_above: int
@@ -186,6 +186,10 @@ class OnCores:
         _refuse_shared_cores(instances)
         return cls(instances, pools.split_above)
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(instance.role for instance in self.instances)
+
     def cores(self, _threads: int | None) -> frozenset[int]:
         """CPUs of this host that models compute on."""
         return frozenset().union(*(instance.cores for instance in self.instances))
@@ -202,8 +206,7 @@ class OnCores:
         size = share_of(size, len(self.instances), settings.running.context_tokens)
         cores = self.cores(None)
         n_others = min(cores_beside(settings.embeddings), len(free_cores(read_machine(), cores)))
-        specs = self.specs(_spec(sized, size, settings, other_cores=n_others))
-        roles: list[Role] = [instance.role for instance in self.instances]
+        specs = self.specs(partial(_spec, sized, size, settings, other_cores=n_others))
         with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:  # of their sockets
             front = FrontSettings(
                 endpoint=f"ipc://{folder}/front",
@@ -213,17 +216,21 @@ class OnCores:
             launcher = LocalInstances(MODULE, [spec.tell for spec in specs])
             yield Hosted(
                 size,
-                lambda deliver, on_lost, _cores: Front(roles, launcher, front, deliver, on_lost),
+                lambda deliver, on_lost, _cores: Front(self.roles, launcher, front, deliver, on_lost),
                 [instance.describe() for instance in self.instances],
                 cores,
             )
 
-    def specs(self, spec: InstanceSpec) -> list[InstanceSpec]:
-        """The spec of each instance: its plans, and the cores of the others."""
-        n_all = spec.other_cores + sum(len(instance.cores) for instance in self.instances)
+    def specs(self, spec_of: Callable[[Role], InstanceSpec]) -> list[InstanceSpec]:
+        """The spec of each instance: that of its role, its plans, and the cores of the others."""
+        specs = [(spec_of(instance.role), instance) for instance in self.instances]
         return [
-            replace(spec, plans=tuple(instance.plans.values()), other_cores=n_all - len(instance.cores))
-            for instance in self.instances
+            replace(
+                spec,
+                plans=tuple(instance.plans.values()),
+                other_cores=spec.other_cores + len(self.cores(None) - instance.cores),
+            )
+            for spec, instance in specs
         ]
 
 
@@ -233,7 +240,7 @@ class OnNodes:
 
     where: ClassVar = "with --cluster"
     instead: ClassVar = "hosts of a cluster choose cores and schedules; leave that out"
-    unused: ClassVar = (*_OF_ONE_ENGINE, *_names(Remote), "explain")
+    unused: ClassVar = ("threads", "ranks", *_names(Remote), "explain")
     instances: ClassVar[tuple[PlannedInstance, ...]] = ()
 
     pools: tuple[NodePool, ...]
@@ -251,6 +258,15 @@ class OnNodes:
             )
         return cls(own, pools)
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(pool.role for pool in self._each)
+
+    @property
+    def _each(self) -> list[NodePool]:
+        """The pool of each instance."""
+        return [pool for pool in self.pools for _ in range(pool.instances)]
+
     def cores(self, _threads: int | None) -> frozenset[int]:
         """No cores of this host, as far as is known before instances are placed."""
         return frozenset()
@@ -265,17 +281,16 @@ class OnNodes:
         from phasewise.cluster.real.supervisor import FrontSettings
 
         assert self.asked.cluster is not None
-        model = sized.open_model.model
-        each = [pool for pool in self.pools for _ in range(pool.instances)]
+        model, each = sized.open_model.model, self._each
         instances = [WantedInstance(pool.role, pool.cores, pool.label) for pool in each]
         with (
             ray_connection(self.asked.cluster) as node,
             closing(RayInstances(MODULE, instances, spread=self.asked.spread)) as launcher,
         ):
-            sizes = sizes_on_nodes(each, launcher, sized.size, model, settings)
+            sizes = sizes_on_nodes(each, launcher, sized, settings)
             launcher.tell_with(
                 [
-                    _spec(sized, size, settings, cores=pool.cores, node=NODE_ID).tell
+                    _spec(sized, size, settings, pool.role, cores=pool.cores, node=NODE_ID).tell
                     for pool, size in zip(each, sizes, strict=True)
                 ]
             )
@@ -288,7 +303,7 @@ class OnNodes:
             desks: list[DeskThread] = []
 
             def host(deliver: Deliver, on_lost: Callable[[], None], _cores: SharedCores) -> EngineHost:
-                front = Front([pool.role for pool in each], launcher, front_settings, deliver, on_lost)
+                front = Front(self.roles, launcher, front_settings, deliver, on_lost)
                 names = {"server": launcher.server, "model": model.name, "node": node}
                 desks.append(DeskThread(names, front))
                 return front
@@ -324,7 +339,14 @@ def way_of(
     return kind.of(pools, machine) if generates else None
 
 
-def _spec(sized: SizedModel, size: EngineSize, settings: ServeSettings, **places: Any) -> InstanceSpec:
+def _spec(
+    sized: SizedModel, size: EngineSize, settings: ServeSettings, role: Role, **places: Any
+) -> InstanceSpec:
+    """The spec of an instance. One for prompts looks its few answers' drafts up: a draft model would compute
+    every prompt too."""
+    running, drafts = settings.running, sized.drafts
+    draft = OFF if drafts is None else LOOKUP if drafts.model is None or role == "prompt" else running.draft
+    places |= {"draft": draft, "draft_tokens": running.draft_tokens}
     prefixes = settings.prefixes.for_engines()
     return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, prefixes=prefixes, **places)
 
@@ -442,14 +464,13 @@ def _node_pool(role: Role, where: str) -> NodePool:
 def sizes_on_nodes(
     pools: Sequence[NodePool],
     launcher: RayInstances,
-    size: EngineSize,
-    model: PackedModel,
+    sized: SizedModel,
     settings: ServeSettings,
 ) -> list[EngineSize]:
     """The size of each instance, all of one context. Instances of a node divide the server's memory there."""
     free, n_on = launcher.free_bytes(), Counter(launcher.nodes)
     sizes = [
-        _size_on(pool, free[node], n_on[node], size, model, settings)
+        _size_on(pool, free[node], n_on[node], sized, settings)
         for pool, node in zip(pools, launcher.nodes, strict=True)
     ]
     context = min(own.limits.context_length for own in sizes)
@@ -460,11 +481,11 @@ def _size_on(
     pool: NodePool,
     free: int | None,
     n_sharing: int,
-    size: EngineSize,
-    model: PackedModel,
+    sized: SizedModel,
     settings: ServeSettings,
 ) -> EngineSize:
     """free: bytes of the instance's node. n_sharing: instances of this server on that node."""
+    model, size = sized.open_model.model, sized.size
     of_node = settings.kv.kv_budget_bytes or default_kv_bytes(model, free)
     try:
         own = EngineSize.for_many(
@@ -473,6 +494,7 @@ def _size_on(
             settings.running.context_tokens,
             of_node // n_sharing,
             size.kv.format,
+            None if sized.drafts is None else sized.drafts.model,
             kv_shared=True,
             free=lambda: free,
         )
