@@ -93,7 +93,7 @@ def find_drafts(
     recorded = _recorded_ns(opened, db)
     if name in (*NOT_NAMED, HEAD, LOOKUP):
         if name == HEAD and not with_head:
-            report(f"a head drafts where no prompt is handed over: {LOOKUP} drafts in its place")
+            report(f"a head drafts where its engine computes the whole prompt: {LOOKUP} drafts instead")
         reads_head = name != LOOKUP and with_head
         head = _head_of(opened, report, is_named=name == HEAD) if reads_head else None
         return DraftSource(head, recorded, n_tokens)
