@@ -455,6 +455,15 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
     assert all(row[2] is not None for row in only(run, "row"))  # type: ignore[index]
 
 
+def test_a_folder_of_prefixes_has_no_rows_for_a_head(places: Places, boundary: Boundary) -> None:
+    """Nor keys and values of another model, which is refused."""
+    kept = (places.model, "--prefix-cache", places.folder / "kept", "--draft")
+    run = boundary.serve(*kept, "mtp")
+    assert [engine[7] for engine in only(run, "engine")] == ["lookup"]  # type: ignore[index]
+    assert "lookup drafts instead" in run.said
+    assert is_refusal(boundary.serve(*kept, places.other))
+
+
 @pytest.mark.parametrize("way", ["pools", "mixed pools", "cluster", "a folder in pools"])
 def test_each_instance_drafts_as_it_is_asked(way: str, places: Places, boundary: Boundary) -> None:
     """By lookup if nothing is said; a draft model computes no prompts that others answer."""
@@ -471,6 +480,8 @@ def test_each_instance_drafts_as_it_is_asked(way: str, places: Places, boundary:
     for options, of_first, of_last in asked:
         specs = only(boundary.serve(*arguments, *options), "instance")
         assert [specs[0]["draft"], specs[-1]["draft"]] == [of_first, of_last]  # type: ignore[index]
+    if way != "mixed pools":  # whose model has no head
+        assert only(boundary.serve(*arguments, "--draft", "mtp"), "instance")[-1]["draft"] == "lookup"  # type: ignore[index]
     tokens = only(boundary.serve(*arguments, "--draft-tokens", 3), "instance")
     assert {spec["draft_tokens"] for spec in tokens} == {3}  # type: ignore[index]
 
