@@ -113,10 +113,6 @@ class VectorsAlone:
         *("sparse", "lora", "embed_model", "embed_cores", "length_log", "explain"),
     )
 
-    @classmethod
-    def of(cls, _pools: Pools, _machine: Machine) -> VectorsAlone:
-        return cls()
-
 
 @dataclass(frozen=True)
 class InThisProcess:
@@ -126,7 +122,6 @@ class InThisProcess:
     instead: ClassVar = "name pools, or leave that out"
     unused: ClassVar = ("spread", "split_above")
     instances: ClassVar[tuple[PlannedInstance, ...]] = ()
-    roles: ClassVar[tuple[Role, ...]] = ()
 
     @classmethod
     def of(cls, _pools: Pools, _machine: Machine) -> InThisProcess:
@@ -186,10 +181,6 @@ class OnCores:
         _refuse_shared_cores(instances)
         return cls(instances, pools.split_above)
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        return tuple(instance.role for instance in self.instances)
-
     def cores(self, _threads: int | None) -> frozenset[int]:
         """CPUs of this host that models compute on."""
         return frozenset().union(*(instance.cores for instance in self.instances))
@@ -207,6 +198,7 @@ class OnCores:
         cores = self.cores(None)
         n_others = min(cores_beside(settings.embeddings), len(free_cores(read_machine(), cores)))
         specs = self.specs(partial(_spec, sized, size, settings, other_cores=n_others))
+        roles: list[Role] = [instance.role for instance in self.instances]
         with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:  # of their sockets
             front = FrontSettings(
                 endpoint=f"ipc://{folder}/front",
@@ -216,22 +208,19 @@ class OnCores:
             launcher = LocalInstances(MODULE, [spec.tell for spec in specs])
             yield Hosted(
                 size,
-                lambda deliver, on_lost, _cores: Front(self.roles, launcher, front, deliver, on_lost),
+                lambda deliver, on_lost, _cores: Front(roles, launcher, front, deliver, on_lost),
                 [instance.describe() for instance in self.instances],
                 cores,
             )
 
     def specs(self, spec_of: Callable[[Role], InstanceSpec]) -> list[InstanceSpec]:
         """The spec of each instance: that of its role, its plans, and the cores of the others."""
-        specs = [(spec_of(instance.role), instance) for instance in self.instances]
-        return [
-            replace(
-                spec,
-                plans=tuple(instance.plans.values()),
-                other_cores=spec.other_cores + len(self.cores(None) - instance.cores),
-            )
-            for spec, instance in specs
-        ]
+        specs = []
+        for instance in self.instances:
+            spec, others = spec_of(instance.role), self.cores(None) - instance.cores
+            n_others, plans = spec.other_cores + len(others), tuple(instance.plans.values())
+            specs.append(replace(spec, plans=plans, other_cores=n_others))
+        return specs
 
 
 @dataclass(frozen=True)
@@ -258,15 +247,6 @@ class OnNodes:
             )
         return cls(own, pools)
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        return tuple(pool.role for pool in self._each)
-
-    @property
-    def _each(self) -> list[NodePool]:
-        """The pool of each instance."""
-        return [pool for pool in self.pools for _ in range(pool.instances)]
-
     def cores(self, _threads: int | None) -> frozenset[int]:
         """No cores of this host, as far as is known before instances are placed."""
         return frozenset()
@@ -281,7 +261,8 @@ class OnNodes:
         from phasewise.cluster.real.supervisor import FrontSettings
 
         assert self.asked.cluster is not None
-        model, each = sized.open_model.model, self._each
+        model = sized.open_model.model
+        each = [pool for pool in self.pools for _ in range(pool.instances)]
         instances = [WantedInstance(pool.role, pool.cores, pool.label) for pool in each]
         with (
             ray_connection(self.asked.cluster) as node,
@@ -303,7 +284,7 @@ class OnNodes:
             desks: list[DeskThread] = []
 
             def host(deliver: Deliver, on_lost: Callable[[], None], _cores: SharedCores) -> EngineHost:
-                front = Front(self.roles, launcher, front_settings, deliver, on_lost)
+                front = Front([pool.role for pool in each], launcher, front_settings, deliver, on_lost)
                 names = {"server": launcher.server, "model": model.name, "node": node}
                 desks.append(DeskThread(names, front))
                 return front
@@ -342,13 +323,12 @@ def way_of(
 def _spec(
     sized: SizedModel, size: EngineSize, settings: ServeSettings, role: Role, **places: Any
 ) -> InstanceSpec:
-    """The spec of an instance. One for prompts looks its few answers' drafts up: a draft model would compute
-    every prompt too."""
+    """The spec of an instance. One for prompts drafts by lookup: a draft model would compute them as well."""
     running, drafts = settings.running, sized.drafts
     draft = OFF if drafts is None else LOOKUP if drafts.model is None or role == "prompt" else running.draft
     places |= {"draft": draft, "draft_tokens": running.draft_tokens}
-    prefixes = settings.prefixes.for_engines()
-    return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, prefixes=prefixes, **places)
+    places["prefixes"] = settings.prefixes.for_engines()
+    return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, **places)
 
 
 # ---- instances on cores of this host ---------------------------------------------------------------------
@@ -409,9 +389,8 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
     kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
-            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context"
-            f" of {asked_context}: "
-            "raise --kv-budget, or lower --context"
+            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context of "
+            f"{asked_context}: raise --kv-budget, or lower --context"
         )
     return size.with_slots(kv_slots)
 
@@ -462,10 +441,7 @@ def _node_pool(role: Role, where: str) -> NodePool:
 
 
 def sizes_on_nodes(
-    pools: Sequence[NodePool],
-    launcher: RayInstances,
-    sized: SizedModel,
-    settings: ServeSettings,
+    pools: Sequence[NodePool], launcher: RayInstances, sized: SizedModel, settings: ServeSettings
 ) -> list[EngineSize]:
     """The size of each instance, all of one context. Instances of a node divide the server's memory there."""
     free, n_on = launcher.free_bytes(), Counter(launcher.nodes)
@@ -478,11 +454,7 @@ def sizes_on_nodes(
 
 
 def _size_on(
-    pool: NodePool,
-    free: int | None,
-    n_sharing: int,
-    sized: SizedModel,
-    settings: ServeSettings,
+    pool: NodePool, free: int | None, n_sharing: int, sized: SizedModel, settings: ServeSettings
 ) -> EngineSize:
     """free: bytes of the instance's node. n_sharing: instances of this server on that node."""
     model, size = sized.open_model.model, sized.size
