@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.embedding.queues import UNLIMITED, DeviceQueue
-from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
+from phasewise.serving.engine.engine_host import InstanceState
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
 from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.http.errors import ApiError
@@ -236,7 +236,6 @@ LOAD = EngineLoad(
     by_model={},
 )
 """Of an engine that has everything that one can have."""
-INFO = InstanceInfo("", "", "native", "f16", 0, "", "", 0)
 
 
 def registry() -> CollectorRegistry:
@@ -247,7 +246,7 @@ def registry() -> CollectorRegistry:
     gauges = Gauges(
         lambda: load,
         models=ShelfCounts,
-        instances=lambda: (InstanceState("mixed-0", "mixed", "mixed", None, *(0,) * 12, INFO),),
+        instances=lambda: (InstanceState("mixed-0", "mixed", "mixed", None, *(0,) * 13, {"node": ""}),),
         products=products,
         adapters=lambda: [("one:adapter",)],
         threads=lambda: {"prefill": 0},

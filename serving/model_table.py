@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from phasewise._words import counted
-from phasewise.serving.embedding.open_embedding import OpenEmbedding
 from phasewise.serving.engine.engine_host import EngineHost, OpenHost
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, defaults_told
@@ -20,7 +19,8 @@ from phasewise.serving.engine.open_engine import ModelText
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
-from phasewise.serving.http.models.model_shelf import ModelFile
+from phasewise.serving.http.models.model_shelf import ModelFolder
+from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.models.linears import Adapter
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Estimate
@@ -75,42 +75,12 @@ class TextRow:
 
 
 @dataclass(frozen=True)
-class EmbeddingRow:
-    """An embedding model. `names`: names that requests may use, the model's id first."""
-
-    opened: OpenEmbedding
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FolderModel:
-    """A model of the model folder that is measured but not yet in memory. `n_bytes`: bytes of weights, keys
-    and values once it is open. `open`: loads it, and raises ServingError; the stack unloads it."""
-
-    n_bytes: int
-    open: Callable[[ExitStack], TextRow]
-
-
-@dataclass(frozen=True)
-class ModelFolder:
-    """A folder of models. `files`, `measure` and `facts`: as in `ModelsOnDisk`. `budget_bytes`: most bytes of
-    all open models together; None: what the machine has. `keep_s`: seconds that an unused model stays open.
-    """
-
-    files: Callable[[], Mapping[str, ModelFile]]
-    measure: Callable[[str], FolderModel]
-    facts: Callable[[str], ModelFacts]
-    budget_bytes: int | None
-    keep_s: float
-
-
-@dataclass(frozen=True)
 class ModelTable:
     """The models of a server: permanent ones, a folder's (loaded on demand), and an embedding model."""
 
     models: Sequence[TextRow] = ()
-    folder: ModelFolder | None = None
-    embedding: EmbeddingRow | None = None
+    folder: ModelFolder[TextRow] | None = None
+    embedding: EmbeddingModel | None = None
 
     @property
     def generates(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,27 +17,18 @@ from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost, SeveralEngines
 from phasewise.serving.http.answers.client import EngineClient, RequestLife
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
+from phasewise.serving.http.models.model_shelf import LoadedModel, MeasuredModel, ModelFile, ModelShelf
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
 from phasewise.serving.http.monitoring.lengths import LengthLog, LengthObserver
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
+from phasewise.serving.http.routes.app import ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
-from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import Address, TlsContext
 from phasewise.serving.http.transport.server import Clients, HttpServer, Lifecycle, Service
-from phasewise.serving.model_table import (
-    EmbeddingRow,
-    FolderModel,
-    ModelTable,
-    Predictor,
-    TextRow,
-    served_model,
-    with_adapters,
-)
+from phasewise.serving.model_table import ModelTable, Predictor, TextRow, served_model, with_adapters
 from phasewise.serving.processes.line_log import LineLog
 
 SWITCH_INTERVAL_S = 0.0005
@@ -92,17 +82,15 @@ def run_service(
         )
         metrics = Metrics(gauges, None if shelf else [row.names[0] for row in table.models])
         connections = Connections(limits, metrics)
-        embeddings = None if table.embedding is None else _embeddings(table.embedding)
         served = _served_models(table, host, stack)
         surroundings = ServerContext(settings.cors_origins, access, settings.page)
         generation = batches = None
         if table.generates:
-            embedder = None if embeddings is None else embeddings.model
-            models = ServedModels(served, shelf, embedder)
+            models = ServedModels(served, shelf, table.embedding)
             batches = _batches(settings, life, report)
             stack.callback(batches.close)
             generation = TextGeneration(models, client, batches)
-        app = create_app(limits, life, metrics, surroundings, generation, embeddings)
+        app = create_app(limits, life, metrics, surroundings, generation, table.embedding)
         hang_up = on_hangup(
             _reopened_files(lines, settings, log),
             app.state.keys,
@@ -123,7 +111,7 @@ def _computing(
 ) -> tuple[EngineHost, EngineHost | EmbeddingClient, Sequence[Clients]]:
     """The host of all text models, what ends the server when it is lost (that host; on a server that only
     embeds, the workers), and all clients."""
-    embedding = [] if table.embedding is None else [table.embedding.opened.client]
+    embedding = [] if table.embedding is None else [table.embedding.client]
     if len(table.models) == 1 and table.folder is None:
         host = table.models[0].open_host(client.deliver, on_lost, OWN_CORES)
         return host, host, [client, *embedding]
@@ -135,12 +123,6 @@ def _computing(
     for alone in embedding:
         alone.on_lost = on_lost
     return several, embedding[0], embedding
-
-
-def _embeddings(row: EmbeddingRow) -> ServedEmbeddings:
-    opened = row.opened
-    model = EmbeddingModel(row.names, int(time.time()), opened.text, opened.width, opened.scores)
-    return ServedEmbeddings(model, opened.client)
 
 
 def _served_models(table: ModelTable, host: EngineHost, stack: ExitStack) -> list[ServedModel]:
@@ -261,47 +243,10 @@ def _gauges(
 # ---- models that come and go -----------------------------------------------------------------------------
 
 
-class _Loaded:
-    """A model of the folder in memory, until `close`."""
-
-    def __init__(self, served: ServedModel, adapted: Sequence[ServedModel], stack: ExitStack) -> None:
-        self.served = served
-        self.adapted = adapted
-        self._stack = stack
-
-    def close(self) -> None:
-        self._stack.close()
-        del self.served, self.adapted
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A model of the folder, and the server's parts that it needs to open."""
-
-    model: FolderModel
-    host: SeveralEngines
-    client: EngineClient
-    log: LengthLog | None
-
-    @property
-    def n_bytes(self) -> int:
-        return self.model.n_bytes
-
-    def open(self, on_lost: Callable[[], None]) -> _Loaded:
-        with ExitStack() as stack:
-            row = self.model.open(stack)
-            served = stack.enter_context(served_model(row, self.host))
-            _observe(self.client, row, self.log, stack)
-            self.host.put(row.names[0], row.open_host, on_lost)
-            stack.callback(self.host.take_out, row.names[0])
-            gc.collect()
-            gc.freeze()  # as of the start: `gc_frozen`
-            adapters = row.model.adapters
-            alone = {adapter.name for adapter in adapters}  # another model may have one of the same name
-            return _Loaded(served, with_adapters(served, adapters, alone), stack.pop_all())
+def _collect_frozen() -> None:
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _shelf(
@@ -320,8 +265,18 @@ def _shelf(
         """Model files by name; permanent models take precedence."""
         return {name: file for name, file in folder.files().items() if name not in table.names}
 
-    def measure(name: str) -> _Measured:
-        return _Measured(folder.measure(name), host, client, log)
+    def load(measured: MeasuredModel[TextRow], on_lost: Callable[[], None]) -> LoadedModel:
+        with ExitStack() as stack:
+            stack.callback(_collect_frozen)  # once all else has gone
+            row = measured.open(stack)
+            served = stack.enter_context(served_model(row, host))
+            _observe(client, row, log, stack)
+            host.put(row.names[0], row.open_host, on_lost)
+            stack.callback(host.take_out, row.names[0])
+            gc.collect()
+            gc.freeze()  # as of the start: `gc_frozen`
+            adapters = row.model.adapters
+            alone = {adapter.name for adapter in adapters}  # another model may have one of the same name
+            return LoadedModel(served, with_adapters(served, adapters, alone), stack.pop_all())
 
-    source = ModelsOnDisk(files, measure, folder.facts)
-    return ModelShelf(source, folder.budget_bytes, folder.keep_s, report, client.end_shadows)
+    return ModelShelf(replace(folder, files=files), load, report, client.end_shadows)

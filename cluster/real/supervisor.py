@@ -20,7 +20,7 @@ from phasewise._words import number
 from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.instance_messages import Heartbeat, Identity, Ready
 from phasewise.cluster.routing import Role, Router
-from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
+from phasewise.serving.engine.engine_host import InstanceState
 from phasewise.serving.engine.messages import EngineLoad
 from phasewise.serving.engine.stored_prefixes import shape_of
 from phasewise.serving.errors import RankLost, RanksError
@@ -249,8 +249,8 @@ class Supervisor:
                 member.hand_over_s,
                 member.hand_over_bytes,
                 member.reports_refused,
-                _info(member, self._launcher.place(member.index)),
                 member.n_without_database,
+                *_place(member.ready, self._launcher.place(member.index)),
             )
             for member, pool, counts in zip(self.members, router.roles, router.counts, strict=True)
         ]
@@ -439,22 +439,22 @@ def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
 # ---- what is told of all instances ------------------------------------------------------------------------
 
 
-def _info(member: InstanceMember, place: Mapping[str, object]) -> InstanceInfo | None:
-    ready = member.ready
+def _place(ready: Ready | None, place: Mapping[str, object]) -> tuple[Mapping[str, str], int]:
+    """`place` and `kv_bytes` of an instance's state."""
     if ready is None:
-        return None
+        return {}, 0
     plans = {phase: words for phase, _, words in (plan.partition(": ") for plan in ready.plans)}
     fingerprint = ready.identity.fingerprint
-    return InstanceInfo(
-        str(place.get("node") or ""),
-        str(place.get("label") or ""),
-        fingerprint.weight_format,
-        fingerprint.kv_format,
-        ready.n_sparse_weights,
-        plans.get("prefill", ""),
-        plans.get("decode", ""),
-        ready.kv_bytes,
-    )
+    told = {
+        "node": str(place.get("node") or ""),
+        "label": str(place.get("label") or ""),
+        "format": fingerprint.weight_format,
+        "kv_format": fingerprint.kv_format,
+        "sparse_weights": str(ready.n_sparse_weights),
+        "prefill_plan": plans.get("prefill", ""),
+        "decode_plan": plans.get("decode", ""),
+    }
+    return told, ready.kv_bytes
 
 
 def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -> EngineLoad:

@@ -16,24 +16,6 @@ from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Sub
 from phasewise.serving.errors import EngineLost
 
 
-class InstanceInfo(NamedTuple):
-    """A running instance: its node, its storage formats and its plans."""
-
-    node: str
-    """Address of the instance's node; empty: this host."""
-    label: str
-    """Node label `KEY=VALUE` that the instance was asked to run on; empty: none."""
-    weight_format: str
-    kv_format: str
-    n_sparse_weights: int
-    """Number of weights that are stored sparse."""
-    prefill_plan: str
-    """The instance's plan in words, e.g. `1 rank on core 0 (default)`."""
-    decode_plan: str
-    kv_bytes: int
-    """Bytes of memory for keys and values."""
-
-
 class InstanceState(NamedTuple):
     """State of one place for an instance. The front's counters never fall; the instance's restart with it."""
 
@@ -64,10 +46,12 @@ class InstanceState(NamedTuple):
     """Total bytes of handed-over keys and values."""
     reports_refused: int
     """Number of prefix reports refused as impossible."""
-    info: InstanceInfo | None
-    """Node, formats and plans of the instance; None: it does not run."""
     without_database: int = 0
     """Number of times that the instance went on without the tuning database, over all its starts."""
+    place: Mapping[str, str] = {}
+    """Node, label, formats and plans of the instance, by the labels of its metric; empty: it does not run."""
+    kv_bytes: int = 0
+    """Bytes of memory for keys and values; 0: it does not run."""
 
 
 class Recoveries(NamedTuple):

@@ -260,7 +260,10 @@ class EngineLoad(NamedTuple):
     def total(loads: Sequence[EngineLoad]) -> EngineLoad:
         """The load of several engines: counts are summed, all else is the first one's."""
         sums = {name: sum(getattr(load, name) for load in loads) for name in _COUNTED}
-        return (loads[0] if loads else EngineLoad(0, 0, 0, 0))._replace(**sums, pool=None)
+        drafts = [load.drafts for load in loads if load.drafts is not None]
+        sum_of_drafts = DraftCounts(*map(sum, zip(*drafts, strict=True))) if drafts else None
+        whole = loads[0] if loads else EngineLoad(0, 0, 0, 0)
+        return whole._replace(**sums, pool=None, drafts=sum_of_drafts)
 
     @property
     def kv_use(self) -> float:

@@ -168,7 +168,7 @@ class Boundary:
         opened = (model.name, model.format, ref, str(weight_format), dict(commands), plan, is_canonical)
         self.keep("embedding", opened)
         text = _Opened(max_tokens=64)
-        return _Opened(model=model, text=text, plan=plan, scores=False, width=8)
+        return _Opened(model=model, text=text, plan=plan, scores=False, width=8, client=None)
 
     def _engine(
         self,
@@ -268,7 +268,7 @@ class Boundary:
 
     def _forget_loads_of_the_front(self, embedding: Any) -> None:
         """It computes nothing. What embeds beside it does."""
-        name = None if embedding is None else embedding.opened.model.name
+        name = None if embedding is None else embedding.names[0]
         self.opened["loaded"] = [load for load in self.opened["loaded"] if Path(str(load[0])).name == name]
 
     def serve(self, *arguments: object, **environment: str) -> Run:

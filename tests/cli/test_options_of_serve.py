@@ -400,8 +400,8 @@ def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_th
     refused = boundary.serve(places.encoder, "--draft", "lookup", **standing)
     assert (refused.exit_code, refused.opened) == (2, {})
 
-    pooled = boundary.serve(places.model, "--mixed-pool", "0-3", PHASEWISE_DRAFT="lookup")
-    assert pooled.said.count("without effect: PHASEWISE_DRAFT with pools") == 1
+    pooled = boundary.serve(places.model, "--mixed-pool", "0-3", PHASEWISE_RANKS="2")
+    assert pooled.said.count("without effect: PHASEWISE_RANKS with pools") == 1
     assert only(pooled, "instance")
 
 
@@ -453,6 +453,37 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
         assert multiplied == {"prefill": "blocks", "decode": "blocks"}
     assert only(run, "predictor") == [["auto", "tiny"], ["auto", "other"]]
     assert all(row[2] is not None for row in only(run, "row"))  # type: ignore[index]
+
+
+def test_a_folder_of_prefixes_has_no_rows_for_a_head(places: Places, boundary: Boundary) -> None:
+    """Nor keys and values of another model, which is refused."""
+    kept = (places.model, "--prefix-cache", places.folder / "kept", "--draft")
+    run = boundary.serve(*kept, "mtp")
+    assert [engine[7] for engine in only(run, "engine")] == ["lookup"]  # type: ignore[index]
+    assert "lookup drafts instead" in run.said
+    assert is_refusal(boundary.serve(*kept, places.other))
+
+
+@pytest.mark.parametrize("way", ["pools", "mixed pools", "cluster", "a folder in pools"])
+def test_each_instance_drafts_as_it_is_asked(way: str, places: Places, boundary: Boundary) -> None:
+    """By lookup if nothing is said; a draft model computes no prompts that others answer."""
+    arguments = ways(places)[way]
+    asked: list[tuple[list[object], object, object]] = [
+        ([], "lookup", "lookup"),
+        (["--draft", "off"], "off", "off"),
+        (
+            ["--draft", places.other],
+            "lookup" if way != "mixed pools" else str(places.other),
+            str(places.other),
+        ),
+    ]
+    for options, of_first, of_last in asked:
+        specs = only(boundary.serve(*arguments, *options), "instance")
+        assert [specs[0]["draft"], specs[-1]["draft"]] == [of_first, of_last]  # type: ignore[index]
+    if way != "mixed pools":  # whose model has no head
+        assert only(boundary.serve(*arguments, "--draft", "mtp"), "instance")[-1]["draft"] == "lookup"  # type: ignore[index]
+    tokens = only(boundary.serve(*arguments, "--draft-tokens", 3), "instance")
+    assert {spec["draft_tokens"] for spec in tokens} == {3}  # type: ignore[index]
 
 
 def test_pools_on_nodes_have_their_labels_and_one_context(places: Places, boundary: Boundary) -> None:

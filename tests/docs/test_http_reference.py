@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
 from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import ServedEmbeddings
 from tests.serving.drafts.test_draft_laws import lookup_drafter
 from tests.support.models.encoder_models import write_encoder
 from tests.support.scripts import script
@@ -55,9 +54,7 @@ def test_every_metric_of_a_running_server_is_on_the_page(generator: ModuleType, 
     page = rows(generator)
     with (
         embedding_server(write_encoder(tmp_path / "bert", "bert")) as beside,
-        fake_server(
-            drafter=lookup_drafter(), embeddings=ServedEmbeddings(beside.served, beside.client)
-        ) as server,
+        fake_server(drafter=lookup_drafter(), embeddings=beside.served) as server,
     ):
         body = {"model": "fake", "prompt": "a", "max_tokens": 3}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200

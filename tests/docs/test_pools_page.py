@@ -40,7 +40,7 @@ def test_its_numbers_are_those_of_the_program() -> None:
 
 def test_options_that_it_says_are_refused_are() -> None:
     """All of them, and no others."""
-    (with_pools,) = re.findall(r"(`--threads`[^:]*) are for one engine: with pools they are refused", PAGE)
+    (with_pools,) = re.findall(r"(`--threads` and [^ ]*) are refused with pools", PAGE)
 
     named = {flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--[a-z-]+)`", with_pools)}
     assert named == {*OnCores.unused} - {"spread"}

@@ -70,7 +70,7 @@ def test_instances_divide_a_quota_by_their_cores(sizes: list[list[int]], quota: 
     ]
     beside = tuple(itertools.islice(pus, n_beside))
     spec = InstanceSpec("m", NATIVE, engine_size(64, 64, 1), None, other_cores=n_beside)
-    specs = OnCores(tuple(planned), split_above=0).specs(spec)
+    specs = OnCores(tuple(planned), split_above=0).specs(lambda _: spec)
     n_all = n_beside + sum(map(sum, sizes))
 
     n_threads = [len(cores_now(beside, machine, n_all - n_beside))] if beside else []

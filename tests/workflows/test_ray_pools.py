@@ -16,13 +16,15 @@ pytest.importorskip(
 from phasewise.cluster.errors import ClusterError
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.forward import kv_bytes_per_slot
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.serve.instance_process import _size_that_fits
 from phasewise.workflows.serve.settings import KeysAndValues, Running, ServeSettings
-from phasewise.workflows.serve.ways import NodePool, sizes_on_nodes
+from phasewise.workflows.serve.ways import NodePool, SizedModel, sizes_on_nodes
 from tests.support.servers.pools import tiny_model
 
 MIXED = NodePool("mixed", 1, 1)
@@ -55,7 +57,8 @@ def sizes(model: PackedModel, places: Places, asked: ServeSettings, *pools: Node
         model, 64, asked.running.context_tokens, None, kv_shared=True, free=lambda: None
     )
     each = list(pools) or [MIXED] * len(places.nodes)
-    return sizes_on_nodes(each, places, base, model, asked)  # type: ignore[arg-type]
+    opened = OpenModel(model, {}, {}, StorageChoice())
+    return sizes_on_nodes(each, places, SizedModel("m", opened, None, base), asked)  # type: ignore[arg-type]
 
 
 def test_a_budget_is_of_a_node_and_divided_by_what_is_there(model: PackedModel) -> None:

@@ -129,13 +129,14 @@ def test_what_is_unloaded_gives_its_memory_back(folder: Path, environment: dict[
 def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    from phasewise.serving.model_table import ModelFolder
+    from phasewise.serving.http.models.model_shelf import ModelFolder
+    from phasewise.serving.model_table import TextRow
     from phasewise.workflows.errors import UsageError
     from phasewise.workflows.serve.model_folder import model_folder
     from phasewise.workflows.serve.opened_models import Opener
     from phasewise.workflows.serve.settings import Residency, ServeSettings
 
-    def folder_of(place: Path) -> ModelFolder:
+    def folder_of(place: Path) -> ModelFolder[TextRow]:
         return model_folder(Opener(ServeSettings(coming=Residency(place, 1 << 30))))
 
     served_folder = folder_of(folder)

@@ -85,15 +85,17 @@ def find_drafts(
 
     name: `lookup`, `mtp` (a head that the model's files have), `off`, or a model as `open_model` reads it;
     None or `auto`: the head of a model that has one, else `lookup`, as far as drafts pay. with_head: False
-    where a head cannot be used. db: URL or file of the tuning database, whose step times say what rows cost.
-    n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model or the head cannot be read, is not
-    there, or has another vocabulary.
+    where the head lacks rows of prompts: `lookup` drafts in its place. db: URL or file of the tuning
+    database, whose step times say what rows cost. n_tokens: as `DraftSource.n_tokens`. ModelError where the
+    draft model or the head cannot be read, is not there, or has another vocabulary.
     """
     if name == OFF:
         return None
     recorded = _recorded_ns(opened, db)
     if name in (*NOT_NAMED, HEAD, LOOKUP):
-        reads_head = name == HEAD or (name != LOOKUP and with_head)
+        if name == HEAD and not with_head:
+            report(f"a head drafts where its engine computes the whole prompt: {LOOKUP} drafts instead")
+        reads_head = name != LOOKUP and with_head
         head = _head_of(opened, report, is_named=name == HEAD) if reads_head else None
         return DraftSource(head, recorded, n_tokens)
     assert name is not None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from phasewise.cluster.real.instance import Orders
+    from phasewise.serving.drafts.opening import DraftSource
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import OpenEngine
     from phasewise.serving.prefix_store.store import PrefixSettings
@@ -46,7 +47,7 @@ class InstanceSpec:
     that no other instance of `node` has, else one rank on as many free cores. node: id of what shares cores
     and memory. other_cores: number of cores of the server's other instances on this host, which share a
     cgroup quota. size: as planned for the node; shrinks where less memory is free. db: URL or file of the
-    tuning database.
+    tuning database. draft, draft_tokens: as for `find_drafts`.
     """
 
     model: str
@@ -59,6 +60,8 @@ class InstanceSpec:
     node: str = ""
     prefixes: PrefixSettings | None = None
     other_cores: int = 0
+    draft: str | None = "off"
+    draft_tokens: int | None = None
 
     def tell(self, orders: Orders) -> bytes:
         """The bytes that `main` reads: a line of JSON with own cores, if known, and places that a node of Ray
@@ -116,13 +119,16 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
     """Open the engine. stack: keeps the claims to its cores."""
     from phasewise.serving.engine.open_engine import ModelText, open_engine
     from phasewise.topology import read_machine
+    from phasewise.workflows.opening.drafts import find_drafts
+    from phasewise.workflows.report import silent
     from phasewise.workflows.serve.core_plans import watch_of_instance
 
     machine = read_machine()  # before a thread keeps to some of its cores
     with behind_others(_own_cores(spec.plans or (), spec.pinned)) as run:
         own: dict[Phase, ServicePlan] = run(_own_plans, spec, machine, stack)
         opened: OpenModel = run(_open_model, own, spec, machine)
-    size = spec.size if spec.cores is None else _size_that_fits(spec.size, opened)
+        drafts: DraftSource | None = run(find_drafts, spec.draft, opened, spec.db, silent, spec.draft_tokens)
+    size = spec.size if spec.cores is None else _size_that_fits(spec.size, opened, drafts)
     most_threads = max(len(rank.cores) for plan in own.values() for each in plan.each for rank in each.ranks)
     size = replace(size, kv=replace(size.kv, shared=True), threads=most_threads)
     engine = open_engine(
@@ -132,6 +138,7 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
         ModelText(opened.model),
         opened.schedules,
         spec.pinned,
+        drafts=drafts,
         prefixes=spec.prefixes,
     )
     if spec.pinned:
@@ -212,9 +219,9 @@ def _cores_of(plans: Sequence[ServicePlan], most: int) -> tuple[int, ...]:
     return tuple(cores)
 
 
-def _size_that_fits(size: EngineSize, opened: OpenModel) -> EngineSize:
+def _size_that_fits(size: EngineSize, opened: OpenModel, drafts: DraftSource | None = None) -> EngineSize:
     """Shrink the KV cache to half of the free memory, and to what one rank would take for its slots (ranks
-    that share heads keep copies), but not below one context.
+    that share heads keep copies) and a draft model's, but not below one context.
     """
     from phasewise.serving.models.forward import kv_bytes_per_slot
     from phasewise.serving.pools.arena import aligned
@@ -222,8 +229,10 @@ def _size_that_fits(size: EngineSize, opened: OpenModel) -> EngineSize:
     from phasewise.serving.processes.headroom import available_bytes
     from phasewise.serving.ranks.rank_layout import teams_of
 
-    per_slot = kv_bytes_per_slot(opened.model, size.kv.format, teams_of(opened.plans))
-    n_bytes, free = size.kv.slots * kv_bytes_per_slot(opened.model, size.kv.format), available_bytes()
+    drafted = kv_bytes_per_slot(drafts.model, size.kv.format) if drafts and drafts.model else 0
+    per_slot = drafted + kv_bytes_per_slot(opened.model, size.kv.format, teams_of(opened.plans))
+    n_bytes = size.kv.slots * (drafted + kv_bytes_per_slot(opened.model, size.kv.format))
+    free = available_bytes()
     if free is not None:
         n_bytes = min(n_bytes, free // 2)
     most = n_bytes // per_slot // ALIGNMENT * ALIGNMENT

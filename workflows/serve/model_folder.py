@@ -19,12 +19,12 @@ from phasewise.kerneldb.errors import KernelDbError
 from phasewise.serving.engine.engine_size import default_kv_bytes
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.http.http_settings import ModelFacts
-from phasewise.serving.http.models.model_shelf import ModelFile
+from phasewise.serving.http.models.model_shelf import MeasuredModel, ModelFile, ModelFolder
 from phasewise.serving.loaders import config_of_model, is_made_for_embedding, open_source
 from phasewise.serving.loaders.adapter_files import load_adapter, named_path, named_paths
 from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
-from phasewise.serving.model_table import FolderModel, ModelFolder, TextRow
+from phasewise.serving.model_table import TextRow
 from phasewise.serving.processes.headroom import available_bytes
 from phasewise.tuner.errors import TunerError
 from phasewise.workflows.errors import UsageError, WorkflowError
@@ -51,7 +51,7 @@ def _told_as_ours() -> Iterator[None]:
         raise ModelError(str(error) or type(error).__name__) from error
 
 
-def model_folder(opener: Opener) -> ModelFolder:
+def model_folder(opener: Opener) -> ModelFolder[TextRow]:
     """The folder of `--models`. UsageError where there is no such folder, or two models have one name."""
     settings, report = opener.settings, opener.report
     coming = settings.coming
@@ -76,7 +76,7 @@ def model_folder(opener: Opener) -> ModelFolder:
     if budget is not None:
         report(f"models in memory take at most {budget / (1 << 20):.0f} MiB together")
 
-    def measure(name: str) -> FolderModel:
+    def measure(name: str) -> MeasuredModel[TextRow]:
         path = dict(reversed(list(_models_in(folder)))).get(name)
         if path is None:
             raise ModelError(f"it has just gone from {folder}")
@@ -108,7 +108,7 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
         return ModelFacts()
 
 
-def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> FolderModel:
+def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> MeasuredModel[TextRow]:
     ref, settings, report = str(path), opener.settings, opener.report
     if is_made_for_embedding(ref, settings.weights.weight_format, report=report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
@@ -124,7 +124,7 @@ def _measured(name: str, path: Path, opener: Opener, budget: int | None) -> Fold
         with _told_as_ours():
             return opener.open(sized, (name,), stack).row
 
-    return FolderModel(sized.n_bytes, opened_row)
+    return MeasuredModel(sized.n_bytes, opened_row)
 
 
 def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weights:

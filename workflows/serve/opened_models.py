@@ -90,13 +90,11 @@ class Opener:
 
     def sized(self, ref: str, opened: OpenModel, kv_bytes: int | None) -> SizedModel:
         """The model with its engine's size. kv_bytes: for keys and values; None: a default."""
-        running = self.settings.running
-        drafts = None
-        if self.way == ALONE:
-            with_head, tokens = not self.settings.prefixes.is_asked, running.draft_tokens
-            drafts = find_drafts(
-                running.draft, opened, self.settings.db, self.report, tokens, with_head=with_head
-            )
+        settings, running = self.settings, self.settings.running
+        is_whole = {role for role, _ in settings.pools.named} <= {"mixed"} and not settings.prefixes.is_asked
+        drafts = find_drafts(
+            running.draft, opened, settings.db, self.report, running.draft_tokens, with_head=is_whole
+        )
         return SizedModel(ref, opened, drafts, self._size(opened, kv_bytes, drafts))
 
     def _size(self, opened: OpenModel, kv_bytes: int | None, drafts: DraftSource | None) -> EngineSize:

@@ -14,10 +14,11 @@ from phasewise.serving.engine.fingerprint import fingerprint_of
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.access_log import Logging
 from phasewise.serving.http.monitoring.lengths import LengthLog
+from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.transport.listening import TlsContext
 from phasewise.serving.loaders import is_made_for_embedding
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-from phasewise.serving.model_table import EmbeddingRow, ModelTable
+from phasewise.serving.model_table import ModelTable
 from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
 from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.processes.core_claims import claimed_on_host
@@ -97,7 +98,7 @@ def serve_models(
         if embed_ref is not None:
             beside = None if way is None else taken
             embeds = stack.enter_context(open_embeddings(embed_ref, settings, beside, report))
-            embedding = EmbeddingRow(embeds, embed_names)
+            embedding = EmbeddingModel(embed_names, embeds.text, embeds.width, embeds.scores, embeds.client)
             if isinstance(way, OnNodes):
                 own_cores = (core for instance in embeds.plan.instances for core in instance.cores)
                 stack.enter_context(claimed_on_host(own_cores))

@@ -515,11 +515,8 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         kept = changed(self.prefixes, "prefix_cache")
-        if self.running.draft not in (None, "auto", "lookup", "off"):
-            lookup = (
-                "the folder has no keys and values of a draft model; use --draft lookup, or leave that out"
-            )
-            refuse_unused("with a model that drafts", kept, lookup)
+        if self.running.draft not in (None, "auto", "lookup", "mtp", "off"):
+            refuse_unused("with a draft model", kept, "use --draft lookup, or leave that out")
         if self.kv.no_prefix_reuse:
             refuse_unused("where no_prefix_reuse is set", kept)
         if self.weights.is_canonical:

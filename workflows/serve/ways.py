@@ -42,6 +42,7 @@ from phasewise.tuner.plans import (
     rank_on,
 )
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.drafts import LOOKUP, OFF
 from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.opening.settings import Remote
 from phasewise.workflows.serve.core_plans import watch_of_server
@@ -66,8 +67,6 @@ DEFAULT_KEY = "phasewise"
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _LABEL = re.compile(rf"(?:(?:{_NAME}/)?{_NAME}=)?{_NAME}")
 _COUNTED = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})(?:@(.*))?")
-
-_OF_ONE_ENGINE = ("threads", "ranks", "draft", "draft_tokens")
 
 
 def _names(*groups: type) -> tuple[str, ...]:
@@ -113,10 +112,6 @@ class VectorsAlone:
         *("max_sequences", "max_waiting", "max_prompt_tokens", "max_sequences_per_key", "allow_special"),
         *("sparse", "lora", "embed_model", "embed_cores", "length_log", "explain"),
     )
-
-    @classmethod
-    def of(cls, _pools: Pools, _machine: Machine) -> VectorsAlone:
-        return cls()
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ class OnCores:
     instead: ClassVar = (
         "each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools"
     )
-    unused: ClassVar = ("spread", *_OF_ONE_ENGINE)
+    unused: ClassVar = ("spread", "threads", "ranks")
 
     instances: tuple[PlannedInstance, ...]
     split_above: int
@@ -203,7 +198,7 @@ class OnCores:
         cores = self.cores(None)
         n_others = min(cores_beside(settings.embeddings), len(free_cores(read_machine(), cores)))
         own = replace(sized, ref=sized.open_model.model.ref_here(sized.ref))
-        specs = self.specs(_spec(own, size, settings, other_cores=n_others))
+        specs = self.specs(partial(_spec, own, size, settings, other_cores=n_others))
         roles: list[Role] = [instance.role for instance in self.instances]
         with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:  # of their sockets
             front = FrontSettings(
@@ -219,13 +214,14 @@ class OnCores:
                 cores,
             )
 
-    def specs(self, spec: InstanceSpec) -> list[InstanceSpec]:
-        """The spec of each instance: its plans, and the cores of the others."""
-        n_all = spec.other_cores + sum(len(instance.cores) for instance in self.instances)
-        return [
-            replace(spec, plans=tuple(instance.plans.values()), other_cores=n_all - len(instance.cores))
-            for instance in self.instances
-        ]
+    def specs(self, spec_of: Callable[[Role], InstanceSpec]) -> list[InstanceSpec]:
+        """The spec of each instance: that of its role, its plans, and the cores of the others."""
+        specs = []
+        for instance in self.instances:
+            spec, others = spec_of(instance.role), self.cores(None) - instance.cores
+            n_others, plans = spec.other_cores + len(others), tuple(instance.plans.values())
+            specs.append(replace(spec, plans=plans, other_cores=n_others))
+        return specs
 
 
 @dataclass(frozen=True)
@@ -234,7 +230,7 @@ class OnNodes:
 
     where: ClassVar = "with --cluster"
     instead: ClassVar = "hosts of a cluster choose cores and schedules; leave that out"
-    unused: ClassVar = (*_OF_ONE_ENGINE, *_names(Remote), "explain")
+    unused: ClassVar = ("threads", "ranks", *_names(Remote), "explain")
     instances: ClassVar[tuple[PlannedInstance, ...]] = ()
 
     pools: tuple[NodePool, ...]
@@ -273,10 +269,10 @@ class OnNodes:
             ray_connection(self.asked.cluster) as node,
             closing(RayInstances(MODULE, instances, spread=self.asked.spread)) as launcher,
         ):
-            sizes = sizes_on_nodes(each, launcher, sized.size, model, settings)
+            sizes = sizes_on_nodes(each, launcher, sized, settings)
             launcher.tell_with(
                 [
-                    _spec(sized, size, settings, cores=pool.cores, node=NODE_ID).tell
+                    _spec(sized, size, settings, pool.role, cores=pool.cores, node=NODE_ID).tell
                     for pool, size in zip(each, sizes, strict=True)
                 ]
             )
@@ -325,9 +321,15 @@ def way_of(
     return kind.of(pools, machine) if generates else None
 
 
-def _spec(sized: SizedModel, size: EngineSize, settings: ServeSettings, **places: Any) -> InstanceSpec:
-    prefixes = settings.prefixes.for_engines()
-    return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, prefixes=prefixes, **places)
+def _spec(
+    sized: SizedModel, size: EngineSize, settings: ServeSettings, role: Role, **places: Any
+) -> InstanceSpec:
+    """The spec of an instance. One for prompts drafts by lookup: a draft model would compute them as well."""
+    running, drafts = settings.running, sized.drafts
+    draft = OFF if drafts is None else LOOKUP if drafts.model is None or role == "prompt" else running.draft
+    places |= {"draft": draft, "draft_tokens": running.draft_tokens}
+    places["prefixes"] = settings.prefixes.for_engines()
+    return InstanceSpec(sized.ref, settings.weights, size, None, settings.db, **places)
 
 
 # ---- instances on cores of this host ---------------------------------------------------------------------
@@ -388,9 +390,8 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
     kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
-            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context"
-            f" of {asked_context}: "
-            "raise --kv-budget, or lower --context"
+            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context of "
+            f"{asked_context}: raise --kv-budget, or lower --context"
         )
     return size.with_slots(kv_slots)
 
@@ -441,16 +442,12 @@ def _node_pool(role: Role, where: str) -> NodePool:
 
 
 def sizes_on_nodes(
-    pools: Sequence[NodePool],
-    launcher: RayInstances,
-    size: EngineSize,
-    model: PackedModel,
-    settings: ServeSettings,
+    pools: Sequence[NodePool], launcher: RayInstances, sized: SizedModel, settings: ServeSettings
 ) -> list[EngineSize]:
     """The size of each instance, all of one context. Instances of a node divide the server's memory there."""
     free, n_on = launcher.free_bytes(), Counter(launcher.nodes)
     sizes = [
-        _size_on(pool, free[node], n_on[node], size, model, settings)
+        _size_on(pool, free[node], n_on[node], sized, settings)
         for pool, node in zip(pools, launcher.nodes, strict=True)
     ]
     context = min(own.limits.context_length for own in sizes)
@@ -458,14 +455,10 @@ def sizes_on_nodes(
 
 
 def _size_on(
-    pool: NodePool,
-    free: int | None,
-    n_sharing: int,
-    size: EngineSize,
-    model: PackedModel,
-    settings: ServeSettings,
+    pool: NodePool, free: int | None, n_sharing: int, sized: SizedModel, settings: ServeSettings
 ) -> EngineSize:
     """free: bytes of the instance's node. n_sharing: instances of this server on that node."""
+    model, size = sized.open_model.model, sized.size
     of_node = settings.kv.kv_budget_bytes or default_kv_bytes(model, free)
     try:
         own = EngineSize.for_many(
@@ -474,6 +467,7 @@ def _size_on(
             settings.running.context_tokens,
             of_node // n_sharing,
             size.kv.format,
+            None if sized.drafts is None else sized.drafts.model,
             kv_shared=True,
             free=lambda: free,
         )

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.errors import ApiError, unknown_model
@@ -115,38 +115,41 @@ class ModelFile(NamedTuple):
     modified_s: int
 
 
-class LoadedModel(Protocol):
-    """A model in memory. `close` frees its memory; the model must be unused."""
+@dataclass
+class LoadedModel:
+    """A model in memory, until `close`. `adapted`: the model once for each of its adapters."""
 
-    @property
-    def served(self) -> ServedModel: ...
+    served: ServedModel
+    adapted: Sequence[ServedModel]
+    stack: ExitStack
 
-    @property
-    def adapted(self) -> Sequence[ServedModel]:
-        """The model once for each of its adapters."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class MeasuredModel(Protocol):
-    """A known model that is not in memory. `open` takes `n_bytes` of memory; may raise ServingError."""
-
-    @property
-    def n_bytes(self) -> int: ...
-
-    def open(self, on_lost: Callable[[], None]) -> LoadedModel: ...
+    def close(self) -> None:
+        """Free the memory of the model, which must be unused."""
+        with self.stack:
+            del self.served, self.adapted
 
 
 @dataclass(frozen=True)
-class ModelsOnDisk:
-    """The models of a folder. `files`: its present files by the names that requests use. `measure`: sizes up
-    a model, with little memory; may raise ServingError. All are called on threads."""
+class MeasuredModel(Generic[Made]):
+    """A model that is not yet in memory. `n_bytes`: bytes of weights, keys and values once it is. `open`:
+    loads it, and may raise ServingError; the stack unloads it."""
+
+    n_bytes: int
+    open: Callable[[ExitStack], Made]
+
+
+@dataclass(frozen=True)
+class ModelFolder(Generic[Made]):
+    """A folder of models. `files`: its present files by the names that requests use. `measure`: sizes up a
+    model, with little memory; may raise ServingError. `facts`: of a model that is not in memory, as far as
+    its file states them. All are called on threads. `budget_bytes`: most bytes of all models in memory
+    together; None: what the machine has. `keep_s`: seconds that an unused model stays."""
 
     files: Callable[[], Mapping[str, ModelFile]]
-    measure: Callable[[str], MeasuredModel]
-    facts: Callable[[str], ModelFacts] = lambda _name: ModelFacts()
-    """Facts about a model that is not in memory, as far as its file states them."""
+    measure: Callable[[str], MeasuredModel[Made]]
+    facts: Callable[[str], ModelFacts]
+    budget_bytes: int | None
+    keep_s: float
 
 
 @dataclass(slots=True)
@@ -162,21 +165,22 @@ class ShelfCounts:
 
 
 class ModelShelf:
-    """Loads and unloads the models of one folder. `keep_s`: seconds that an unused model stays.
-    `end_shadows`: ends the batch requests that hold a model whose room is needed."""
+    """Loads and unloads the models of `folder`. `load`: brings one into memory; it may raise ServingError,
+    and its second argument is called once the model's engine is lost. `end_shadows`: ends the batch requests
+    that hold a model whose room is needed."""
 
     def __init__(
         self,
-        source: ModelsOnDisk,
-        budget_bytes: int | None,
-        keep_s: float,
+        folder: ModelFolder[Made],
+        load: Callable[[MeasuredModel[Made], Callable[[], None]], LoadedModel],
         report: Callable[[str], None],
         end_shadows: Callable[[str], None] = lambda _name: None,
     ) -> None:
-        self.keep_s = keep_s
+        self.keep_s = folder.keep_s
         self.counts = ShelfCounts()
-        self.room = ModelRoom(budget_bytes)
-        self._source = source
+        self.room = ModelRoom(folder.budget_bytes)
+        self._folder: ModelFolder[Any] = folder
+        self._load_measured: Callable[[MeasuredModel[Any], Callable[[], None]], LoadedModel] = load
         self._report = report
         self._end_shadows = end_shadows
         self._loaded: dict[str, LoadedModel] = {}
@@ -201,10 +205,10 @@ class ModelShelf:
         return replace(self.counts, loaded=len(self.room.residents), n_bytes=self.room.n_bytes)
 
     async def files(self) -> Mapping[str, ModelFile]:
-        return await asyncio.to_thread(self._source.files)
+        return await asyncio.to_thread(self._folder.files)
 
     async def facts(self, name: str) -> ModelFacts:
-        return await asyncio.to_thread(self._source.facts, name)
+        return await asyncio.to_thread(self._folder.facts, name)
 
     def state(self, name: str) -> ModelState:
         resident = self.room.residents.get(name)
@@ -285,7 +289,7 @@ class ModelShelf:
 
     async def _bring(self, name: str) -> None:
         began_s = time.monotonic()
-        measured = await self._on_worker(lambda: self._source.measure(name))
+        measured = await self._on_worker(lambda: self._folder.measure(name))
         n_bytes = measured.n_bytes
         if not self.room.holds_alone(n_bytes):
             raise ServingError(
@@ -308,7 +312,7 @@ class ModelShelf:
                 loop.call_soon_threadsafe(self._lose, name)
 
         def opened() -> LoadedModel:
-            self._fresh = measured.open(on_lost)
+            self._fresh = self._load_measured(measured, on_lost)
             return self._fresh
 
         loaded = await self._on_worker(opened)

@@ -362,6 +362,7 @@ _OF_INSTANCES: tuple[Row, ...] = (
         "prefix_tokens_expected",
     ),
     (COUNTER, "answers", "answers routed to it", "answers"),
+    (GAUGE, "kv_bytes", "bytes of its memory for keys and values", "kv_bytes"),
     (COUNTER, "pool_changes", "times that it changed its pool", "pool_changes"),
     (GAUGE, "handing_over", "prompts on their way from it, and blocks of it being filled", "handing_over"),
     (COUNTER, "hand_overs", "its prompts that arrived elsewhere", "hand_overs"),
@@ -380,24 +381,22 @@ _NO_LOAD = EngineLoad(0, 0, 0, 0)
 
 
 def _of_instances(states: Mapping[Labels, InstanceState]) -> Iterator[Family]:
-    """The metrics of instances, by instance and role. An instance that does not run has no `info`."""
+    """The metrics of instances, by instance and role. An instance that does not run has no place."""
     names, prefix = ("instance", "role"), "instance_"
     loads = {labels: state.load or _NO_LOAD for labels, state in states.items()}
     ready = {labels: float(state.load is not None) for labels, state in states.items()}
     yield _metric(GAUGE, f"{prefix}ready", "1 where it can be given requests", ready, names)
     yield from _of_rows(_OF_INSTANCE_LOADS, loads, names, prefix)
-    kv_bytes = {labels: state.info.kv_bytes if state.info else 0 for labels, state in states.items()}
-    yield _metric(GAUGE, f"{prefix}kv_bytes", "bytes of its memory for keys and values", kv_bytes, names)
     token_s = {labels: load.prompt_token_ns / 1e9 for labels, load in loads.items()}
     meaning = "time that a prompt goes on there for each of its tokens, of late"
     yield _metric(GAUGE, f"{prefix}prompt_token_seconds", meaning, token_s, names)
     yield from _of_rows(_OF_INSTANCES, states, names, prefix)
     pools = {(*labels, state.pool): 1 for labels, state in states.items()}
     yield _metric(GAUGE, f"{prefix}pool", "1 for the pool that it is in now", pools, (*names, "pool"))
-    infos: dict[Labels, float] = {}
-    for labels, state in states.items():
-        if (info := state.info) is not None:
-            told = (info.node, info.label, info.weight_format, info.kv_format, str(info.n_sparse_weights))
-            infos[*labels, *told, info.prefill_plan, info.decode_plan] = 1
+    infos = {
+        (*labels, *(state.place.get(label, "") for label in _OF_PLACES)): 1
+        for labels, state in states.items()
+        if state.place
+    }
     meaning = "always 1; where and how an instance that runs does so"
     yield _metric(GAUGE, f"{prefix}info", meaning, infos, (*names, *_OF_PLACES))

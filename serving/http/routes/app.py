@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.http import errors
 from phasewise.serving.http.answers.client import EngineClient
@@ -60,14 +59,6 @@ class ServerContext:
 
 
 @dataclass(frozen=True)
-class ServedEmbeddings:
-    """An embedding model, and the client that embeds with it."""
-
-    model: EmbeddingModel
-    client: EmbeddingClient
-
-
-@dataclass(frozen=True)
 class TextGeneration:
     """The models that generate text, the engine client that answers for them, and their batches."""
 
@@ -82,7 +73,7 @@ def create_app(
     metrics: Metrics,
     surroundings: ServerContext = ServerContext(),
     generation: TextGeneration | None = None,
-    embeddings: ServedEmbeddings | None = None,
+    embeddings: EmbeddingModel | None = None,
 ) -> Starlette:
     """Build the application of a server that generates text, embeds, or does both. Clients must be attached
     to the event loop that runs it. `app.state.bodies`: reads bodies. `app.state.keys`: its API keys."""
@@ -94,8 +85,7 @@ def create_app(
     if embeddings is not None:
         generates = None if generation is None else generation.models.generates
         metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
-        most_bytes, model = limits.max_response_bytes, embeddings.model
-        own = EmbeddingRoutes(model, embeddings.client, bodies, life, most_bytes, generates)
+        own = EmbeddingRoutes(embeddings, bodies, life, limits.max_response_bytes, generates)
         add_embedding_routes(routes, own)
     _add_models(routes, generation, embeddings)
     layers = _layers(limits, metrics, surroundings, keys, routes)
@@ -191,12 +181,10 @@ def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
         return told()
 
 
-def _add_models(
-    routes: Routes, generation: TextGeneration | None, embeddings: ServedEmbeddings | None
-) -> None:
+def _add_models(routes: Routes, generation: TextGeneration | None, embeddings: EmbeddingModel | None) -> None:
     async def served() -> list[ListedModel | EmbeddingModel]:
         generating = [] if generation is None else await generation.models.listed()
-        return [*generating, *(() if embeddings is None else (embeddings.model,))]
+        return [*generating, *(() if embeddings is None else (embeddings,))]
 
     @routes.add("/v1/models", "GET")
     async def list_models(_request: Request) -> Json:

@@ -128,13 +128,14 @@ class RerankRequest(OpenRequest):
 @dataclass(frozen=True)
 class EmbeddingModel:
     """An embedding model. `names`: names that requests may use, its id first. `width`: dimensions of a
-    vector. `scores`: True for a cross-encoder."""
+    vector. `scores`: True for a cross-encoder. `client`: embeds with it."""
 
     names: tuple[str, ...]
-    created_s: int
     text: EncoderText
     width: int
     scores: bool
+    client: EmbeddingClient
+    created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_id(self) -> str:
@@ -156,7 +157,6 @@ class EmbeddingRoutes:
     text-generating model of the same server; None: there is none."""
 
     model: EmbeddingModel
-    _client: EmbeddingClient
     _bodies: BodyReader
     _life: Lifecycle
     _max_response_bytes: int
@@ -313,7 +313,7 @@ class EmbeddingRoutes:
         lane = self._long if n_characters > _LONG_CHARACTERS else self._texts
         try:
             asker = _asker(request)
-            self._client.refuse_if_full(asker)
+            self.model.client.refuse_if_full(asker)
             return await while_there(request, lane.run(asker.name, cut))
         except ServingError as error:
             _vouch_if_busy(request, error)
@@ -325,7 +325,7 @@ class EmbeddingRoutes:
         if record is not None:
             record.n_prompt = sum(len(tokens.ids) for tokens in inputs)
         try:
-            vectors = await while_there(request, self._client.embed(inputs, _asker(request)))
+            vectors = await while_there(request, self.model.client.embed(inputs, _asker(request)))
         except ServingError as error:
             _vouch_if_busy(request, error)
             raise from_engine(error) from error

@@ -10,7 +10,9 @@ import pytest
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.messages import Abort
 from phasewise.serving.pools.opening import POLICIES
+from tests.support.models.head_models import write_with_head
 from tests.support.servers.pools import (
+    PoolServer,
     Told,
     guides_of,
     mixed_requests,
@@ -52,6 +54,7 @@ def assert_divided_equals_whole(model: Path, n_ranks: int = 1, transfer: str = "
         )
 
         assert divided == whole
+        assert accepted(server) > 0
         assert list(again.values()) == list(whole.values())
         assert server.front.n_divided == 2 * len(requests)
         assert not server.front.failed
@@ -62,6 +65,28 @@ def assert_divided_equals_whole(model: Path, n_ranks: int = 1, transfer: str = "
 def test_divided_requests_get_the_answers_of_one_engine(model: Path) -> None:
     """Greedy, seeded, with penalties, log-probabilities and grammars, over shared memory."""
     assert_divided_equals_whole(model)
+
+
+def accepted(server: PoolServer) -> int:
+    """Drafts that came, of the answers that have ended."""
+    counts = [pieces[-1].drafts for pieces in server.answers.values()]
+    return sum(count.accepted for count in counts if count is not None)
+
+
+def test_drafts_of_instances_change_no_bit(model: Path, tmp_path: Path) -> None:
+    """Of a model at a token instance, which computes the prompt's tokens anew (the model drafts for itself,
+    and is right); of a head where prompts stay."""
+    requests = mixed_requests(None)
+    write_with_head(tmp_path / "head", "qwen35", branches=0.01)
+    for path, roles, draft in (
+        (model, ("prompt", "token"), str(model)),
+        (tmp_path / "head", ("mixed",), "mtp"),
+    ):
+        with open_alone(path) as opened:
+            whole = tokens(run_alone(opened, requests))
+        with pools(path, roles, draft=draft) as server:
+            assert tokens(server.run(requests)) == whole
+            assert accepted(server) > 0
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import httpx
 import openai
 import pytest
 
-from phasewise.serving.http.routes.app import ServedEmbeddings
 from phasewise.serving.http.transport.listening import CannotListen, TcpAddress
 from tests.support.models.encoder_models import write_encoder
 from tests.support.servers.fake_embedding import embedding_server
@@ -350,15 +349,14 @@ def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_models_that_are_served_for_something_else_say_so(vectors: Path) -> None:
-    with embedding_server(vectors) as beside:
-        embeddings = ServedEmbeddings(beside.served, beside.client)
-        with (
-            fake_server(embeddings=embeddings) as server,
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as api,
-        ):
-            with pytest.raises(openai.NotFoundError, match="makes vectors and no text: use /v1/embeddings"):
-                api.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
-            with pytest.raises(openai.NotFoundError, match="no vectors: use /v1/chat/completions"):
-                api.embeddings.create(model="fake", input="a")
-            with pytest.raises(openai.NotFoundError, match="is not served here"):
-                api.embeddings.create(model="nothing", input="a")
+    with (
+        embedding_server(vectors) as beside,
+        fake_server(embeddings=beside.served) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as api,
+    ):
+        with pytest.raises(openai.NotFoundError, match="makes vectors and no text: use /v1/embeddings"):
+            api.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+        with pytest.raises(openai.NotFoundError, match="no vectors: use /v1/chat/completions"):
+            api.embeddings.create(model="fake", input="a")
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            api.embeddings.create(model="nothing", input="a")

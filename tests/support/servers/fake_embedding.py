@@ -18,7 +18,7 @@ from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
 from phasewise.serving.errors import RanksError, StepFailed
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import ServedEmbeddings, create_app
+from phasewise.serving.http.routes.app import create_app
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
@@ -137,8 +137,8 @@ def embedding_server(
     life = Lifecycle(client)
     metrics = Metrics(Gauges(is_ready=lambda: life.is_ready))
     connections = Connections(limits, metrics)
-    served = EmbeddingModel(("tiny", "alias"), 1_700_000_000, text, own[0].width, model.config.scores)
-    app = create_app(limits, life, metrics, embeddings=ServedEmbeddings(served, client))
+    served = EmbeddingModel(("tiny", "alias"), text, own[0].width, model.config.scores, client, 1_700_000_000)
+    app = create_app(limits, life, metrics, embeddings=served)
     with TcpAddress("127.0.0.1", 0) as place:
         server = HttpServer(Service(app, [client], life, connections, lambda _line: None), place)
         web = threading.Thread(target=server.run)

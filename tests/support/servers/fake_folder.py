@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,14 @@ from phasewise.serving.engine.engine_host import SeveralEngines
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.errors import ModelError
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
+from phasewise.serving.http.http_settings import HttpLimits, ModelFacts, ServedModel
+from phasewise.serving.http.models.model_shelf import (
+    LoadedModel,
+    MeasuredModel,
+    ModelFile,
+    ModelFolder,
+    ModelShelf,
+)
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import TextGeneration, create_app
@@ -66,7 +73,7 @@ class FakeModel:
             lambda chat, _patience: encode(render_chat(chat.messages)),
         )
 
-    def open(self, on_lost: Callable[[], None]) -> FakeModel:
+    def open(self, on_lost: Callable[[], None]) -> LoadedModel:
         folder = self._folder
         folder.before_open(self.name)
         folder.open_bytes += self.n_bytes
@@ -78,7 +85,9 @@ class FakeModel:
         if self.name in folder.lost_at_once:
             folder.lost_at_once.remove(self.name)
             on_lost()
-        return self
+        stack = ExitStack()
+        stack.callback(self.close)
+        return LoadedModel(self.served, self.adapted, stack)
 
     def close(self) -> None:
         folder = self._folder
@@ -111,11 +120,12 @@ class FakeFolder:
     def files(self) -> dict[str, ModelFile]:
         return {name: ModelFile(n_bytes, 1_700_000_000) for name, n_bytes in self.sizes.items()}
 
-    def measure(self, name: str) -> FakeModel:
+    def measure(self, name: str) -> MeasuredModel[FakeModel]:
         self.before_measure()
         if name.startswith("x"):
             raise ModelError("it is damaged\nbeyond repair")
-        return FakeModel(self, name)
+        model = FakeModel(self, name)
+        return MeasuredModel(self.sizes[name], lambda _stack: model)
 
 
 @dataclass
@@ -155,8 +165,12 @@ def fake_folder(
     folder, lines = FakeFolder(sizes, is_fragile=is_fragile), list[str]()
     client = EngineClient(lambda message: folder.host.send(message), limits)
     folder.host = SeveralEngines(client.deliver)
-    source = ModelsOnDisk(folder.files, folder.measure)
-    shelf = ModelShelf(source, budget, keep_s, lines.append, client.end_shadows)
+    source = ModelFolder(folder.files, folder.measure, lambda _name: ModelFacts(), budget, keep_s)
+
+    def load(measured: MeasuredModel[FakeModel], on_lost: Callable[[], None]) -> LoadedModel:
+        return measured.open(ExitStack()).open(on_lost)
+
+    shelf = ModelShelf(source, load, lines.append, client.end_shadows)
     life = Lifecycle(folder.host)
     metrics = Metrics(Gauges(load=lambda: client.load), None)
     connections = Connections(limits, metrics)

@@ -22,8 +22,9 @@ from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
+from phasewise.serving.http.routes.app import ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
+from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.transport.connection import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
@@ -129,7 +130,7 @@ def fake_server(
     context: int = CONTEXT,
     surroundings: ServerContext | None = None,
     drafter: Drafter | None = None,
-    embeddings: ServedEmbeddings | None = None,
+    embeddings: EmbeddingModel | None = None,
     batch_dir: Path = Path(),
     batch_bytes: int = 0,
 ) -> Iterator[FakeServer]:
@@ -169,7 +170,7 @@ def fake_server(
     surroundings = surroundings or ServerContext()
     said: list[str] = []
     runner = BatchRunner(batch_dir, batch_bytes, max_sequences, limits.max_body_bytes, life, said.append)
-    models = ServedModels([model(served)], embedder=None if embeddings is None else embeddings.model)
+    models = ServedModels([model(served)], embedder=embeddings)
     generation = TextGeneration(models, client, runner)
     app = create_app(limits, life, metrics, surroundings, generation, embeddings)
     with address or TcpAddress("127.0.0.1", 0) as place:

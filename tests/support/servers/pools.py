@@ -165,15 +165,24 @@ def pools(
     cores: Sequence[int] | None = None,
     db: str | None = None,
     module: str = MODULE,
+    draft: str = "lookup",
     **settings: object,
 ) -> Iterator[PoolServer]:
     """Instances of the model at `path`, all ready. settings: of `FrontSettings`. db: the tuning database.
-    module: what each runs.
+    module: what each runs. draft: what drafts three tokens of each answer in every step, as `--draft` has it.
 
     cores: the first of each instance, which is pinned to as many as it has ranks; None: none is pinned.
     """
     spec = InstanceSpec(
-        str(path), weights, size or size_of(path), None, db, pinned=cores is not None, prefixes=prefixes
+        str(path),
+        weights,
+        size or size_of(path),
+        None,
+        db,
+        pinned=cores is not None,
+        prefixes=prefixes,
+        draft=draft,
+        draft_tokens=3,
     )
     tells = [replace(spec, plans=plans_of(n_ranks, first)).tell for first in cores or [0] * len(roles)]
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:

@@ -60,7 +60,7 @@ def main(model: Path) -> dict[str, object]:
     )
     try:
         kept, lost = cluster.add_node(**NODE), cluster.add_node(**NODE)
-        asked = {"--cluster": cluster.address, "--mixed-pool": "2x1"}
+        asked = {"--cluster": cluster.address, "--mixed-pool": "2x1", "--draft": "off"}  # a piece is a token
         with serving(model, asked, "--spread") as first, serving(model, asked, "--spread") as other:
             wait_until(lambda: n_running(cluster.address) == 4)
             cpus = [cpus_of(cluster.address)]
