@@ -12,6 +12,7 @@ from typing import Any
 
 from phasewise._words import counted, number
 from phasewise.cli.present import on_one_line
+from phasewise.cli.tables import WIDTH
 from phasewise.topology import Kind, Machine, MemoryAccess, Node, core_signature, placement_signature
 from phasewise.topology.cpusets import format_list
 from phasewise.topology.outline import Line, count_words, outline
@@ -20,7 +21,6 @@ from phasewise.tuner.topotree import Fundamental, TopoTree, every_tree, grouped_
 from phasewise.tuner.topotree.tree import chains
 from phasewise.workflows.topo.plan_json import Plans
 
-WIDTH = 80
 MAX_DISTANCE_COLUMNS = 18
 UNICODE_GLYPHS = ("├─ ", "└─ ", "│  ", "   ")
 ASCII_GLYPHS = ("|- ", "`- ", "|  ", "   ")
