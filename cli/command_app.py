@@ -14,13 +14,12 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from phasewise._options import NoEffect
-from phasewise.cli.present import note
+from phasewise.cli.present import EXIT_USAGE, note
 
 MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"
 HEADINGS_IN_ORDER = {MOST_USED: -1, OTHER_OPTIONS: 1}
 """Sort keys of headings that come first or last in help; all others stand where their first option does."""
-EXIT_USAGE = 2
 NOUNS: dict[Any, str] = {int: "N", Path: "FILE"}
 """The noun for an option's value in help, by type; for other types the last word of the option's flag."""
 EXAMPLE = "$ "

@@ -11,10 +11,8 @@ import typer
 
 from phasewise._words import meant
 from phasewise.cli.command_app import TYPER_WORDS
-from phasewise.cli.present import fail
+from phasewise.cli.present import EXIT_FAILURE, fail
 from phasewise.workflows.config_file import read_toml
-
-EXIT_FAILURE = 1
 
 
 def read_config(path: Path, command: Any) -> dict[str, Any]:

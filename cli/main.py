@@ -15,7 +15,7 @@ from phasewise._interrupts import came_of_interrupt
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp, GroupedCommands, LazyCommands
 from phasewise.cli.config_file import defaults_of, read_config
-from phasewise.cli.present import EXIT_INTERRUPTED, EXIT_READER_LEFT, fail, note
+from phasewise.cli.present import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_READER_LEFT, fail, note
 from phasewise.serving.errors import shortage_of
 from phasewise.workflows.config_file import config_path
 
@@ -73,7 +73,6 @@ class Commands(GroupedCommands):
 
 app = CommandApp(name="phasewise", cls=Commands)
 
-EXIT_FAILURE = 1
 STDOUT_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
 """Errors of writing to stdout where stdout is a file on a full disk."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,9 +12,6 @@ from phasewise.cli.option_sets import info
 from phasewise.serving.models.storage_modes import PackMode, SparseMode
 from phasewise.workflows import options
 from phasewise.workflows.options import KvFormat, WeightFormat
-
-if TYPE_CHECKING:
-    pass
 
 VectorArithmetic = Literal["tuned", "canonical"]
 """The arithmetic of embedding models."""
@@ -32,23 +30,14 @@ def complete_name(incomplete: str) -> list[str]:
     return names(incomplete)
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="a known name, a GGUF file, a Hugging Face directory, a hub name or a packed file",
-        autocompletion=_complete_model,
-    ),
-]
-OptionalModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="a known name, a GGUF file, a Hugging Face directory, a hub name or a packed file",
-        autocompletion=_complete_model,
-        show_default=False,
-    ),
-]
+_model = partial(
+    typer.Argument,
+    metavar="MODEL",
+    help="a known name, a GGUF file, a Hugging Face directory, a hub name or a packed file",
+    autocompletion=_complete_model,
+)
+ModelArgument = Annotated[str, _model()]
+OptionalModelArgument = Annotated[str | None, _model(show_default=False)]
 TraceArgument = Annotated[
     str,
     typer.Argument(

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 from phasewise._files import check_writable, write_file
 from phasewise._version import SCHEMA_VERSION
 
+EXIT_FAILURE, EXIT_USAGE = 1, 2
+EXIT_REFUSED = 3
+"""Exit code where a command did its work, and refused some of what it was given."""
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, which shells report for Ctrl-C."""
 EXIT_READER_LEFT = 141

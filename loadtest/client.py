@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -24,6 +24,9 @@ from phasewise.loadtest.metrics import FailureKind, RequestOutcome
 
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_CHARS = 200
+
+
+Known = TypeVar("Known", int, int | None)
 
 
 class StreamReader:
@@ -85,17 +88,11 @@ class StreamReader:
             self._choice(event.get("choices"), at_s)
 
     def _usage(self, usage: Any) -> None:
-        if not isinstance(usage, dict):
-            return
-        answer, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
-        if type(answer) is int and 0 <= answer < 1 << 32:
-            self._n_told = answer
-        if type(prompt) is int and 0 <= prompt < 1 << 32:
-            self._outcome.prompt_tokens = prompt
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        if type(cached) is int and 0 <= cached < 1 << 32:
-            self._outcome.cached_tokens = cached
+        outcome = self._outcome
+        self._n_told = _count_in(usage, "completion_tokens", self._n_told)
+        outcome.prompt_tokens = _count_in(usage, "prompt_tokens", outcome.prompt_tokens)
+        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+        outcome.cached_tokens = _count_in(details, "cached_tokens", outcome.cached_tokens)
 
     def _choice(self, choices: Any, at_s: float) -> None:
         """Read an event's choices: a token, or the opening or the end of the answer."""
@@ -121,6 +118,12 @@ class StreamReader:
             self._outcome.itls_s.append(at_s - self._last_token_s)
         self._last_token_s = at_s
         self._n_events += 1
+
+
+def _count_in(fields: Any, name: str, before: Known) -> int | Known:
+    """The count that a server reports in `fields`, else `before`."""
+    count = fields.get(name) if isinstance(fields, dict) else None
+    return count if type(count) is int and 0 <= count < 1 << 32 else before
 
 
 def _message(error: Any) -> str:
@@ -314,13 +317,8 @@ def _tokens_in(raw: bytes) -> int:
 
 async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) -> None:
     status = response.status
-    outcome.failure = (
-        FailureKind.overloaded
-        if status == 429
-        else FailureKind.broken_server
-        if status >= 500
-        else FailureKind.rejected
-    )
+    kind = FailureKind.broken_server if status >= 500 else FailureKind.rejected
+    outcome.failure = FailureKind.overloaded if status == 429 else kind
     outcome.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
     outcome.error = f"status {status}: {reason_in(await response.content.read(4096))}"[:MAX_ERROR_CHARS]
 

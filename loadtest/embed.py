@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phasewise._words import counted
 from phasewise.loadtest.arrivals import RequestPace
@@ -40,24 +41,6 @@ class TextBatches:
 
     def describe(self) -> str:
         return counted(len(self.texts), "text")
-
-
-@dataclass(frozen=True)
-class EmbedFigures:
-    """Figures of an embedding load. Latencies are those of requests that were answered with vectors."""
-
-    requests: int
-    ok: int
-    busy: int
-    failed: int
-    seconds: float
-    texts_per_s: float
-    tokens_per_s: float
-    latency_ms: dict[str, float]
-    within_slo: float | None = None
-    """Share of the answers with vectors that came within the SLO."""
-    first_error: str | None = None
-    """The error of the first failed request; None where no request failed."""
 
 
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
@@ -143,7 +126,9 @@ async def highest_concurrency(
 
 def figures(
     outcomes: Sequence[RequestOutcome], batches: TextBatches, seconds: float, slo_s: float | None = None
-) -> EmbedFigures:
+) -> dict[str, Any]:
+    """Figures of an embedding load; latencies, and the share within the SLO, are of requests that were
+    answered with vectors. `first_error`: of the first failed request, None where none failed."""
     good = [outcome for outcome in outcomes if outcome.is_complete]
     failed = [outcome for outcome in outcomes if not outcome.is_complete]
     n_busy = sum(outcome.failure is FailureKind.overloaded for outcome in failed)
@@ -151,21 +136,15 @@ def figures(
     per_s = 1 / seconds if seconds > 0 else 0.0
     within = None if slo_s is None or not good else sum(ms <= 1e3 * slo_s for ms in latencies) / len(good)
     errors = (each.error for each in failed if each.failure is not FailureKind.overloaded)
-    return EmbedFigures(
-        requests=len(outcomes),
-        ok=len(good),
-        busy=n_busy,
-        failed=len(failed) - n_busy,
-        seconds=seconds,
-        texts_per_s=sum(len(batches(outcome.number, 0)) for outcome in good) * per_s,
-        tokens_per_s=sum(outcome.prompt_tokens for outcome in good) * per_s,
-        latency_ms={f"p{p}": _percentile(latencies, p) for p in PERCENTILES},
-        within_slo=within,
-        first_error=next(errors, None),
-    )
-
-
-def _percentile(ordered: Sequence[float], percent: int) -> float:
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+    return {
+        "requests": len(outcomes),
+        "ok": len(good),
+        "busy": n_busy,
+        "failed": len(failed) - n_busy,
+        "seconds": seconds,
+        "texts_per_s": sum(len(batches(outcome.number, 0)) for outcome in good) * per_s,
+        "tokens_per_s": sum(outcome.prompt_tokens for outcome in good) * per_s,
+        "latency_ms": {f"p{p}": latencies[len(good) * p // 100] if good else 0.0 for p in PERCENTILES},
+        "within_slo": within,
+        "first_error": next(errors, None),
+    }

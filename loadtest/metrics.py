@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -90,11 +91,6 @@ class Measured:
         """The client's CPU time over the duration, as a share of one core."""
         return self.client_cpu_s / self.duration_s if self.duration_s > 0 else 0.0
 
-    @property
-    def request_rate(self) -> float:
-        """Complete answers a second."""
-        return len(self.complete) / self.duration_s if self.duration_s > 0 else 0.0
-
 
 def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
     """Samples of every metric in milliseconds. TPOT needs two tokens; ITL pools the gaps of all requests."""
@@ -112,6 +108,7 @@ def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
     n_input = sum(outcome.prompt_tokens for outcome in complete)
     n_output = sum(outcome.output_tokens for outcome in complete)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
+    most_events, most_alive = _most_in_a_second(complete)
     fields: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(complete),
@@ -122,8 +119,8 @@ def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
         "request_goodput": None if slo is None else sum(keeps(outcome, slo) for outcome in complete) * per_s,
         "output_throughput": n_output * per_s,
         "total_token_throughput": (n_input + n_output) * per_s,
-        "max_output_tokens_per_s": float(max(_events_a_second(complete), default=0)),
-        "max_concurrent_requests": max(_alive_a_second(complete), default=0),
+        "max_output_tokens_per_s": float(most_events),
+        "max_concurrent_requests": most_alive,
         "rtfx": 0.0,
     }
     for name, samples in latencies_ms(complete).items():
@@ -183,28 +180,15 @@ def failures(outcomes: Sequence[RequestOutcome]) -> Mapping[str, int]:
     )
 
 
-def _first_start_s(outcomes: Sequence[RequestOutcome]) -> float:
-    return min((outcome.start_s for outcome in outcomes), default=0.0)
-
-
-def _events_a_second(outcomes: Sequence[RequestOutcome]) -> list[int]:
-    """Token events in each second since the first request was sent."""
-    first_s = _first_start_s(outcomes)
-    seconds: Counter[int] = Counter()
-    for outcome in outcomes:
-        at_s = outcome.start_s + outcome.ttft_s - first_s
-        seconds[int(at_s)] += 1
-        for gap_s in outcome.itls_s:
-            at_s += gap_s
-            seconds[int(at_s)] += 1
-    return list(seconds.values())
-
-
-def _alive_a_second(outcomes: Sequence[RequestOutcome]) -> list[int]:
-    """Requests in flight at some time within each second."""
-    first_s = _first_start_s(outcomes)
-    seconds: Counter[int] = Counter()
+def _most_in_a_second(outcomes: Sequence[RequestOutcome]) -> tuple[int, int]:
+    """The most token events, and the most requests in flight at some time, of a second since the first
+    request was sent."""
+    first_s = min((outcome.start_s for outcome in outcomes), default=0.0)
+    events: Counter[int] = Counter()
+    alive: Counter[int] = Counter()
     for outcome in outcomes:
         begin_s = outcome.start_s - first_s
-        seconds.update(range(int(begin_s), int(begin_s + outcome.latency_s) + 1))
-    return list(seconds.values())
+        alive.update(range(int(begin_s), int(begin_s + outcome.latency_s) + 1))
+        first_token_s = outcome.start_s + outcome.ttft_s - first_s
+        events.update(int(at_s) for at_s in accumulate(outcome.itls_s, initial=first_token_s))
+    return max(events.values(), default=0), max(alive.values(), default=0)

@@ -57,8 +57,6 @@ class IdPrompts:
     """Prompts of random token ids. `added`: tokens that the server puts before the ids."""
 
     seed: int
-    low: int = ID_RANGE[0]
-    high: int = ID_RANGE[1]
     added: int = 0
 
     def __call__(
@@ -73,7 +71,7 @@ class IdPrompts:
         return ids[:count]
 
     def _drawn(self, seed: tuple[int, ...], count: int) -> list[int]:
-        ids: list[int] = np.random.default_rng(seed).integers(self.low, self.high, count).tolist()
+        ids: list[int] = np.random.default_rng(seed).integers(*ID_RANGE, count).tolist()
         return ids
 
     def describe(self) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient
@@ -73,10 +73,8 @@ class _Running:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, started_s: float) -> None:
-        sending = (
-            self._closed_loop(started_s) if self._load.pace.is_closed_loop else self._open_loop(started_s)
-        )
-        work = asyncio.ensure_future(sending)
+        send = self._closed_loop if self._load.pace.is_closed_loop else self._open_loop
+        work = asyncio.ensure_future(send(started_s))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -98,20 +96,17 @@ class _Running:
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             await gate.acquire()
-            self._start(self._one(index), gate)
+            task = asyncio.create_task(self._through_the_gate(index, gate))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _start(self, work: Coroutine[Any, Any, object], gate: asyncio.Semaphore) -> None:
-        async def through_the_gate() -> None:
-            try:
-                await work
-            finally:
-                gate.release()
-
-        task = asyncio.create_task(through_the_gate())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _through_the_gate(self, index: int, gate: asyncio.Semaphore) -> None:
+        try:
+            await self._one(index)
+        finally:
+            gate.release()
 
     async def _closed_loop(self, started_s: float) -> None:
         """Run `most_at_once` clients, each with one request at a time, until no request is left."""
@@ -130,22 +125,16 @@ class _Running:
         return duration_s is not None and time.perf_counter() - started_s > duration_s
 
     async def _one(self, index: int) -> RequestOutcome:
-        request = self._load.requests[index]
-        prompt = self._load.prompts(
-            self._load.first_index + index, request.prompt_tokens, request.blocks, request.block_tokens
-        )
-        body = self._client.target.body(prompt, request.output_tokens)
+        load, request = self._load, self._load.requests[index]
+        n_prompt, n_answer = request.prompt_tokens, request.output_tokens
+        prompt = load.prompts(load.first_index + index, n_prompt, request.blocks, request.block_tokens)
+        body = self._client.target.body(prompt, n_answer)
         begun_s = time.perf_counter()
         try:
-            outcome = await self._client.send(
-                body, request.prompt_tokens, self._load.limit_s(request.output_tokens)
-            )
+            outcome = await self._client.send(body, n_prompt, load.limit_s(n_answer))
         except asyncio.CancelledError:
-            self.outcomes.append(
-                RequestOutcome(
-                    begun_s, request.prompt_tokens, failure=FailureKind.unfinished, error="cut off"
-                )
-            )
+            unfinished = FailureKind.unfinished
+            self.outcomes.append(RequestOutcome(begun_s, n_prompt, failure=unfinished, error="cut off"))
             raise
         outcome.number = index
         self.outcomes.append(outcome)

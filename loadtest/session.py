@@ -1,4 +1,5 @@
-"""A load test: find the model, calibrate prompts, warm up, then send one load or search for a rate.
+"""A load test: make its requests by the settings, find the model, calibrate prompts, warm up, then send one
+load or search for a rate.
 
 Nothing here prints: remarks go to `report`, outcomes to the observers that `progress` opens.
 """
@@ -6,22 +7,27 @@ Nothing here prints: remarks go to `report`, outcomes to the observers that `pro
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from phasewise._json import read_json
+from phasewise._options import changed, refuse_unused
 from phasewise._words import counted, percent
-from phasewise.loadtest.arrivals import LatencySlo, RequestPace
-from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
+from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated
+from phasewise.loadtest.client import LoadClient, LoadTestError, Target, base_of, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept
 from phasewise.loadtest.prompts import Prompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load
-from phasewise.tuner.config.lengths import RequestLengths, Trace
-from phasewise.tuner.config.trace import fitted
+from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
+from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
+from phasewise.tuner.config.trace import fitted, read_trace
+from phasewise.tuner.errors import TraceError
 
 SETTLE_S = 1.0
 """Seconds of pause between two probes, in which a server drops what the first probe left behind."""
@@ -32,6 +38,13 @@ length."""
 
 MOST_WARM_AT_ONCE = 8
 
+VOTES = 3
+"""Probes of each rate at which a search would end; the majority decides."""
+DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
+REQUESTS_OF_A_DURATION = 100_000
+"""Number of requests prepared for a load of given duration: enough for the duration to end the load."""
+DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 128, 64
+
 Report: TypeAlias = Callable[[str], None]
 """Callback that is given one line of text about the progress, without a newline."""
 
@@ -41,21 +54,15 @@ OpenProgress: TypeAlias = Callable[[int], AbstractContextManager[Observe]]
 
 @dataclass(frozen=True)
 class LoadTest:
-    """The settings of a measurement: the server, the requests, when they are sent, and whether to search for
-    a rate.
-    """
+    """A measurement as its settings ask for it: the server, the requests and their pace, the promises."""
 
     target: Target
     requests: Trace
     pace: RequestPace
-    seed: int = 0
-    prompts_seed: int = 0
-    n_warm_up: int = 0
-    duration_s: float | None = None
-    slo: LatencySlo | None = None
-    search: RateSearch | None = None
-    """Search for the highest rate that keeps `slo`; `pace` then says all but the rate."""
-    probe_s: float = 20.0
+    slo: LatencySlo | None
+    lengths: SentLengths
+    promises: Promises
+    duration_s: float | None
 
 
 @dataclass(frozen=True)
@@ -88,18 +95,88 @@ class LoadReport:
     was_stopped: bool = False
 
 
-def no_report(_line: str) -> None:
-    """Drop the remark."""
+class LoadSettingsError(LoadTestError):
+    """Settings that exclude each other, or one that cannot be read: wrong usage on a command line."""
+
+    exit_code = 2
 
 
-def no_progress(_n_requests: int) -> AbstractContextManager[Observe]:
-    """An observer that never stops a load and shows nothing."""
-    return nullcontext(lambda _outcome: False)
+def load_test_of(
+    url: str, model: str, times: SendingTimes, lengths: SentLengths, asking: Asking, promises: Promises
+) -> LoadTest:
+    """The load test that these settings ask for.
+
+    Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
+    """
+    is_search = promises.find_rate
+    if is_search:
+        instead = "--probe says how long each rate is sent; leave that out"
+        refuse_unused("while a rate is searched", changed(times, "duration_s"), instead)
+    slo = _slo(promises)
+    requests = _requests(times, lengths)
+    socket = None if asking.unix_socket is None else str(asking.unix_socket)
+    base, fields = base_of(url), _body_fields(asking)
+    target = Target(base, model, asking.endpoint == "chat", asking.api_key, socket, fields)
+    pace = _pace(requests, times, is_search=is_search)
+    return LoadTest(target, requests, pace, slo, lengths, promises, times.duration_s)
 
 
-def run_load_test(
-    test: LoadTest, report: Report = no_report, progress: OpenProgress = no_progress
-) -> LoadReport:
+def _slo(promises: Promises) -> LatencySlo | None:
+    if promises.goodput is None:
+        if promises.find_rate:
+            raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
+        return None
+    try:
+        return parse_slo(promises.goodput)
+    except TraceError as error:
+        raise LoadSettingsError(f"--slo: {error}") from None
+
+
+def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
+    """The lengths of the requests, and their arrivals where a trace has them."""
+    is_fixed = (wanted.input_len, wanted.output_len) != (None, None)
+    if sum((times.trace is not None, wanted.lengths is not None, is_fixed)) > 1:
+        raise LoadSettingsError(
+            "lengths come from --trace, from --lengths or from --input-len and --output-len"
+        )
+    if times.trace is not None:
+        whole = read_trace(times.trace)
+        return repeated(whole, wanted.requests or len(whole))
+    without_count = DEFAULT_REQUESTS if times.duration_s is None else REQUESTS_OF_A_DURATION
+    n_requests = wanted.requests or without_count
+    if wanted.lengths is not None:
+        return parse_distribution(wanted.lengths, n_requests, wanted.seed or 0)
+    lengths = RequestLengths(
+        wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
+    )
+    return (lengths,) * n_requests
+
+
+def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
+    if times.rate is not None or is_search:
+        return RequestPace(times.rate, most_at_once=times.concurrency)
+    instants_s = instants_of(requests)
+    if instants_s is not None:
+        return RequestPace(None, instants_s=instants_s, most_at_once=times.concurrency)
+    return RequestPace(None, most_at_once=times.concurrency or DEFAULT_CLIENTS)
+
+
+def _body_fields(asking: Asking) -> dict[str, Any]:
+    fields: dict[str, Any] = {"temperature": asking.temperature}
+    if asking.ignore_eos:
+        fields["ignore_eos"] = True
+    if asking.extra_body is not None:
+        try:
+            more = read_json(asking.extra_body)
+        except ValueError:
+            more = None
+        if not isinstance(more, dict):
+            raise LoadSettingsError(f"--extra-body {asking.extra_body!r:.60} is no JSON object")
+        fields |= more
+    return fields
+
+
+def run_load_test(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
     """Run the test on an event loop of its own. Ctrl-C ends it early, with what was measured until then.
 
     Raises LoadTestError where the server cannot be measured at all.
@@ -113,15 +190,13 @@ async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadRe
         client, context = await _with_model(client)
         requests = _fitting(test.requests, context, report)
         test = replace(test, target=client.target, requests=requests)
-        may_use_ids = not test.target.is_chat
-        prompts = await calibrated(client.count_prompt, test.prompts_seed, may_use_ids=may_use_ids)
+        seed = secrets.randbits(32) if test.lengths.seed is None else test.lengths.seed
+        prompts = await calibrated(client.count_prompt, seed, may_use_ids=not test.target.is_chat)
         report(f"{client.target.model} at {client.target.url}: {prompts.describe()}")
         session = _Session(client, test, prompts, stop, report, progress)
         with stopping_at_interrupt(stop, report):
             await session.warm_up()
-            if test.search is None:
-                return await session.measure()
-            return await session.search(test.search)
+            return await (session.search() if test.promises.find_rate else session.measure())
 
 
 async def _with_model(client: LoadClient) -> tuple[LoadClient, int | None]:
@@ -164,26 +239,30 @@ class _Session:
     progress: OpenProgress
 
     async def warm_up(self) -> None:
-        test = self.test
-        if test.n_warm_up:
-            self.report(f"warming up: {counted(test.n_warm_up, 'request')} ...")
-            pace = RequestPace(None, most_at_once=min(test.n_warm_up, MOST_WARM_AT_ONCE))
-            requests = tuple(test.requests[index % len(test.requests)] for index in range(test.n_warm_up))
-            load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
-            await run_load(self.client, load, self.stop)
+        count = self.test.lengths.warmup
+        if count:
+            self.report(f"warming up: {counted(count, 'request')} ...")
+            pace = RequestPace(None, most_at_once=min(count, MOST_WARM_AT_ONCE))
+            requests = in_turn(self.test.requests, count)
+            await run_load(
+                self.client, RequestLoad(requests, pace, self.prompts, first_index=1 << 40), self.stop
+            )
 
     async def measure(self) -> LoadReport:
         """Send one load at the pace of the test."""
         test = self.test
-        load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
-        with self.progress(len(test.requests)) as observe:
-            measured = await run_load(self.client, load, self.stop, observe)
-        return self._load_report(measured, test.pace)
+        seed = test.lengths.seed or 0
+        load = RequestLoad(test.requests, test.pace, self.prompts, seed, duration_s=test.duration_s)
+        return self._load_report(await self._sent(load), test.pace)
 
-    async def search(self, search: RateSearch) -> LoadReport:
-        """Probe the rates that the search asks for, until the search ends or is interrupted."""
+    async def _sent(self, load: RequestLoad) -> Measured:
+        with self.progress(len(load.requests)) as observe:
+            return await run_load(self.client, load, self.stop, observe)
+
+    async def search(self) -> LoadReport:
+        """Probe the rates that a search asks for, until the search ends or is interrupted."""
         probes: list[RateProbe] = []
-        rates = find_rate(search)
+        rates = find_rate(RateSearch(start=self.test.pace.rate or 1.0, votes=VOTES))
         best: float | None = None
         try:
             rate = next(rates)
@@ -205,18 +284,18 @@ class _Session:
         """Requests at one rate; each is given up as soon as its promise is broken."""
         test, slo = self.test, self.test.slo
         assert slo is not None
-        requests = probe_requests(test.requests, rate, test.probe_s)
+        wanted = rate * test.promises.probe_s
+        count = max(1, round(wanted), min(FEWEST_OF_A_PROBE, round(wanted * LONGEST_PROBE)))
         load = RequestLoad(
-            requests,
+            in_turn(test.requests, count),
             replace(test.pace, rate=rate),
             self.prompts,
-            test.seed + number,
+            (test.lengths.seed or 0) + number,
             first_index=(number + 1) << 24,
             limit_s=lambda tokens: longest_s(slo, tokens),
         )
-        with self.progress(len(requests)) as observe:
-            measured = await run_load(self.client, load, self.stop, observe)
-        kept = len(measured.outcomes) == len(requests) and is_kept(measured.outcomes, slo)
+        measured = await self._sent(load)
+        kept = len(measured.outcomes) == count and is_kept(measured.outcomes, slo)
         return RateProbe(rate, measured, attainment(measured.outcomes, slo), kept)
 
     def _found(self, probes: Sequence[RateProbe], rate: float | None) -> LoadReport:
@@ -249,9 +328,8 @@ class _Session:
         )
 
 
-def probe_requests(requests: Trace, rate: float, probe_s: float) -> tuple[RequestLengths, ...]:
-    """The requests of one probe: `requests` in turn, as often as needed."""
-    count = max(1, round(rate * probe_s), min(FEWEST_OF_A_PROBE, round(rate * probe_s * LONGEST_PROBE)))
+def in_turn(requests: Trace, count: int) -> tuple[RequestLengths, ...]:
+    """`count` requests in turn, each as often as needed."""
     return tuple(requests[index % len(requests)] for index in range(count))
 
 

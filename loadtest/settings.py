@@ -1,4 +1,4 @@
-"""The settings of a load test, as its user states them; `assemble.load_test_of` makes a `LoadTest`."""
+"""The settings of a load test, as its user states them; `session.load_test_of` makes a `LoadTest`."""
 
 from __future__ import annotations
 

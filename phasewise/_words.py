@@ -85,6 +85,11 @@ def counted(count: int, singular: str, several: str | None = None) -> str:
     return f"{count} {plural(count, singular, several)}"
 
 
+def clock(seconds: float) -> str:
+    """Minutes and whole seconds: `1:35`."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
 def number(value: float, digits: int = 6) -> str:
     """Format `digits` significant digits, or all before the point, never an exponent: `1150`, `0.25`."""
     if not math.isfinite(value):

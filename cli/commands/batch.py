@@ -12,13 +12,11 @@ from phasewise._options import changed, refuse_unused
 from phasewise._words import counted, number
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, OptionalModelArgument
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import EXIT_REFUSED, note, print_json
 from phasewise.cli.status_line import status_line
 from phasewise.workflows.batch.server import OwnServing
 from phasewise.workflows.opening.settings import ReadWeights
 from phasewise.workflows.options import ModelCores
-
-EXIT_REFUSED = 3
 
 
 @spread

@@ -12,7 +12,7 @@ import typer
 from phasewise._words import counted, number, percent
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, TraceArgument, WideOption
-from phasewise.cli.present import fail, note, on_one_line
+from phasewise.cli.present import EXIT_FAILURE, fail, note, on_one_line
 from phasewise.cli.tables import WIDTH, RowTable, present
 from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summary, broken
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish, SimulationWish
@@ -20,8 +20,6 @@ from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish, 
 if TYPE_CHECKING:
     from phasewise.cluster.simulated.simulate import ClusterSpec
     from phasewise.workflows.capacity.provision import Provisioned
-
-EXIT_FAILURE = 1
 
 
 @spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from phasewise._words import NOTHING, counted, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import note, on_one_line, print_json, say, say_words
+from phasewise.cli.present import note, on_one_line, print_json, say_words
 from phasewise.cli.tables import present
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def status(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None
 
     state = cluster_status(cluster)
     if as_json:
-        print_json({"nodes": state.nodes, "servers": state.servers, "instances": state.instances})
-    else:
-        _say_status(state)
+        print_json(vars(state))
+        return
+    for line in _status_lines(state):
+        say_words(on_one_line(line))
 
 
 @app.command("drain")
@@ -81,37 +83,31 @@ def drain(
     present(as_json, {"instances": instances}, lines)
 
 
-def _say_status(state: ClusterStatus) -> None:
+def _status_lines(state: ClusterStatus) -> Iterator[str]:
     for node in state.nodes:
         labels = "".join(f", {key}={value}" for key, value in node["labels"].items())
-        say_words(
-            on_one_line(f"node {node['node']}: {counted(node['cores'], 'core')}{labels}, {node['state']}")
-        )
+        yield f"node {node['node']}: {counted(node['cores'], 'core')}{labels}, {node['state']}"
     for server in state.servers:
-        say_words(on_one_line(f"server {server['server']}: {server['model']}, {server['state']}"))
+        yield f"server {server['server']}: {server['model']}, {server['state']}"
         for instance in state.instances:
             if instance["server"] == server["server"]:
-                for line in _lines(instance):
-                    say_words(on_one_line(line))
+                yield from _instance_lines(instance)
     if not state.instances:
-        say("no instance runs on this cluster")
+        yield "no instance runs on this cluster"
 
 
-def _lines(instance: dict[str, Any]) -> list[str]:
+def _instance_lines(instance: dict[str, Any]) -> Iterator[str]:
     label = f" ({instance['label']})" if instance["label"] else ""
-    cores = counted(instance["cores"], "core")
-    lines = [
-        f"{_name(instance)}: {instance['pool']}, {instance['state']}",
-        f"  {cores}{label}, process {instance['pid'] or 'none'}",
-        f"  node {instance['node']}",
-    ]
+    yield f"{_name(instance)}: {instance['pool']}, {instance['state']}"
+    yield f"  {counted(instance['cores'], 'core')}{label}, process {instance['pid'] or 'none'}"
+    yield f"  node {instance['node']}"
     if instance["problem"]:
-        lines.append(f"  {instance['problem']}")
+        yield f"  {instance['problem']}"
     if instance["format"]:
         mib = instance["kv_bytes"] / (1 << 20)
-        lines.append(f"  {instance['format']}, KV {instance['kv_format']} in {mib:.0f} MiB")
-        lines.append(f"  {_load(instance)}")
-    return [*lines, *(f"  {plan}" for plan in instance["plans"])]
+        yield f"  {instance['format']}, KV {instance['kv_format']} in {mib:.0f} MiB"
+        yield f"  {_load(instance)}"
+    yield from (f"  {plan}" for plan in instance["plans"])
 
 
 def _load(instance: dict[str, Any]) -> str:

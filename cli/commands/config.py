@@ -12,7 +12,7 @@ import typer
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.config_file import read_config, unknown_key, wrong_value
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import fail, note, write_target
+from phasewise.cli.present import EXIT_FAILURE, EXIT_USAGE, fail, note, write_target
 from phasewise.cli.tables import present
 from phasewise.workflows.config_file import config_path, config_text
 
@@ -22,8 +22,6 @@ $ phasewise config show
 $ phasewise config set serve.port 9000"""
 
 app = CommandApp(help=HELP)
-
-EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 
 @app.command()

@@ -13,8 +13,8 @@ import typer
 from phasewise._options import refuse_unused
 from phasewise._words import counted
 from phasewise.cli.options import DbOption, JsonOption
-from phasewise.cli.present import note
-from phasewise.cli.tables import present
+from phasewise.cli.present import EXIT_FAILURE, note
+from phasewise.cli.tables import WIDTH, present
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
 from phasewise.tuner.doctor.memory import computing_processes
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
     from phasewise.tuner.doctor.decode import DecodeFigures
     from phasewise.workflows.replay.bits_check import BitsOutcome
-
-
-EXIT_FINDINGS = 1
 
 
 def doctor(
@@ -87,7 +84,7 @@ def doctor(
     findings = examine(host)
     present(as_json, doctor_fields(host, findings), doctor_lines(host, findings, sys.stdout.encoding))
     if strict and findings:
-        sys.exit(EXIT_FINDINGS)
+        sys.exit(EXIT_FAILURE)
 
 
 def _explain_decode(model: str, db: str | None, as_json: bool) -> None:
@@ -109,10 +106,9 @@ def _check_bits(as_json: bool) -> None:
     n_wrong = sum(outcome.problem is not None for outcome in outcomes)
     present(as_json, {"outcomes": outcomes, "problems": n_wrong}, bits_lines(outcomes))
     if n_wrong:
-        sys.exit(EXIT_FINDINGS)
+        sys.exit(EXIT_FAILURE)
 
 
-WIDTH = 80
 LABEL_WIDTH = 10
 
 

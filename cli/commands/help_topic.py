@@ -10,9 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from phasewise._words import meant
-from phasewise.cli.present import fail, say
-
-EXIT_USAGE = 2
+from phasewise.cli.present import EXIT_USAGE, fail, say
 
 
 def _complete_topic(incomplete: str) -> list[str]:

@@ -128,7 +128,7 @@ def remove(
     from phasewise.serving.loaders import inspection
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
-    _present(inspection.remove(model, cache_root(), packed_only=packed), as_json, dry_run=False)
+    _present(inspection.remove(model, cache_root(), packed_only=packed), as_json)
 
 
 @app.command()
@@ -153,8 +153,13 @@ def prune(
     _present(inspection.prune(cache_root(), all_packed=packed, dry_run=dry_run), as_json, dry_run)
 
 
-def _present(removed: list[Removed], as_json: bool, dry_run: bool) -> None:
-    present(as_json, {"dry_run": dry_run, "removed": removed}, [removed_text(removed, dry_run)])
+def _present(removed: list[Removed], as_json: bool, dry_run: bool = False) -> None:
+    """Print the removed files, a line for each, then the sum."""
+    verb = "would remove" if dry_run else "removed"
+    lines = [f"{verb} {size_text(file.n_bytes):>9}  {file.why}: {on_one_line(file.path)}" for file in removed]
+    total = size_text(sum(file.n_bytes for file in removed))
+    fields = {"dry_run": dry_run, "removed": removed}
+    present(as_json, fields, [*lines, f"{verb} {total} in all"])
 
 
 @app.command()
@@ -260,11 +265,9 @@ def _heads(config: ModelConfig) -> str:
 
 
 def _experts(config: ModelConfig) -> str:
-    return (
-        ""
-        if config.experts is None
-        else f", {config.experts.chosen} of {counted(config.experts.count, 'expert')}"
-    )
+    if config.experts is None:
+        return ""
+    return f", {config.experts.chosen} of {counted(config.experts.count, 'expert')}"
 
 
 def _listed(ids: tuple[int, ...]) -> str:
@@ -326,24 +329,13 @@ def list_text(
     lines += ["", "models here"] if stored else []
     for model in stored:
         state = "" if model["is_whole"] else ", not whole: pull goes on"
-        lines.append(
-            f"  {size_text(model['n_bytes']):>9}  {model['format']:<11}  {on_one_line(model['name'])}{state}"
-        )
+        lines.append(_file_line(model, model["n_bytes"], state))
     lines += ["", "packed from models (made anew when they are missing)"] if packed else []
     for file in packed:
         state = "  (its model is gone)" if file["is_orphan"] else ""
-        lines.append(
-            f"  {size_text(file['file_bytes']):>9}  {file['format']:<11}  {on_one_line(file['name'])}{state}"
-        )
+        lines.append(_file_line(file, file["file_bytes"], state))
     return "\n".join(lines)
 
 
-def removed_text(removed: Sequence[Removed], dry_run: bool) -> str:
-    """Text of removed files: a line for each, then the sum."""
-    verb = "would remove" if dry_run else "removed"
-    lines = [
-        f"{verb} {size_text(removal.n_bytes):>9}  {removal.why}: {on_one_line(removal.path)}"
-        for removal in removed
-    ]
-    total = size_text(sum(removal.n_bytes for removal in removed))
-    return "\n".join([*lines, f"{verb} {total} in all"])
+def _file_line(file: Mapping[str, Any], n_bytes: int, state: str) -> str:
+    return f"  {size_text(n_bytes):>9}  {file['format']:<11}  {on_one_line(file['name'])}{state}"

@@ -11,12 +11,10 @@ import typer
 from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import note, on_one_line
+from phasewise.cli.present import EXIT_REFUSED, note, on_one_line
 from phasewise.cli.tables import present
 from phasewise.workflows.opening.settings import ReadWeights
 from phasewise.workflows.options import ModelCores
-
-EXIT_REFUSED = 3
 
 
 @spread

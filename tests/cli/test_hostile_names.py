@@ -35,11 +35,6 @@ def is_tame(text: str, n_lines: int) -> None:
     assert not any(character in text for character in "\x9b\u202e\u2028")
 
 
-def shown(printed: Any, name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    out = printed(name)
-    return capsys.readouterr().out if out is None else str(out)
-
-
 def plan_of(name: str) -> PlanRow:
     return PlanRow(name, "prefill", None, None, [], name, True, True, {}, 0, "")
 
@@ -76,8 +71,8 @@ PACKED = {"file_bytes": 1, "format": "q4", "is_orphan": False}
 KNOWN = {"name": "m", "file_bytes": 1, "licence": "x", "about": "x", "is_rounded": False}
 LISTED = ListedSchedules(Counter({Section.IN_USE: 1}), [(Section.IN_USE, SimpleNamespace())])  # type: ignore[list-item]
 TEXTS = {
-    "db show": lambda name: db_text.print_contents(contents(name), LISTED, wide=False),
-    "db stats": lambda name: db_text.print_table("t", [{"machine": name, "rows": 1}]),
+    "db show": lambda name: "\n".join(map(str, db_text.contents_text(contents(name), LISTED, wide=False))),
+    "db stats": lambda name: "\n".join(map(str, db_text.table_text("t", [{"machine": name, "rows": 1}]))),
     "bench": lambda name: str(RowTable([{"model": name, "t/s": "1"}])),
     "models list": lambda name: list_text(
         [{**KNOWN, "path": name}], [{**STORED, "name": name}], [{**PACKED, "name": name}]
@@ -101,9 +96,9 @@ def machine_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("command", TEXTS)
-def test_a_name_makes_no_lines_and_gives_no_orders(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = shown(TEXTS[command], "a" * len(on_one_line(HOSTILE)), capsys)
-    is_tame(shown(TEXTS[command], HOSTILE, capsys), plain.count("\n"))
+def test_a_name_makes_no_lines_and_gives_no_orders(command: str) -> None:
+    plain = TEXTS[command]("a" * len(on_one_line(HOSTILE)))
+    is_tame(str(TEXTS[command](HOSTILE)), str(plain).count("\n"))
 
 
 @given(st.text())

@@ -389,8 +389,20 @@ def test_plans_go_out_as_they_are_shared_and_come_in_unverified(store: Store) ->
         assert other.newest_plan(MACHINE, PLAN.model_key, "decode") == PLAN
 
 
-@examples(30)
-@given(st.lists(any_row, max_size=4), st.lists(any_row, max_size=4), st.lists(any_row, max_size=4))
+alike_row: st.SearchStrategy[StoredRow] = st.builds(
+    lambda ns, later_ms, origin: measured(
+        ns, origin=replace(origin, created_at_ms=origin.created_at_ms + later_ms)
+    ),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.sampled_from([ORIGIN, ELSEWHERE]),
+) | st.sampled_from([*ROWS, PLAN, replace(PLAN, phase="embed"), PREDICTOR_SCORE, STEP_TIME])
+"""Rows that draws often have in common, or that differ in one of their fields."""
+merged_rows = st.lists(any_row, max_size=4) | st.lists(alike_row, max_size=6)
+
+
+@examples(40)
+@given(merged_rows, merged_rows, merged_rows)
 def test_merging_in_any_order_and_twice_gives_the_same_bytes(
     a: list[StoredRow], b: list[StoredRow], c: list[StoredRow]
 ) -> None:

@@ -114,36 +114,6 @@ def test_what_is_pushed_and_pulled_exports_the_same_bytes(tmp_path: Path, remote
     assert (again.new, again.digest) == ([], done.digest)
 
 
-rows_of_many = st.lists(
-    st.builds(
-        lambda ns, later_ms, machine: measured(
-            ns, origin=dataclasses.replace(machine, created_at_ms=ORIGIN.created_at_ms + later_ms)
-        ),
-        st.integers(1, 3),
-        st.integers(0, 2),
-        st.sampled_from([ORIGIN, ELSEWHERE]),
-    )
-    | st.sampled_from(ROWS),
-    max_size=6,
-)
-
-
-@pytest.mark.slow
-@examples(20)
-@given(a=rows_of_many, b=rows_of_many, c=rows_of_many)
-def test_merging_is_commutative_associative_and_idempotent(
-    a: list[StoredRow], b: list[StoredRow], c: list[StoredRow]
-) -> None:
-    def merged(*parts: list[StoredRow]) -> str:
-        with open_store(":memory:") as store:
-            for rows in parts:
-                import_rows(store, rows)
-            return "".join(export_lines(groups_of(store)))
-
-    assert merged(a, b) == merged(b, a) == merged(a, b, a)
-    assert merged([*a, *b], c) == merged(a, [*b, *c])
-
-
 bundles = st.builds(
     Bundle, st.sampled_from(["a", "b"]), st.sampled_from(["0" * 64, "1" * 64]), st.just(1), st.just(1)
 )

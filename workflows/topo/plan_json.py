@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from phasewise.tuner.plans import (
     Phase,
     RankCores,
     ServicePlan,
-    bands_fields,
     ranks_fields,
 )
 
@@ -30,23 +29,20 @@ MAX_PLAN_FILE_BYTES = 1 << 20
 
 def plan_fields(plans: Plans) -> dict[str, Any]:
     """The plans as JSON values, ranks with their NUMA nodes."""
-    return {
-        phase: {"ranks": ranks_fields(plan.ranks), "source": plan.source, "bands": bands_fields(plan)}
-        for phase, plan in plans.items()
-    }
+    return _fields(plans, ranks_fields)
 
 
 def plan_cores(plans: Plans) -> dict[str, Any]:
     """The plans as JSON values, each rank as a list of its cores."""
+    return _fields(plans, lambda ranks: [list(rank.cores) for rank in ranks])
+
+
+def _fields(plans: Plans, ranks_of: Callable[[Sequence[RankCores]], Any]) -> dict[str, Any]:
+    def bands(plan: ServicePlan) -> list[dict[str, Any]]:
+        return [{"sequences": band.sequences, "ranks": ranks_of(band.ranks)} for band in plan.bands]
+
     return {
-        phase: {
-            "ranks": [list(rank.cores) for rank in plan.ranks],
-            "source": plan.source,
-            "bands": [
-                {"sequences": band.sequences, "ranks": [list(rank.cores) for rank in band.ranks]}
-                for band in plan.bands
-            ],
-        }
+        phase: {"ranks": ranks_of(plan.ranks), "source": plan.source, "bands": bands(plan)}
         for phase, plan in plans.items()
     }
 
@@ -108,12 +104,11 @@ def _ranks(plan: Any) -> Iterator[RankCores]:
 
 def picture_groups(plans: Plans) -> tuple[PuGroup, ...]:
     """Groups of PUs, one for each rank of each phase; no colour stands for two phases."""
-    groups = []
-    for phase, fills in _fills(plans).items():
-        for number, rank in enumerate(plans[phase].ranks):
-            fill = fills[number % len(fills)]
-            groups.append(PuGroup(f"{phase}, rank {number}", frozenset(rank.cores), fill))
-    return tuple(groups)
+    return tuple(
+        PuGroup(f"{phase}, rank {number}", frozenset(rank.cores), fills[number % len(fills)])
+        for phase, fills in _fills(plans).items()
+        for number, rank in enumerate(plans[phase].ranks)
+    )
 
 
 def _fills(plans: Plans) -> dict[Phase, Sequence[str]]:

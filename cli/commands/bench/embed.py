@@ -77,7 +77,7 @@ async def _measured(
         pace = RequestPace(rate, most_at_once=int(value) if rate is None else None)
         sent = await send_batches(client, batches, pace, load.seed)
         of_load = figures(sent.outcomes, batches, sent.duration_s, slo_s)
-        loads.append({"concurrency" if rate is None else "rate": value, **vars(of_load)})
+        loads.append({"concurrency" if rate is None else "rate": value, **of_load})
     return {"slo_s": slo_s, "loads": loads}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import Form
 from phasewise.cli.present import EXIT_INTERRUPTED
-from phasewise.cli.status_line import StatusLine, status_line
+from phasewise.cli.status_line import status_line
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def serve(
     """
     from phasewise.cli.commands.bench.serve_text import FORMATS, draw_report
     from phasewise.cli.present import check_target, fail, note, owns_stdout, say, write_target
-    from phasewise.loadtest.assemble import load_test_of
-    from phasewise.loadtest.session import run_load_test
+    from phasewise.loadtest.session import load_test_of, run_load_test
 
     check_target(plot)
     test = load_test_of(url, model, times, lengths, asking, promises)
@@ -79,29 +78,21 @@ def serve(
         fail(f"none of {counted(len(outcomes), 'request')} was answered; the results say why", 1)
 
 
-class LoadProgress:
-    """Observer of a load that counts outcomes and shows the counts on a status line."""
-
-    def __init__(self, n_requests: int, status: StatusLine) -> None:
-        self._n_requests = n_requests
-        self._status = status
-        self._n_done = 0
-        self._n_failed = 0
-
-    def __call__(self, outcome: RequestOutcome) -> bool:
-        """Count an outcome; False, since this observer never stops a load."""
-        self._n_done += 1
-        self._n_failed += outcome.failure is not None
-        self._status.show(self._line)
-        return False
-
-    def _line(self) -> str:
-        failed = f", {self._n_failed} failed" if self._n_failed else ""
-        return f"{self._n_done} of {self._n_requests} answered{failed}"
-
-
 @contextmanager
-def load_progress(n_requests: int) -> Iterator[LoadProgress]:
-    """Yield an observer of `n_requests` outcomes; its status line is removed at the end."""
+def load_progress(n_requests: int) -> Iterator[Callable[[RequestOutcome], bool]]:
+    """Yield an observer that counts outcomes on a status line, which is removed at the end."""
+    counts = {"answered": 0, "failed": 0}
+
+    def line() -> str:
+        failed = f", {counts['failed']} failed" if counts["failed"] else ""
+        return f"{counts['answered']} of {n_requests} answered{failed}"
+
     with status_line(line_every_s=math.inf) as status:
-        yield LoadProgress(n_requests, status)
+
+        def observe(outcome: RequestOutcome) -> bool:
+            counts["answered"] += 1
+            counts["failed"] += outcome.failure is not None
+            status.show(line)
+            return False
+
+        yield observe

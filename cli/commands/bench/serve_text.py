@@ -120,7 +120,7 @@ FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as
 
 
 def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
-    rate = fields["request_rate"]
+    rate, cached = fields["request_rate"], fields["cache_hit_rate"]
     how = arrivals_of(report) + (f", {number(rate)} requests/s" if rate != "inf" else "")
     if fields["max_concurrency"] is not None:
         how += f", at most {fields['max_concurrency']} at once"
@@ -132,18 +132,12 @@ def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
         ("requests/s", f"{fields['request_throughput']:.3f}"),
         ("answer tokens/s", f"{fields['output_throughput']:.1f}"),
         ("all tokens/s", f"{fields['total_token_throughput']:.1f}"),
-        *_cached(report),
+        *([] if cached is None else [("prompt tokens from the cache", percent(cached, 1))]),
         ("this client's CPU", f"{percent(fields['client_cpu_share'], 1)} of a core"),
     ]
     if report.slo is not None:
         rows += _goodput(report, fields)
     return _table(rows, [on_one_line(report.target.model), "measured"])
-
-
-def _cached(report: LoadReport) -> list[tuple[str, str]]:
-    """Rows about prompt tokens that the server took from its cache, where it reports them."""
-    whole = hit_rate(report.measured.outcomes)
-    return [] if whole is None else [("prompt tokens from the cache", percent(whole, 1))]
 
 
 def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]]:
@@ -169,15 +163,10 @@ def _latencies(fields: dict[str, Any]) -> str:
 
 
 def _probes(report: LoadReport) -> str:
-    rows = [
-        [
-            f"{probe.rate:.3f}",
-            "kept" if probe.is_kept else "missed",
-            percent(probe.attainment, 1),
-            str(len(probe.measured.outcomes)),
-        ]
-        for probe in sorted(report.probes, key=lambda probe: probe.rate)
-    ]
+    rows = []
+    for probe in sorted(report.probes, key=lambda probe: probe.rate):
+        verdict, count = "kept" if probe.is_kept else "missed", len(probe.measured.outcomes)
+        rows.append([f"{probe.rate:.3f}", verdict, percent(probe.attainment, 1), str(count)])
     return _table(rows, ["probe, requests/s", "promises", "attainment", "requests"])
 
 
@@ -187,8 +176,7 @@ def _failures(report: LoadReport) -> str:
         if outcome.failure is not None:
             reasons.setdefault(outcome.failure.value, []).append(outcome.error)
     rows = [
-        [kind, str(len(errors)), on_one_line(errors[0])[:MOST_REASON_CHARS]]
-        for kind, errors in reasons.items()
+        [kind, str(len(all_)), on_one_line(all_[0])[:MOST_REASON_CHARS]] for kind, all_ in reasons.items()
     ]
     return _table(rows, ["failure", "requests", "the first of them"], ["the first of them"])
 

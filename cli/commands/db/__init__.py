@@ -13,7 +13,7 @@ from phasewise.cli.commands.db import rows as db_rows
 from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db.rows import ListedSchedules, Section
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, complete_name
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import note
 from phasewise.cli.tables import present
 
 if TYPE_CHECKING:
@@ -88,10 +88,7 @@ def show(
             scores = [score for score in store.rows(PredictorScore) if (model or "") in score.model_name]
             listed = db_rows.list_schedules(store, kernel_abis(), m, limit)
     fields = _contents(name, plans, scores, listed)
-    if as_json:
-        print_json(fields)
-    else:
-        db_rows.print_contents(fields, listed, wide)
+    present(as_json, fields, db_rows.contents_text(fields, listed, wide))
 
 
 def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
@@ -135,10 +132,7 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
 
         with open_store(db, note) as store:
             fields = db_rows.stats_fields(store.name, store.stats(), kernel_abis())
-    if as_json:
-        print_json(fields)
-    elif "rows" in fields:
-        db_rows.print_stats(fields)
+    present(as_json, fields, db_rows.stats_text(fields) if "rows" in fields else ())
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -15,8 +15,8 @@ from phasewise._rows import Row, column
 from phasewise._words import counted, percent
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.explain_text import grid, tile
-from phasewise.cli.present import on_one_line, say
-from phasewise.cli.tables import WIDTH, RowTable, show, table_of_rows
+from phasewise.cli.present import on_one_line
+from phasewise.cli.tables import WIDTH, RowTable, table_of_rows
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     Machines: TypeAlias = dict[MachineKey, str]
     Cores: TypeAlias = list[list[int]] | None
 
+Parts: TypeAlias = Iterator[str | RowTable]
+"""Texts and tables, one below the other."""
 MAX_ROWS = 12
 """Most rows of each table without `--wide`."""
 
@@ -57,18 +59,19 @@ def shortened(limit: int) -> Callable[[object], str]:
     return cell
 
 
-def print_table(title: str, rows: Sequence[Row] | Sequence[Mapping[str, object]]) -> None:
+def table_text(title: str, rows: Sequence[Row] | Sequence[Mapping[str, object]]) -> Parts:
+    """Yield a table of rows, all of whose columns are aligned to the left, and an empty line."""
     lines = [row for row in rows if isinstance(row, Mapping)]
     lines += table_of_rows([row for row in rows if isinstance(row, Row)]).rows
-    show(RowTable(lines, [*lines[0]], title) if lines else f"{title}: none", "")
+    yield from (RowTable(lines, [*lines[0]], title) if lines else f"{title}: none", "")
 
 
-def print_machines(machines: list[dict[str, str]]) -> None:
+def machines_text(machines: list[dict[str, str]]) -> Parts:
     for machine in machines:
         # The list of instruction sets would not wrap.
         core = core_words(machine["core"]).replace("+", " ")
         line = on_one_line(f"{machine['machine']}  {machine['placement']}; {core}")
-        say(textwrap.fill(line, WIDTH, subsequent_indent="    "))
+        yield textwrap.fill(line, WIDTH, subsequent_indent="    ")
 
 
 # ---- plans and scores --------------------------------------------------------------------------------------
@@ -281,34 +284,33 @@ def _size(problem: dict[str, Any]) -> str:
     return f"{problem['n']}x{problem['k']}x{problem['m']}"
 
 
-def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) -> None:
-    """Print the summary, the plans, the listed schedules of each section, and the scores of predictors."""
+def contents_text(fields: dict[str, Any], listed: ListedSchedules, wide: bool) -> Parts:
+    """Yield the summary, the plans, the listed schedules of each section, and the scores of predictors."""
     sections = {Section.IN_USE: listed.counts[Section.IN_USE], **listed.counts}
     counts = [f"{counted(len(fields['plans']), 'plan')}"]
     counts += [f"{title}: {sections[title]}" for title in Section if title in sections]
-    say(textwrap.fill("; ".join(counts), WIDTH))
-    say("")
-    print_table("Service plans", [row for plan in fields["plans"] for row in (plan, *plan.bands)])
+    yield from (textwrap.fill("; ".join(counts), WIDTH), "")
+    yield from table_text("Service plans", [row for plan in fields["plans"] for row in (plan, *plan.bands)])
     for title in Section:
         if title not in sections:
             continue
         lines = zip(listed.shown, fields["schedules"], strict=True)
         chosen = [_schedule_line(schedule) for (section, _), schedule in lines if section is title]
-        print_table(title, chosen)
+        yield from table_text(title, chosen)
         if (left := sections[title] - len(chosen)) > 0:
-            say(f"... and {left} more: --wide prints all, --m N those for N rows\n")
+            yield f"... and {left} more: --wide prints all, --m N those for N rows\n"
     scores = fields["predictor_scores"]
     shown = scores if wide else scores[-MAX_ROWS:]
     if shown:
-        print_table("Predictors of lengths", shown)
+        yield from table_text("Predictors of lengths", shown)
     if len(scores) > len(shown):
-        say(f"... and {len(scores) - len(shown)} older: --wide prints all\n")
-    print_machines(fields["machines"])
+        yield f"... and {len(scores) - len(shown)} older: --wide prints all\n"
+    yield from machines_text(fields["machines"])
     shipped = counted(fields["shipped"], "schedule")
     told = f"Beside it, in the package: {shipped}, lowest in trust and timed before use"
     if kinds := fields["shipped_kinds"]:
         told += f", for {'; '.join(kinds)}"
-    say(textwrap.fill(told, WIDTH))
+    yield textwrap.fill(told, WIDTH)
 
 
 # ---- differences -------------------------------------------------------------------------------------------
@@ -360,8 +362,11 @@ def _difference(difference: Difference, machines: Machines) -> dict[str, Any]:
     }
 
 
-def print_diff(fields: dict[str, Any]) -> None:
-    """Print a line for each key that differs, grouped by standings; then all other differences."""
+def diff_text(diff: Diff, fields: dict[str, Any]) -> Parts:
+    """Yield counts, a line for each key that differs, grouped by standings, and all other differences."""
+    yield f"the same: {diff.same}; different: {len(diff.differences) + len(diff.others)}"
+    if diff.steps_here or diff.steps_there:
+        yield f"step times: {diff.steps_here} here alone, {diff.steps_there} there alone"
     by_standing: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
     for difference in fields["differences"]:
         here, there = (_schedule_words(difference[side]) for side in ("here", "there"))
@@ -374,9 +379,11 @@ def print_diff(fields: dict[str, Any]) -> None:
         sides = difference["here_standing"], difference["there_standing"]
         by_standing.setdefault(sides, []).append(line)
     for (mine, others), lines in by_standing.items():
-        print_table(f"Schedules that differ: {mine or 'none'} here, {others or 'none'} there", lines)
+        yield from table_text(
+            f"Schedules that differ: {mine or 'none'} here, {others or 'none'} there", lines
+        )
     if fields["others"]:
-        print_table("Others that differ", fields["others"])
+        yield from table_text("Others that differ", fields["others"])
 
 
 def _schedule_words(schedule: dict[str, Any] | None) -> str:
@@ -420,18 +427,16 @@ def stats_fields(name: str, stats: StoreStats, current_builds: Collection[str]) 
     }
 
 
-def print_stats(fields: dict[str, Any]) -> None:
-    say(f"database  {fields['database']}\nschema    {fields['schema']} (current)")
+def stats_text(fields: dict[str, Any]) -> Parts:
+    yield f"database  {fields['database']}\nschema    {fields['schema']} (current)"
     if fields["file_bytes"] is not None:
-        say(f"size      {fields['file_bytes'] / 1024:.0f} KiB")
-    say("")
-    print_table("Rows", [{"table": name, "rows": count} for name, count in fields["rows"].items()])
+        yield f"size      {fields['file_bytes'] / 1024:.0f} KiB"
+    yield ""
+    yield from table_text("Rows", [{"table": name, "rows": count} for name, count in fields["rows"].items()])
     by_machine = [
         {name.replace("_", " "): value for name, value in row.items()} for row in fields["by_machine"]
     ]
-    print_table("By machine", by_machine)
-    print_table(
-        "By build of the kernels",
-        [{**row, "build": shortened(40)(row["build"])} for row in fields["by_build"]],
-    )
-    print_machines(fields["machines"])
+    yield from table_text("By machine", by_machine)
+    by_build = [{**row, "build": shortened(40)(row["build"])} for row in fields["by_build"]]
+    yield from table_text("By build of the kernels", by_build)
+    yield from machines_text(fields["machines"])

@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.commands.db.rows import diff_fields, print_diff
+from phasewise.cli.commands.db.rows import diff_fields, diff_text
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, JsonOption
-from phasewise.cli.present import note, print_json, say
-from phasewise.cli.tables import present
+from phasewise.cli.present import EXIT_FAILURE, note, print_json
+from phasewise.cli.tables import WIDTH, present
 from phasewise.workflows.database.settings import Leaving, Trust
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.portable import Taken
     from phasewise.kerneldb.remote_index import Bundle
     from phasewise.workflows.database.sharing import Imported
-
-WIDTH = 80
 
 RemoteArgument = Annotated[
     str,
@@ -127,8 +125,6 @@ def _taken(taken: Taken) -> tuple[dict[str, int], str]:
     return counts, f"{counted(taken.added, 'row')} added, {taken.known} known already"
 
 
-EXIT_FAILURE = 1
-
 OtherArgument = Annotated[
     str, typer.Argument(metavar="OTHER", help="the file or URL of another database, or a file of schedules")
 ]
@@ -228,16 +224,9 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     from phasewise.workflows.database.sharing import compare_databases
 
     comparison = compare_databases(other, db, note)
-    n_different = len(comparison.differences) + len(comparison.others)
     fields = diff_fields(comparison)
-    if as_json:
-        print_json(fields)
-    else:
-        say(f"the same: {comparison.same}; different: {n_different}")
-        if comparison.steps_here or comparison.steps_there:
-            say(f"step times: {comparison.steps_here} here alone, {comparison.steps_there} there alone")
-        print_diff(fields)
-    if n_different:
+    present(as_json, fields, diff_text(comparison, fields))
+    if comparison.differences or comparison.others:
         raise typer.Exit(EXIT_FAILURE)
 
 

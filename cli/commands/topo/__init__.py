@@ -95,7 +95,7 @@ def topo(
 
 def _trees(machine: Machine, notation: str | None, as_json: bool) -> tuple[dict[str, Any], Iterable[str]]:
     """JSON fields and lines of all TopoTrees, counted, or of the tree that `notation` writes."""
-    from phasewise.cli.commands.topo.trees import one_tree_fields, one_tree_lines, trees_fields, trees_lines
+    from phasewise.cli.commands.topo.text import one_tree_fields, one_tree_lines, trees_fields, trees_lines
     from phasewise.tuner.topotree import fundamental, parse
 
     if notation is not None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from phasewise._options import changed, refuse_unused
-from phasewise._words import number
+from phasewise._words import clock, number
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
-from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, write_text
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, print_json, write_text
 from phasewise.cli.status_line import StatusLine, status_line
-from phasewise.cli.tables import show
+from phasewise.cli.tables import present
 from phasewise.workflows.tune_config.settings import Show, TuneConfigSettings
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _run(wish: TuneConfigSettings, subject: Subject, started_s: float) -> Found:
     from phasewise.workflows.tune_config.loads import tune_loads
 
     with status_line() as status:
-        show = SearchProgress(status, subject.machine, CommandClock(started_s, wish.budget_s))
+        show = SearchProgress(status, subject.machine, started_s, wish.budget_s)
         return tune_loads(wish, subject, started_s, show, user_lock(show.say))
 
 
@@ -103,15 +104,13 @@ def _print_found(result: Found, emit: EmitChoice | None, as_json: bool) -> None:
     plans: dict[Phase, ServicePlan] = {phase: verdict.plan for phase, verdict in result.verdicts.items()}
     if result.bands and (banded := result.bands[-1].decode_plan) is not None:
         plans["decode"] = banded
-    if as_json:
-        emitted = _emit_fields(emit, plans, result.subject.machine) if emit and plans else {}
-        print_json({**found_fields(result), **emitted})
-    elif emit is None:
-        show(*found_text(result))
-    else:
+    if emit is None:
+        present(as_json, found_fields(result), found_text(result))
+        return
+    if not as_json:
         for part in found_text(result):
             note(str(part))
-        _print_emitted(emit, plans, result.subject.machine)
+    _print_emitted(emit, plans, result.subject.machine, found_fields(result) if as_json else None)
 
 
 def _emit_stored(wish: TuneConfigSettings, emit: EmitChoice, as_json: bool) -> bool:
@@ -127,75 +126,63 @@ def _emit_stored(wish: TuneConfigSettings, emit: EmitChoice, as_json: bool) -> b
     if missing:
         phases = " and ".join(missing)
         note(f"no plan for {phases} is stored: the default is printed; without --emit the command searches")
-    if as_json:
-        stored = {
-            phase: {
-                "ranks": ranks_fields(plan.ranks),
-                "stored": plan.source == "database",
-                "bands": bands_fields(plan),
-            }
-            for phase, plan in plans.items()
-        }
-        print_json({"plans": stored, **_emit_fields(emit, plans, machine)})
-    else:
-        for plan in plans.values():
-            note(plan.describe())
-        _print_emitted(emit, plans, machine)
+    stored: dict[str, Any] = {}
+    for phase, plan in plans.items():
+        is_stored = plan.source == "database"
+        stored[phase] = {"ranks": ranks_fields(plan.ranks), "stored": is_stored, "bands": bands_fields(plan)}
+    if not as_json:
+        note_plans(plans)
+    _print_emitted(emit, plans, machine, {"plans": stored} if as_json else None)
     return True
 
 
-def _print_emitted(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine) -> None:
-    """Print only the flags on stdout, for use by a shell; remarks go to stderr."""
+def _print_emitted(
+    tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine, fields: dict[str, Any] | None
+) -> None:
+    """Print only the flags on stdout, for use by a shell; remarks go to stderr. fields: of JSON instead."""
     from phasewise.tuner.emit import emit
 
-    if plans:
-        emitted = emit(tool, plans, machine)
+    emitted = emit(tool, plans, machine) if plans else None
+    if fields is not None:
+        if emitted is not None:
+            fields["emitted"] = {"tool": tool, "text": emitted.text, "notes": emitted.notes}
+        print_json(fields)
+    elif emitted is not None:
         for line in emitted.notes:
             note(f"# {line}")
         write_text(emitted.text + "\n")
 
 
-def _emit_fields(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine) -> dict[str, Any]:
-    from phasewise.tuner.emit import emit
-
-    emitted = emit(tool, plans, machine)
-    return {"emitted": {"tool": tool, "text": emitted.text, "notes": list(emitted.notes)}}
-
-
 WIDTH = 79
 
 
-@dataclass(frozen=True)
-class CommandClock:
-    """The clock of a command: the time that it has run, and its budget."""
-
-    started_s: float
-    """Start of the command by `time.monotonic`."""
-    budget_s: float
-
-    def __str__(self) -> str:
-        return f"{_clock(time.monotonic() - self.started_s)} of {_clock(self.budget_s)}"
-
-
 class SearchProgress(Show):
-    """Progress of `tune-config` on stderr: a line for each improvement, the stage and the clock."""
+    """Progress of `tune-config` on stderr: a line for each improvement, the stage, and the command's time and
+    budget. started_s: start of the command by `time.monotonic`."""
 
-    def __init__(self, status: StatusLine, machine: Machine, clock: CommandClock) -> None:
+    def __init__(self, status: StatusLine, machine: Machine, started_s: float, budget_s: float) -> None:
         super().__init__(status.say)
         self._status = status
         self._machine = machine
-        self._clock = clock
+        self._started_s = started_s
+        self._budget_s = budget_s
 
     def searching(self, phase: Phase) -> Callable[[Event], None]:
+        from phasewise.cli.commands.tune_config.found import milliseconds
         from phasewise.tuner.config.study import Tried
 
-        search = _Search(phase, self._machine)
+        told_ms = math.inf
 
         def report(event: Event) -> None:
-            if isinstance(event, Tried):
-                if (line := search.line(event)) is not None:
-                    self.say(line[:WIDTH])
-                self.stage(search.where(event))
+            nonlocal told_ms
+            if not isinstance(event, Tried):
+                return
+            best_ms = math.inf if event.best is None else event.best[1]
+            if best_ms < told_ms:
+                self.say(f"{phase:8}{_result(event, self._machine)}, best so far"[:WIDTH])
+            told_ms = best_ms
+            best = "" if event.best is None else f", best {milliseconds(best_ms)}"
+            self.stage(f"search of {phase}, {event.number} of at most {event.configurations}{best}")
 
         return report
 
@@ -205,30 +192,8 @@ class SearchProgress(Show):
         self.stage(f"kernels {where_of(progress)}")
 
     def stage(self, name: str) -> None:
-        self._status.show(lambda: f"{self._clock}: {name}")
-
-
-class _Search:
-    """The best trial of one phase's search so far, for progress lines."""
-
-    def __init__(self, phase: Phase, machine: Machine) -> None:
-        self._phase = phase
-        self._machine = machine
-        self._best_ms: float | None = None
-
-    def line(self, tried: Tried) -> str | None:
-        """Take note of a trial; returns a line for an improvement, else None."""
-        best_ms = None if tried.best is None else tried.best[1]
-        is_better = best_ms is not None and (self._best_ms is None or best_ms < self._best_ms)
-        self._best_ms = best_ms
-        return f"{self._phase:8}{_result(tried, self._machine)}, best so far" if is_better else None
-
-    def where(self, event: Tried) -> str:
-        """State of the search in words, e.g. `search of prefill, 12 of at most 40, best 38.1 ms`."""
-        from phasewise.cli.commands.tune_config.found import milliseconds
-
-        best = "" if event.best is None else f", best {milliseconds(event.best[1])}"
-        return f"search of {self._phase}, {event.number} of at most {event.configurations}{best}"
+        budget = clock(self._budget_s)
+        self._status.show(lambda: f"{clock(time.monotonic() - self._started_s)} of {budget}: {name}")
 
 
 def _result(tried: Tried, machine: Machine) -> str:
@@ -241,7 +206,3 @@ def _result(tried: Tried, machine: Machine) -> str:
     if tried.state == "pruned" or tried.cost_ms is None:
         return f"{words}: stopped early{replayed}"
     return f"{words}: {milliseconds(tried.cost_ms)}{replayed}"
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
-from phasewise._words import NO_VERDICT, counted, multiple, number, plural, proven
+from phasewise._words import NO_VERDICT, NOTHING, clock, counted, multiple, number, plural, proven
 from phasewise.cli.present import goes_on, on_one_line
 from phasewise.cli.tables import RowTable
 from phasewise.tuner.config.references import ALL_CORES, FEWER, PER_NODE, PHYSICAL_CORES, same_cores
@@ -133,11 +133,12 @@ def _short_name(reference: Reference) -> str:
 
 def _against_rows(alike: Sequence[Versus], machine: Machine, is_measured: bool) -> Iterator[dict[str, str]]:
     first = alike[0]
+    plan = first.reference.plan
     row = {
         "reference": _short_name(first.reference),
-        "plan": plan_words(first.reference.plan, machine) if first.reference.plan else "-",
-        "latency": "-" if first.latency_ms is None else milliseconds(first.latency_ms),
-        "speed-up": "same plan" if first.is_same else "-",
+        "plan": NOTHING if plan is None else plan_words(plan, machine),
+        "latency": NOTHING if first.latency_ms is None else milliseconds(first.latency_ms),
+        "speed-up": "same plan" if first.is_same else NOTHING,
         "interval": "",
     }
     comparison = first.comparison
@@ -191,12 +192,11 @@ def _run_lines(result: Found) -> Iterator[str]:
     sums = totals(result)
     for band in result.bands:
         sums = {name: count + sums[name] for name, count in totals(band).items()}
-    minutes, seconds = divmod(round(result.elapsed_s), 60)
     yield (
         f"{sums['evaluations']} of {counted(sums['configurations'], 'configuration')} evaluated, "
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
-    yield f"{sums['pruned']} stopped early; {minutes}:{seconds:02}."
+    yield f"{sums['pruned']} stopped early; {clock(round(result.elapsed_s))}."
     kernels = [tuned_round for run in (result, *result.bands) for tuned_round in run.kernels]
     if any(tuned_round.outcome.gains for tuned_round in kernels):
         tuned = sum(not gain.is_default for tuned_round in kernels for gain in tuned_round.outcome.gains)
@@ -241,6 +241,10 @@ def totals(results: Found) -> dict[str, int]:
     return {name: sum(getattr(searched.outcome, name) for searched in results.searched) for name in names}
 
 
+SETTINGS = ("phases", "evaluator", "requests", "budget_s", "ranks", "bands", "cores")
+"""Settings of a run that its JSON repeats."""
+
+
 def found_fields(results: Found) -> dict[str, Any]:
     """JSON fields of a run; `plans`, the counts and `references` come first, since scripts want them most."""
     wish, subject = results.wish, results.subject
@@ -264,47 +268,31 @@ def found_fields(results: Found) -> dict[str, Any]:
             "source": subject.machine.source,
             "allowed_pus": list(subject.machine.allowed_pus),
         },
-        "settings": {
-            "phases": list(wish.phases),
-            "evaluator": wish.evaluator,
-            "objective": objective_words(subject.objective),
-            "requests": wish.requests,
-            "budget_s": wish.budget_s,
-            "ranks": wish.ranks,
-            "bands": list(wish.bands),
-            "cores": wish.cores,
-        },
+        "settings": {name: getattr(wish, name) for name in SETTINGS}
+        | {"objective": objective_words(subject.objective)},
     }
 
 
 def _plan_fields(results: Found, verdict: PhaseVerdict) -> dict[str, Any]:
+    banded = results.bands[-1].decode_plan if results.bands else None
     return {
         "ranks": ranks_fields(verdict.plan.ranks),
         "latency_ms": verdict.latency_ms,
         "standing": verdict.standing,
         "stored": verdict.phase in results.stored,
-        "bands": [] if verdict.phase != "decode" else _bands_of(results),
+        "bands": [] if banded is None or verdict.phase != "decode" else bands_fields(banded),
     }
 
 
-def _bands_of(results: Found) -> list[dict[str, Any]]:
-    """JSON fields of decode's cores by the number of sequences from which they are used."""
-    plan = results.bands[-1].decode_plan if results.bands else None
-    return [] if plan is None else bands_fields(plan)
-
-
 def _reference_fields(versus: Versus) -> dict[str, Any]:
-    comparison = versus.comparison
+    compared = ("gain_low", "gain_high", "confidence", "pairs")
     return {
         "name": versus.reference.name,
         "ranks": ranks_fields(versus.reference.plan.ranks) if versus.reference.plan else None,
         "latency_ms": versus.latency_ms,
         "same_plan": versus.is_same,
         "gain": versus.gain,
-        "gain_low": comparison.gain_low if comparison else None,
-        "gain_high": comparison.gain_high if comparison else None,
-        "confidence": comparison.confidence if comparison else None,
-        "pairs": comparison.pairs if comparison else None,
+        **{name: getattr(versus.comparison, name, None) for name in compared},
         "reason": versus.reason,
     }
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from phasewise._rows import Row, column
-from phasewise._words import LOW_LIMIT, NOTHING, counted, percent, proven
+from phasewise._words import LOW_LIMIT, NOTHING, clock, counted, percent, proven
 from phasewise.cli.present import goes_on
 from phasewise.cli.status_line import status_line
 from phasewise.cli.tables import RowTable, table_of_rows
@@ -34,8 +34,8 @@ def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
 
 def progress_line(progress: TuningProgress) -> str:
     """Progress in one line, e.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
-    left = "time left not known yet" if progress.left_s is None else f"about {_clock(progress.left_s)} left"
-    return f"{where_of(progress)} in {_clock(progress.elapsed_s)}, {left}"
+    left = "time left not known yet" if progress.left_s is None else f"about {clock(progress.left_s)} left"
+    return f"{where_of(progress)} in {clock(progress.elapsed_s)}, {left}"
 
 
 def where_of(progress: TuningProgress) -> str:
@@ -44,10 +44,6 @@ def where_of(progress: TuningProgress) -> str:
         f"{progress.task_number}/{progress.task_count} {task_name(progress.task)} m={progress.m}: "
         f"{progress.timed} timed"
     )
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowTable]:
@@ -216,11 +212,7 @@ def _totals_table(tuned: TunedRound) -> RowTable:
 
 def _share_at(tuned: TunedRound, gains: Sequence[Gain], m: int) -> str:
     shares = [tuned.roofline_share(gain) for gain in gains if gain.problem.m == m]
-    return _share(shares[0]) if shares else NOTHING
-
-
-def _share(of_limit: float | None) -> str:
-    return NOTHING if of_limit is None else percent(of_limit)
+    return percent(shares[0]) if shares and shares[0] is not None else NOTHING
 
 
 def _verdict_line(gains: Sequence[Gain]) -> str:
@@ -235,7 +227,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
 def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:
     outcome = tuned.outcome
     timed = f"{counted(outcome.timed, 'schedule')} timed"
-    yield f"{timed}, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
+    yield f"{timed}, {outcome.replayed} known before, {clock(outcome.elapsed_s)}."
     if outcome.end != "complete":
         why = "The budget is used up" if outcome.end == "budget" else "Interrupted"
         settled = len(outcome.gains)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.machines.own_cgroup import own_cgroup
+from tests.support.servers.asking_clients import Clients
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import Server, own_places, serving
 
@@ -63,39 +64,6 @@ def answer(server: Server, prompt: str) -> str:
     return text
 
 
-class Clients:
-    """Four clients that ask for the same answers until they are told to end."""
-
-    def __init__(self, server: Server) -> None:
-        self.texts: dict[str, list[str]] = {prompt: [] for prompt in PROMPTS}
-        self._ending = threading.Event()
-        self._server = server
-        self._failed: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._ask, args=(prompt,)) for prompt in PROMPTS]
-
-    @property
-    def n_answers(self) -> int:
-        return sum(map(len, self.texts.values()))
-
-    def _ask(self, prompt: str) -> None:
-        try:
-            while not self._ending.is_set():
-                self.texts[prompt].append(answer(self._server, prompt))
-        except BaseException as error:
-            self._failed.append(error)
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._ending.set()
-        for thread in self._threads:
-            thread.join()
-        assert not self._failed
-
-
 @contextlib.contextmanager
 def limiting(how: str, pid: int) -> Iterator[Limit]:
     if how == "taskset":
@@ -115,7 +83,7 @@ def test_answers_go_on_while_cores_go_and_come(
     with serving(roomy, environment, "--port", 0, "--context", 4096, *flags, exec_anew=True) as server:
         wanted = {prompt: answer(server, prompt) for prompt in PROMPTS}
         assert threads_of(server) == {"prefill": 2, "decode": 2}
-        with limiting(how, server.process.pid) as limit, Clients(server) as clients:
+        with limiting(how, server.process.pid) as limit, Clients(PROMPTS, partial(answer, server)) as clients:
             for cores in (CORES[:1], CORES, CORES[1:], CORES):
                 n_before = clients.n_answers
                 limit(cores)

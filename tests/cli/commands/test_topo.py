@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,12 +12,14 @@ from xml.etree import ElementTree
 import pytest
 
 from phasewise.cli.commands.topo.text import topo_lines
-from phasewise.topology import read_lstopo
+from phasewise.topology import MemoryAccess, NumaDistances, read_lstopo, read_machine
 from tests.cli import command
+from tests.support.machines.sysfs_factory import grid, write, write_sysfs
 
 DATA = Path(__file__).parents[2] / "data" / "topology"
 V2 = DATA / "lstopo_v2.xml"
 HYBRID = DATA / "lstopo_hybrid.xml"
+NODES = "sys/devices/system/node"
 
 _run = partial(command.text_of, "topo")
 _fields = partial(command.fields_of, "topo")
@@ -117,3 +120,25 @@ def test_a_bad_input_is_one_line_and_exit_code_1(tmp_path: Path, content: str | 
         path.write_text(content)
 
     assert said in command.run("topo", "--input", path).refusal
+
+
+def test_topo_shows_distances_and_memory_in_80_columns(tmp_path: Path) -> None:
+    machine = replace(
+        read_machine(write_sysfs(tmp_path, grid(1, 2, 1, 1, 1))),
+        distances=NumaDistances((0, 3), ((10, 20), (20, 10))),
+        memory=(MemoryAccess(0, (0,), 20000 << 20, 20000 << 20, 90, 90),),
+    )
+    lines = topo_lines(machine, "ascii")
+
+    assert "  node   0   3" in lines
+    assert "     0  10  20" in lines
+    assert "NUMA node 0: read and write 21 GB/s, 90 ns from PU 0 (firmware)" in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_many_nodes_are_one_line(tmp_path: Path) -> None:
+    root = write_sysfs(tmp_path, grid(1, 40, 1, 1, 1))
+    for node in range(40):
+        write(root / f"{NODES}/node{node}/distance", " ".join("10" if node == o else "32" for o in range(40)))
+
+    assert "NUMA distances: 10 (local) to 32" in topo_lines(read_machine(root), "ascii")

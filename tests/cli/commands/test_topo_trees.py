@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.commands.topo.trees import one_tree_lines, trees_fields, trees_lines
+from phasewise.cli.commands.topo.text import one_tree_lines, trees_fields, trees_lines
 from phasewise.topology import Machine, read_lstopo
 from phasewise.tuner.topotree import fundamental, parse
 from tests.cli import command

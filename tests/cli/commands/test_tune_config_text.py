@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from phasewise.cli.commands.tune_config import CommandClock, SearchProgress
+from phasewise.cli.commands.tune_config import SearchProgress
 from phasewise.cli.commands.tune_config.found import found_text, plan_words
 from phasewise.cli.status_line import StatusLine
 from phasewise.topology import Kind
@@ -68,8 +68,7 @@ def test_hardware_threads_are_not_called_cores() -> None:
 
 
 def test_every_stage_goes_by_the_command_s_clock(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = CommandClock(time.monotonic() - 95.0, 900.0)
-    show = SearchProgress(StatusLine(None, 0.0), xeon(), clock)
+    show = SearchProgress(StatusLine(None, 0.0), xeon(), time.monotonic() - 95.0, 900.0)
     show.stage("last run of decode")
 
     assert capsys.readouterr().err == "1:35 of 15:00: last run of decode\n"

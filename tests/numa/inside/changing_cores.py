@@ -24,6 +24,7 @@ from tests.numa.checks import Figures, check
 from tests.numa.inside.topology_checks import CPUS
 from tests.numa.machines import CHANGING
 from tests.support.machines.own_cgroup import OwnCgroup, own_cgroup
+from tests.support.servers.asking_clients import Clients
 from tests.support.servers.warm import Forked
 
 SMALL_MODEL = "SMALL_MODEL"
@@ -134,39 +135,6 @@ def serving(*flags: str) -> Iterator[Served]:
         process.wait()
 
 
-class Clients:
-    """Four clients that ask for the same answers until they are told to end."""
-
-    def __init__(self, server: Served) -> None:
-        self.texts: dict[str, list[str]] = {prompt: [] for prompt in PROMPTS}
-        self._server = server
-        self._ending = threading.Event()
-        self._failed: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._ask, args=(prompt,)) for prompt in PROMPTS]
-
-    @property
-    def n_answers(self) -> int:
-        return sum(map(len, self.texts.values()))
-
-    def _ask(self, prompt: str) -> None:
-        try:
-            while not self._ending.is_set():
-                self.texts[prompt].append(self._server.answer(prompt))
-        except BaseException as error:
-            self._failed.append(error)
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._ending.set()
-        for thread in self._threads:
-            thread.join()
-        assert not self._failed, self._failed
-
-
 @dataclass
 class Limits:
     """CPUs and time that the machine and its cgroup leave to the server."""
@@ -214,7 +182,7 @@ def _answers_go_on(n_changes: int, *flags: str) -> Figures:
         limits = Limits(group)
         wanted = {prompt: server.answer(prompt) for prompt in PROMPTS}
         try:
-            with Clients(server) as clients:
+            with Clients(PROMPTS, server.answer) as clients:
                 for _ in range(n_changes):
                     words.append(limits.change(random))
                     took_s.append(_back_after(limits.cores, server, clients, words))
@@ -263,7 +231,7 @@ def instances_divide_a_quota() -> Figures:
             group.add(pid)
         until(lambda: json.loads(server.get("/ready"))["status"] == "running", "not ready", server, START_S)
         wanted = {prompt: server.answer(prompt) for prompt in PROMPTS}
-        with Clients(server) as clients:
+        with Clients(PROMPTS, server.answer) as clients:
             for quota, told in ((2, {"0", "2"}), (None, {"0-1", "2-3"})):
                 group.set_quota(quota)
                 until(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,12 +17,19 @@ from typing import Any
 
 os.environ |= {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500"}
 import httpx
-from ray.cluster_utils import Cluster
 
-from tests.support.servers.ray_serve import PHASEWISE, PROMPTS, answers, serving, status, wait_until
+from tests.support.servers.ray_serve import (
+    NODE,
+    PROMPTS,
+    answers,
+    cluster_of,
+    ended,
+    serving,
+    status,
+    wait_until,
+)
 
 WANTED_TOKENS = 3500
-NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 
 class Stream:
@@ -55,10 +61,7 @@ class Stream:
 def main(model: Path) -> dict[str, object]:
     with serving(model, {"--threads": "1"}) as url:
         whole = answers(url)
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False}
-    )
-    try:
+    with cluster_of(num_cpus=0) as cluster:
         kept, lost = cluster.add_node(**NODE), cluster.add_node(**NODE)
         asked = {"--cluster": cluster.address, "--mixed-pool": "2x1", "--draft": "off"}  # a piece is a token
         with serving(model, asked, "--spread") as first, serving(model, asked, "--spread") as other:
@@ -95,8 +98,6 @@ def main(model: Path) -> dict[str, object]:
                 **drained(cluster.address, first),
                 "kept": kept.node_id,
             }
-    finally:
-        cluster.shutdown()
 
 
 def drained(address: str, url: str) -> dict[str, object]:
@@ -124,13 +125,7 @@ def drained(address: str, url: str) -> dict[str, object]:
 
 def command(address: str, *words: str) -> tuple[int, str]:
     """Exit code, and stdout or what was wrong."""
-    done = subprocess.run(
-        [*PHASEWISE, "cluster", *words, "--cluster", address],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = ended("cluster", *words, "--cluster", address)
     return done.returncode, done.stdout if done.returncode == 0 else done.stderr
 
 

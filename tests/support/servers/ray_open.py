@@ -7,44 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 TOKEN = {name: os.environ.pop(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
 os.environ["RAY_AUTH_MODE"] = "disabled"
-from ray.cluster_utils import Cluster  # noqa: E402 (after its environment)
-
-PHASEWISE = [sys.executable, "-m", "phasewise"]
+from tests.support.servers.ray_serve import cluster_of, ended  # noqa: E402 (after its environment)
 
 
 def main(model: Path) -> dict[str, object]:
-    node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    try:
+    with cluster_of(num_cpus=1) as cluster:
+        named = ("--cluster", cluster.address)
         commands = (
-            [*PHASEWISE, "cluster", "status", "--cluster", cluster.address],
-            [
-                *PHASEWISE,
-                "serve",
-                str(model),
-                "--port",
-                "0",
-                "--cluster",
-                cluster.address,
-                "--mixed-pool",
-                "1x1",
-            ],
+            ("cluster", "status", *named),
+            ("serve", str(model), "--port", "0", *named, "--mixed-pool", "1x1"),
         )
-        ended = [
-            subprocess.run(
-                command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **TOKEN}
-            )
-            for command in commands
-        ]
-        return {"ended": [(done.returncode, done.stderr) for done in ended], "address": cluster.address}
-    finally:
-        cluster.shutdown()
+        done = [ended(*command, env={**os.environ, **TOKEN}) for command in commands]
+        return {"ended": [(each.returncode, each.stderr) for each in done], "address": cluster.address}
 
 
 if __name__ == "__main__":

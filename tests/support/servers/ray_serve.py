@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,23 @@ from tests.support.servers.pools import is_there
 PHASEWISE = [sys.executable, "-m", "phasewise"]
 PROMPTS = ["abc " * 60, "b", "the cat " * 90]
 PATIENCE_S = 90.0
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+
+
+@contextlib.contextmanager
+def cluster_of(**head: int) -> Iterator[Cluster]:
+    """A local Ray cluster of one node, until the block ends. head: what this node has other than in NODE."""
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, **head})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def ended(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A `phasewise` command after its end. env: its environment, else this process's."""
+    command = [*PHASEWISE, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=env)
 
 
 def main(model: Path) -> dict[str, object]:
@@ -37,10 +54,8 @@ def main(model: Path) -> dict[str, object]:
     alone = {"--threads": "1"}
     with serving(model, alone) as url:
         whole = answers(url)
-    node = {"num_cpus": 2, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
-        cluster.add_node(**node)
+    with cluster_of() as cluster:
+        cluster.add_node(**NODE)
         refusals = refused(model, cluster.address)
         asked = {"--cluster": cluster.address, "--prompt-pool": "1x1", "--token-pool": "1x1"}
         with serving(model, asked, "--spread") as url:
@@ -62,8 +77,6 @@ def main(model: Path) -> dict[str, object]:
             "after_strangers": heard,
             "outlived": outlived(model, cluster.address),
         }
-    finally:
-        cluster.shutdown()
 
 
 def outlived(model: Path, address: str) -> list[int]:
@@ -199,19 +212,14 @@ def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
     """
     aside = {"PHASEWISE_SPLIT_ABOVE", "PHASEWISE_DB"}
     beside = {name: value for name, value in os.environ.items() if name not in aside}
-    command = [*PHASEWISE, "serve", str(model), "--port", "0", "--cluster"]
+    command = ["serve", str(model), "--port", "0", "--cluster"]
     wrong = {
         "placement": ([*command, address, "--mixed-pool", "1x64"], {}),
         "token": ([*command, address, "--mixed-pool", "1x1"], {"RAY_AUTH_MODE": "disabled"}),
         "false": ([*command, address, "--mixed-pool", "1x1"], {"RAY_AUTH_TOKEN": "00" * 16}),
     }
-    outcomes = {}
-    for name, (asked, changes) in wrong.items():
-        done = subprocess.run(
-            asked, capture_output=True, text=True, timeout=120, check=False, env={**beside, **changes}
-        )
-        outcomes[name] = done.returncode, done.stderr
-    return outcomes
+    outcomes = {name: ended(*asked, env={**beside, **changes}) for name, (asked, changes) in wrong.items()}
+    return {name: (done.returncode, done.stderr) for name, done in outcomes.items()}
 
 
 def answers(url: str) -> list[str]:
@@ -261,8 +269,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def status(address: str) -> Any:
-    command = [*PHASEWISE, "cluster", "status", "--cluster", address, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = ended("cluster", "status", "--cluster", address, "--json")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{"), (done.stdout, done.stderr)
     return json.loads(done.stdout)
 

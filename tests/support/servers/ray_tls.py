@@ -12,9 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ray.cluster_utils import Cluster
-
-from tests.support.servers.ray_serve import answers, serving
+from tests.support.servers.ray_serve import answers, cluster_of, serving
 
 WITHOUT = """
 import sys
@@ -29,14 +27,10 @@ ASKED_S = 30.0
 def main(model: Path) -> dict[str, object]:
     with serving(model, {"--threads": "1"}) as url:
         whole = answers(url)
-    node = {"num_cpus": 2, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
+    with cluster_of() as cluster:
         with serving(model, {"--cluster": cluster.address, "--mixed-pool": "1x1"}) as url:
             told = answers(url)
         return {"whole": whole, "answers": told, "hears_plain": hears_plain(cluster.address)}
-    finally:
-        cluster.shutdown()
 
 
 def hears_plain(address: str) -> bool:

@@ -8,26 +8,32 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import httpx
-from ray.cluster_utils import Cluster
 
 from tests.support.servers.metric_lines import instance_infos
-from tests.support.servers.ray_serve import PHASEWISE, answers, is_whole, serving, status, wait_until
+from tests.support.servers.ray_serve import (
+    NODE,
+    answers,
+    cluster_of,
+    ended,
+    is_whole,
+    serving,
+    status,
+    wait_until,
+)
 
 
 def main(model: Path) -> dict[str, object]:
     os.environ["PHASEWISE_SPLIT_ABOVE"] = "8"
     with serving(model, {"--threads": "1", "--format": "int8"}) as url:
         whole = answers(url)
-    node = {"num_cpus": 2, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
+    with cluster_of() as cluster:
         nodes = {
-            name: cluster.add_node(**node, labels={"phasewise": name}).node_id for name in ("small", "big")
+            name: cluster.add_node(**NODE, labels={"phasewise": name}).node_id for name in ("small", "big")
         }
         asked = {
             "--cluster": cluster.address,
@@ -40,23 +46,8 @@ def main(model: Path) -> dict[str, object]:
             told = answers(url)
             metrics = httpx.get(f"{url}/metrics").text
             instances = status(cluster.address)["instances"]
-        nowhere = subprocess.run(
-            [
-                *PHASEWISE,
-                "serve",
-                str(model),
-                "--cluster",
-                cluster.address,
-                "--mixed-pool",
-                "1x1@nowhere",
-                "--port",
-                "0",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        asked = {"--cluster": cluster.address, "--mixed-pool": "1x1@nowhere", "--port": "0"}
+        nowhere = ended("serve", str(model), *chain(*asked.items()))
         divided = re.search(r"^phasewise_hand_overs_total (\d+)", metrics, re.MULTILINE)
         return {
             "whole": whole,
@@ -67,8 +58,6 @@ def main(model: Path) -> dict[str, object]:
             "infos": instance_infos(metrics),
             "nowhere": (nowhere.returncode, nowhere.stderr),
         }
-    finally:
-        cluster.shutdown()
 
 
 if __name__ == "__main__":
