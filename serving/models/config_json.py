@@ -53,8 +53,8 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _value(hint: Any, plain: Any) -> Any:
     """Read a value of type `hint` from plain JSON values."""
-    if plain is None and type(None) in get_args(hint):
-        return None
+    if plain is None:
+        return _number_or_text(hint, plain)
     if get_origin(hint) is tuple:
         return tuple(_value(get_args(hint)[0], entry) for entry in plain)
     classes = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
