@@ -9,7 +9,7 @@ cdef dict SOURCES = {
     "rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE, "activation": PW_FROM_ACTIVATION,
 }
 GATES = {pw_gate_name(gate).decode(): gate for gate in range(PW_GATES)}
-SCORES = {"softmax": PW_SOFTMAX, "logistic": PW_LOGISTIC, "sparse_mixer": PW_SPARSE_MIXER}
+cdef dict SCORES = {"softmax": PW_SOFTMAX, "logistic": PW_LOGISTIC, "sparse_mixer": PW_SPARSE_MIXER}
 ACTIVATIONS = {pw_activation_name(number).decode(): number for number in range(PW_ACTIVATIONS)}
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 

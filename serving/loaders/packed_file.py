@@ -143,7 +143,7 @@ def pack_in_memory(
         layout.write(file.fd, report)
     except OSError as error:
         raise ModelError(
-            f"the system refused {layout.n_bytes} bytes of memory for weights: {error.strerror}"
+            f"the system refused {layout.n_bytes / 1e6:.0f} MB of memory for weights: {error.strerror}"
         ) from error
     return file
 

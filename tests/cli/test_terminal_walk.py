@@ -54,6 +54,7 @@ WALK = (
     Step("batch", "no-such-requests.jsonl m.gguf -o answers.jsonl", exits=(0, 1)),
     Step("models list"),
     Step("models inspect", "m.gguf"),
+    Step("models pack", "m.gguf -o m.packed"),
     Step("generate", "m.gguf hello -n 3"),
     Step("generate", "m.gguf hello -n 3 --explain"),
     Step("chat", "m.gguf -n 3"),

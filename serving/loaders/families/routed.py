@@ -76,7 +76,7 @@ EXAONE_MOE = Family(
 
 def _hy3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     shared = get("shared_intermediate_size", int, 0)
-    return routed(get, replace(config, qk_norm=True), shared=shared)
+    return routed(get, replace(config, qk_norm=True), shared_ffn=shared)
 
 
 def _hy3_by_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:

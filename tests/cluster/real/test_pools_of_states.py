@@ -24,13 +24,17 @@ def test_divided_requests_get_the_answers_of_one_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transfer", ["shm", "tcp"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3next", "granitehybrid", "falcon-h1", "kimi-linear"])
 def test_whatever_the_kind_of_state(tmp_path: Path, family: str, transfer: str) -> None:
-    assert_divided_equals_whole(families.write_family_hf(tmp_path / "m", family, LONG), transfer=transfer)
+    n_drafts = assert_divided_equals_whole(
+        families.write_family_hf(tmp_path / "m", family, LONG), transfer=transfer
+    )
+    assert n_drafts > 0 or family == "qwen3next"  # whose texts repeat nothing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transfer", ["shm", "tcp"])
 def test_with_two_ranks_a_pool(tmp_path: Path, transfer: str) -> None:
-    assert_divided_equals_whole(families.write_family_hf(tmp_path / "m", "granitehybrid", LONG), 2, transfer)
+    model = families.write_family_hf(tmp_path / "m", "granitehybrid", LONG)
+    assert assert_divided_equals_whole(model, 2, transfer) > 0
 
 
 @pytest.mark.slow
