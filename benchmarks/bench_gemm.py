@@ -10,42 +10,20 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Any
 
-import numpy as np
 from typer import Option
 
 from benchmarks.harness import Yielded, commands, listed, numbers, shapes
 from phasewise.cython_kernels import _native, isa
-from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.tuner.weights import copies_of, random_weight
 
 SMOLLM2_SHAPES = "960,576;576,576;3072,576;576,1536;49152,576"
 FORMATS = ("f32", "bf16", "int8", "int8m", "int8g16", "int8c", "int4", "int4m")
 
 
-def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy that begins on a cache line."""
-    room = np.empty(array.nbytes + 64, dtype=np.uint8)
-    start = -room.ctypes.data % 64
-    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
-def best_ns(
-    weights: list[PackedWeight],
-    m: int,
-    repeats: int,
-    schedule: dict[str, Any] | None,
-    path: str | None = None,
-) -> float:
+def best_ns(product: _native.TeamProduct, repeats: int, schedule: dict[str, Any]) -> float:
     """Nanoseconds per product, best of `repeats` timings of about 5 ms each."""
-    n, k = weights[0].n, weights[0].k
-    x = np.random.default_rng(1).standard_normal((m, k), dtype=np.float32)
-    y = aligned(np.zeros((m, n), dtype=np.float32))
-    prepared = aligned(_native.prepare_rows(x, weights[0], path))
-    once_ns = _native.time_gemm(prepared, weights, y, len(weights), schedule, path) / len(weights)
-    calls = max(1, int(5e6 / max(once_ns, 1.0)))
-    return min(_native.time_gemm(prepared, weights, y, calls, schedule, path) / calls for _ in range(repeats))
+    calls = max(1, int(5e6 / product.time(schedule, 2).max()))
+    return min(float(product.time(schedule, calls).mean()) for _ in range(repeats))
 
 
 def bench_gemm(
@@ -60,6 +38,7 @@ def bench_gemm(
 ) -> Yielded:
     pairs = (item.split("=") for item in listed(schedule))
     overrides = {key: int(value) for key, value in pairs}
+    alone = _native.Team(None, members=1)
     names = isa.usable() if isas == "all" else listed(isas)
     for weight_format, (n, k) in itertools.product(listed(formats), shapes(shape)):
         weight = random_weight(weight_format, n, k)
@@ -67,7 +46,7 @@ def bench_gemm(
         for name, rows in itertools.product(names, numbers(m)):
             with isa.using(name):
                 chosen = _native.default_schedule(weight, rows, 1, path) | overrides
-                ns = best_ns(weights, rows, repeats, chosen, path)
+                ns = best_ns(_native.TeamProduct(alone, weights, rows, path), repeats, chosen)
             row = {"isa": name, "format": weight_format, "n": n, "k": k, "m": rows, "us": ns / 1e3}
             yield row | {"GFLOP/s": 2 * rows * n * k / ns, "GB/s": weight.nbytes / ns}
 

@@ -130,15 +130,6 @@ def gemm(
 def unpack_row(packed: PackedWeight, row: int) -> _Floats: ...
 def share(packed: PackedWeight, m: int, thread: int, schedule: _Schedule) -> tuple[_Range, _Range]: ...
 def weighed_part(count: int, unit: int, weights: Sequence[int], i: int) -> _Range: ...
-def time_gemm(
-    prepared: _Bytes,
-    packs: Sequence[PackedWeight],
-    y: _Floats,
-    calls: int,
-    schedule: _Schedule | None = None,
-    path: str | None = None,
-    k_parts: int = 1,
-) -> int: ...
 
 # ---- groups of ranks
 ADDENDS: tuple[str, ...]

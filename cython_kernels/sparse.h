@@ -26,8 +26,7 @@ enum {
 static inline int pw_can_be_sparse(int32_t kind) { return kind == PW_BF16 || kind == PW_Q8; }
 static inline int64_t pw_sparse_slots(int64_t k) { return (k + PW_SLOT_INPUTS - 1) / PW_SLOT_INPUTS; }
 
-/* Vector rows of a whole slot, and bytes of an element. */
-static inline int pw_slot_rows(int32_t kind) { return PW_SLOT_INPUTS / pw_inputs_of_row(kind); }
+/* Bytes of an element. */
 static inline int pw_element_bytes(int32_t kind) { return kind == PW_BF16 ? 2 : 1; }
 
 /* What packing and checking are told: dense panels in, or a stream and offsets. */

@@ -5,7 +5,7 @@ import os
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 
 from phasewise.cython_kernels import blocks, packing
 from phasewise.cython_kernels.errors import IsaError, WeightError
@@ -444,38 +444,3 @@ def share(packed, int64_t m, int32_t thread, schedule):
     cdef pw_range rows, panels
     pw_share(&s, &w, m, thread, &rows, &panels)
     return (rows.begin, rows.end), (panels.begin, panels.end)
-
-
-def time_gemm(const uint8_t[:, ::1] prepared, packs, float[:, ::1] y, int calls, schedule=None, path=None,
-              int32_t k_parts=1):
-    """Nanoseconds that `calls` products on one thread take, weights taken in turn from `packs` (all alike).
-
-    A list of one weight measures it warm; a list larger than the last cache measures it cold.
-    """
-    cdef int count = len(packs), i
-    cdef int64_t m = y.shape[0]
-    cdef pw_weight *weights = <pw_weight *>malloc(count * sizeof(pw_weight))
-    cdef pw_activations x
-    cdef pw_range rows, panels
-    cdef pw_schedule s
-    cdef int64_t start, stop
-    try:
-        for i in range(count):
-            weights[i] = weight_view(packs[i], path, k_parts)
-            if (packs[i].n, packs[i].k, packs[i].kind) != (packs[0].n, packs[0].k, packs[0].kind):
-                raise ValueError("the weights of one timing are of one kind and size")
-        s = pw_default_schedule(weights, m, 1) if schedule is None else schedule_of(schedule)
-        if prepared.shape[0] != m or prepared.shape[1] != prepared_row_bytes(packs[0], path) or y.shape[1] != weights.n:
-            raise ValueError("prepared rows, weight and y do not fit together")
-        x.rows, x.row_bytes = &prepared[0, 0], prepared.shape[1]
-        rows.begin, rows.end = 0, m
-        panels.begin, panels.end = 0, pw_panels(weights.n)
-        with nogil:
-            start = pw_now_ns()
-            for i in range(calls):
-                pw_active().gemm.gemm(weights + i % count, &x, rows, panels, -1, &y[0, 0], weights.n, PW_STORE,
-                                      &s)
-            stop = pw_now_ns()
-        return stop - start
-    finally:
-        free(weights)
