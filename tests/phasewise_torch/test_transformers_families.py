@@ -293,7 +293,7 @@ CHANGES: dict[str, list[Any]] = {
         {"full_attn_layers": [1, 5], "kda_layers": [2, 3, 4], "head_dim": 20, "num_heads": 4},
     ],
 }  # fmt: skip
-CHOOSES_BY_PROMPT = ("phi3-longrope", "phi3-shortrope")
+CHOOSES_BY_PROMPT = ("phi3-longrope", "phi3-shortrope", "phimoe")
 """transformers chooses LongRoPE's factors by the length of a prompt: docs/models.md."""
 LAYERS = ("full_attention", "sliding_attention", "linear_attention", "chunked_attention")
 

@@ -216,6 +216,7 @@ PHIMOE = Family(
     global_names={**LAST_NORM_BIAS, "lm_head.bias": "lm_head_bias", "output.bias": "lm_head_bias"},
     hf_only={"router_jitter_noise": 0.01},  # SparseMixer of cython_kernels/program/experts.c
     hf_defaults={
+        "rope_theta": 1e6,
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
         "num_local_experts": 16,
