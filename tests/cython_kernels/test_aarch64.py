@@ -120,7 +120,7 @@ def test_row_operations_and_attention_have_the_bits_of_this_machine(
         _native.exponential(x),
         _native.softmax(x),
         _native.capped(x, 30.0),
-        *(_native.activated(activation, x, y) for activation in _native.ACTIVATIONS),
+        *(_native.activated(name, x, y[:4] if name == "xielu" else y) for name in _native.ACTIVATIONS),
         *(_native.gated(gate, x, w) for gate in _native.GATES),
         _native.rope(x, y[: n // 2], w[: n // 2]),
     ]
