@@ -6,6 +6,7 @@ Ctrl-C ends in one exit code also while the command line is being imported, and 
 import os
 import signal
 import sys
+from contextlib import suppress
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -25,7 +26,8 @@ def main() -> None:
             exit_code = end.code
             raise
         finally:
-            exit_at_interrupts(exit_code)
+            with suppress(MemoryError):  # a shortage has been said by then
+                exit_at_interrupts(exit_code)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("phasewise: interrupted", file=sys.stderr, flush=True)
