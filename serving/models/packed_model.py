@@ -139,7 +139,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What one layer of a model is: attention, a state or both, and a feed-forward half."""
+    """The form of one layer: attention, a state or both, and a feed-forward half."""
 
     attention: LayerKind | None
     """None: the layer has no attention."""
@@ -200,7 +200,7 @@ class ModelConfig(AttentionForm, FeedForwardForm):
 
     architecture: str
     forms: tuple[LayerForm, ...]
-    """What each layer is, the first layer first."""
+    """The form of each layer, the first layer first."""
     hidden: int
     vocab_size: int
     context_length: int

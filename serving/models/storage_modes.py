@@ -8,6 +8,6 @@ SparseMode = Literal["auto", "always", "never"]
 SPARSE_MODES: tuple[SparseMode, ...] = get_args(SparseMode)
 
 PackMode = Literal["keep", "check", "memory"]
-"""Where a packed model lies. `keep`: in a file of the cache. `check`: the same, and every byte of it is
+"""The place of a packed model. `keep`: in a file of the cache. `check`: the same, and every byte of it is
 compared with its checksum at the start. `memory`: in memory alone, and each start packs it."""
 PACK_MODES: tuple[PackMode, ...] = get_args(PackMode)

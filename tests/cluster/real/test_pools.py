@@ -75,8 +75,8 @@ def accepted(server: PoolServer) -> int:
 
 
 def test_drafts_of_instances_change_no_bit(model: Path, tmp_path: Path) -> None:
-    """Of a model at a token instance, which computes the prompt's tokens anew (the model drafts for itself,
-    and is right); of a head where prompts stay."""
+    """Drafts of a model at a token instance, which computes the prompt's tokens anew (the model drafts for
+    itself, and is right), and of a head where prompts stay."""
     requests = mixed_requests(None)
     write_with_head(tmp_path / "head", "qwen35", branches=0.01)
     for path, roles, draft in (

@@ -45,7 +45,7 @@ def random_blocks(type_name: str, rows: int, blocks: int, seed: int) -> np.ndarr
 
 
 def expected_numbers(type_name: str, raw: np.ndarray) -> np.ndarray:
-    """What the gguf package makes of blocks; of types that it lacks, what ggml-quants.c does."""
+    """The gguf package's numbers of blocks; for types that it lacks, those of ggml-quants.c."""
     if type_name not in ("Q1_0", "Q2_0"):
         return quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[type_name])
     bits = 1 if type_name == "Q1_0" else 2
