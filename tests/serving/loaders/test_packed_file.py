@@ -294,12 +294,12 @@ def test_memory_holds_the_bits_of_the_file_and_the_disk_nothing(tmp_path: Path, 
 
 def open_files() -> set[tuple[int, int]]:
     """Devices and inodes of this process' open files."""
-    found = set()
+    identities = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the list itself is closed
             status = os.fstat(int(descriptor))
-            found.add((status.st_dev, status.st_ino))
-    return found
+            identities.add((status.st_dev, status.st_ino))
+    return identities
 
 
 def test_a_model_in_memory_is_shared_and_goes_with_its_last_user(tmp_path: Path) -> None:
