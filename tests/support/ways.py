@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +31,9 @@ from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from phasewise.workflows.options import ARITHMETIC_CHOICES, PATHS, ArithmeticChoice, check_arithmetic
+from tests.support.servers import gated_instance
 from tests.support.servers.fake_engine import run_all
-from tests.support.servers.pools import PoolServer, Told, plans_of, pools, tiny_model
+from tests.support.servers.pools import PATIENCE_S, Told, plans_of, pools, tiny_model
 
 N_REQUESTS = 24
 ANSWER_TOKENS = 24
@@ -42,7 +42,7 @@ CONTEXT = 2048
 ROOMY_SLOTS = N_REQUESTS * CONTEXT
 TIGHT_SLOTS = 2 * CONTEXT
 STEPS_TO_A_LOSS = 35
-TOKENS_TO_A_LOSS = (20, 150)
+TOKENS_TO_A_LOSS = 8
 
 Answers = dict[str, tuple[tuple[SampledToken, ...], str]]
 """By request: all tokens with their log-probabilities, and the whole text."""
@@ -212,23 +212,30 @@ def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
 
 
 def after_lost_instances(asked: Asked) -> Answers:
-    """All at once over two instances, both of which are killed twice in the midst of answers."""
-    with pools(asked.path, ("mixed", "mixed"), asked.size(), most_restarts=100) as server:
+    """All at once over two instances, both of which are killed twice in the midst of answers: neither life
+    computes so far that an answer could end."""
+    calm: dict[str, Any] = {"most_restarts": 100, "silent_s": PATIENCE_S}
+    with (
+        tempfile.TemporaryDirectory(prefix="pw-") as folder,
+        gated_instance.gate(Path(folder), TOKENS_TO_A_LOSS) as opened,
+        pools(asked.path, ("mixed", "mixed"), asked.size(), module=gated_instance.MODULE, **calm) as server,
+    ):
         for request in asked.requests:
             server.front.send(request)
-        for n_tokens in TOKENS_TO_A_LOSS:
-            server.wait_until(lambda: _n_tokens(server) >= n_tokens, "no token comes")  # noqa: B023
-            for pid in list(server.front.pids.values()):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        killed: set[int] = set()
+        for _ in range(2):
+            server.wait_until(
+                lambda: bool(gated_instance.held(Path(folder)) - killed and server.pieces), "none is held"
+            )
+            lives = {*server.front.pids.values()} - killed
+            for pid in lives:
+                os.kill(pid, signal.SIGKILL)
+            killed.update(lives)
+        opened.touch()
         server.wait_for(N_REQUESTS)
         assert not server.failures, server.failures
         assert server.front.recoveries().answers_continued > 0
     return _together(server.pieces)
-
-
-def _n_tokens(server: PoolServer) -> int:
-    return sum(len(tokens) for pieces in list(server.pieces.values()) for _, tokens, _ in list(pieces))
 
 
 def _together(told: dict[str, Told]) -> Answers:

@@ -17,7 +17,6 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.grammar.guides import Grammar
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from tests.cluster.real.test_pools import tokens
-from tests.support import ROOT
 from tests.support.process_trees import children_of
 from tests.support.servers import gated_instance
 from tests.support.servers.pools import (
@@ -130,11 +129,9 @@ def test_all_requests_go_on_where_a_rank_is_killed(model: Path, roles: tuple[str
 
 
 def test_an_instance_lives_and_answers_others_while_a_grammar_is_compiled(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path
 ) -> None:
     """However long that takes: no request ends another's by its grammar."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv(gated_instance.FOLDER, str(tmp_path))
     guides = guides_of(model)
     numbers = [
         Submit(
@@ -151,7 +148,10 @@ def test_an_instance_lives_and_answers_others_while_a_grammar_is_compiled(
         Submit(f"p{salt}", prompt(50, salt), 200, GREEDY, ignore_eos=True, client="other")
         for salt in range(4)
     ]
-    with pools(model, roles=("mixed",), silent_s=PATIENCE_S, module=gated_instance.MODULE) as server:
+    with (
+        gated_instance.gate(tmp_path) as opened,
+        pools(model, roles=("mixed",), silent_s=PATIENCE_S, module=gated_instance.MODULE) as server,
+    ):
         (member,) = server.front._members
         for number in numbers:
             server.front.send(number)
@@ -160,7 +160,7 @@ def test_an_instance_lives_and_answers_others_while_a_grammar_is_compiled(
             before_s = member.heard_s
             server.wait_until(lambda: member.heard_s > before_s, "it does not say that it lives")  # noqa: B023 (called at once)
         server.run(plain)
-        (tmp_path / "open").touch()
+        opened.touch()
         server.wait_for(len(numbers))
 
         assert server.front.recoveries().ranks_replaced == 0
