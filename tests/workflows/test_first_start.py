@@ -41,7 +41,7 @@ from phasewise.workflows.tune_kernels.run import rounds_of_model
 from tests.cli import command
 from tests.support.models.tiny_models import tiny_gguf
 
-MOST_S = 20.0
+MOST_S = 600.0
 
 
 def check_won_here(verdicts: Sequence[Promotion], lies: Collection[tuple[Problem, Schedule]]) -> None:
@@ -155,7 +155,7 @@ def test_the_same_index_is_read_once(tmp_path: Path, model: OpenModel, remote: R
 def test_a_tuning_run_pulls_too(tmp_path: Path, model: OpenModel, remote: Remote) -> None:
     """Imported schedules are fought over first; none that lost is in use."""
     db, path = tmp_path / "here.db", tmp_path / "tiny.gguf"
-    asked = [path, "--db", db, "--threads", 1, "--budget", "4s", "--max-m", "1"]
+    asked = [path, "--db", db, "--threads", 1, "--max-m", "1"]
     believed = ["--remote", remote.remote, "--remote-digest", remote.remote_digest]
     done = command.run("tune-kernels", *asked, *believed)
     assert done.exit_code == 0, done.stderr
