@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
-from phasewise.serving.loaders.families.family import Family, Get, with_rope
+from phasewise.serving.loaders.families.family import GGUF_PATTERN, Family, Get, with_rope
+from phasewise.serving.loaders.naming import NUMBER, Naming
 from phasewise.serving.models.encoding import Encoder
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, alike
 from phasewise.serving.models.rope import RopeSpec
@@ -27,7 +29,7 @@ FIRST_POSITION_OF_ROBERTA = 2
 _NOMIC_THETA = 1000.0
 
 
-_LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
+_LAYER = rf"(?:encoder\.)?layers?\.{NUMBER}\.(.+)"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,19 @@ class EncoderFamily(Family):
     position_kinds: tuple[str, ...] = ("absolute",)
     """Values of `position_embedding_type` in config.json that can run."""
     activations: tuple[str, ...] = ("gelu", "gelu_tanh", "silu", "relu")
+
+    def bare(self, theirs: str) -> str:
+        return reduce(str.removeprefix, PREFIXES, theirs)
+
+    def hf_naming(self, config: ModelConfig, what: str, *, has_bias: bool = True, n_more: int = 0) -> Naming:
+        names = self.hf_names, self.global_names
+        return Naming(config, what, self.hf_layer, *names, has_bias, n_more, bare=self.bare)
+
+    def gguf_naming(
+        self, config: ModelConfig, what: str, *, has_bias: bool = True, n_more: int = 0
+    ) -> Naming:
+        names = {**GGUF_NAMES, **self.gguf_names}, {**GGUF_GLOBAL_NAMES, **self.global_names}
+        return Naming(config, what, GGUF_PATTERN, *names, has_bias, n_more)
 
 
 def biased(names: Mapping[str, str]) -> dict[str, str]:
