@@ -49,7 +49,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a task twice": ("jina-v3", {"lora_adaptations": ["a", "a"]}, "1 to 64 different names"),
     "a task without an instruction": ("jina-v3", {"task_instructions": {"retrieval.query": "x"}},
      "None as the instruction of 'retrieval.passage'"),
-    "adapters of no rank": ("jina-v3", {"lora_rank": 0}, "adapters of rank 0"),
+    "adapters of no rank": ("jina-v3", {"lora_rank": 0}, "adapters is 0"),
     "adapters of another rank": ("jina-v3", {"lora_rank": 2}, r"plain numbers \(5, .* of its tasks"),
     "adapters without end": ("jina-v3", {"lora_alpha": INFINITY}, "scaled by inf"),
     "adapters that are not trained": ("jina-v3", {"load_trained_adapters": False}, "not trained"),
