@@ -13,13 +13,13 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, is_classifier
-from phasewise.serving.loaders.families.bert import (
+from phasewise.serving.loaders.families.encoders import (
     HF_ACTIVATIONS,
     IGNORED,
     EncoderFamily,
     encoder_config,
+    instructions_of,
 )
-from phasewise.serving.loaders.families.encoders import instructions_of
 from phasewise.serving.loaders.families.family import check_only, unchanged
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.hf_config import field
