@@ -45,6 +45,8 @@ class Cut(ABC):
 
 Names = Mapping[str, str | Cut]
 """A map of a file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
+UNUSED = ""
+"""Our name of a tensor that has no use."""
 
 
 def our_tensors(
@@ -55,7 +57,7 @@ def our_tensors(
     if ours is None:
         raise ModelError(f"{cut_for.what} {family} models do not use")
     parts: Parts = [(ours, tensor)] if isinstance(ours, str) else ours.parts_of(tensor, cut_for)
-    for part, own in parts:
+    for part, own in () if ours == UNUSED else parts:
         yield cut_for.stem + part, own
 
 
@@ -79,17 +81,6 @@ def picked(tensor: SourceTensor, count: int, row_of: Callable[[Array], Array]) -
 def _plain(rows: Rows) -> Array:
     assert isinstance(rows, np.ndarray)
     return rows
-
-
-class UnusedTensor(Cut):
-    """A tensor that the layer has no use for."""
-
-    def parts_of(self, tensor: SourceTensor, cut_for: CutFor) -> Parts:
-        del tensor, cut_for
-        return ()
-
-
-UNUSED = UnusedTensor()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from phasewise.serving.loaders.families.encoders import (
     encoder_config,
     instructions_of,
 )
-from phasewise.serving.loaders.families.family import check_only, unchanged
+from phasewise.serving.loaders.families.family import check_only
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, Shards, tensor_of
@@ -77,7 +77,7 @@ def gguf_config(
     def get_more(key: str, kind: Any, default: Any = None) -> Any:
         return read(f"{architecture}.{key}", kind, default)
 
-    return (family.from_gguf or unchanged)(get_more, plain)
+    return family.from_gguf(get_more, plain) if family.from_gguf else plain
 
 
 def pooling_type(architecture: str, read: ReadField) -> int | None:

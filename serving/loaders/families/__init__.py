@@ -6,6 +6,8 @@ A new family is a constant of a file with families like it, or of a file of its 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import (
     deepseek,
@@ -41,28 +43,22 @@ BY_GGUF = {name: family for family in FAMILIES for name in family.names(family.g
 
 def family_of_hf(model_type: str) -> Family:
     """The family of config.json's `model_type`. Raises ModelError for a model that cannot run."""
-    if model_type in REFUSED:
-        raise ModelError(
-            f"config.json describes a {model_type!r} model, which has {REFUSED[model_type]}: it cannot run"
-        )
-    if model_type not in BY_HF:
-        runnable = ", ".join([*BY_HF, *ENCODERS_BY_HF])
-        raise ModelError(f"config.json describes a {model_type!r:.60} model; {runnable} can run")
-    return BY_HF[model_type]
+    return _found(model_type, BY_HF, ENCODERS_BY_HF, "config.json describes")
+
+
+def family_of_gguf(architecture: str, what: str) -> Family:
+    """The family of `general.architecture` in the file `what`. Raises ModelError if it cannot run."""
+    return _found(architecture, BY_GGUF, ENCODERS_BY_GGUF, f"{what} holds")
+
+
+def _found(name: str, families: Mapping[str, Family], encoders: Iterable[str], says: str) -> Family:
+    if name in REFUSED:
+        raise ModelError(f"{says} a {name!r} model, which has {REFUSED[name]}: it cannot run")
+    if name not in families:
+        raise ModelError(f"{says} a {name!r:.60} model; {', '.join([*families, *encoders])} can run")
+    return families[name]
 
 
 def family_named(name: str) -> Family | None:
     """The family of a config's `architecture`; None for an encoder's."""
     return next((family for family in FAMILIES if family.name == name), None)
-
-
-def family_of_gguf(architecture: str, what: str) -> Family:
-    """The family of `general.architecture` in the file `what`. Raises ModelError if it cannot run."""
-    if architecture in REFUSED:
-        raise ModelError(
-            f"{what} holds a {architecture!r} model, which has {REFUSED[architecture]}: it cannot run"
-        )
-    if architecture not in BY_GGUF:
-        runnable = ", ".join([*BY_GGUF, *ENCODERS_BY_GGUF])
-        raise ModelError(f"{what} holds a {architecture!r:.60} model; {runnable} can run")
-    return BY_GGUF[architecture]

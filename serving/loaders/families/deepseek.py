@@ -17,14 +17,15 @@ from phasewise.serving.loaders.families.family import (
     experts_of,
     named_layers,
     positive,
+    whole_number,
     with_experts,
     with_rope,
     yarn_magnitude,
 )
+from phasewise.serving.models.encoding import MOST_POSITIONS
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
 from phasewise.serving.models.parts.attention import LatentAttention
 from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
-from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
 from phasewise.serving.models.rope import YarnScaling
 
 GATING = {1: SOFTMAX, 2: LOGISTIC}
@@ -57,11 +58,10 @@ def routed_experts(get: Get, scores: str = LOGISTIC, shared: int | None = None) 
     if gating and gating not in GATING:
         raise ModelError(f"the GGUF metadata gives expert_gating_func = {gating!r:.60}: 1 or 2 can run")
     scores = GATING.get(gating, scores)
-    width, n_shared = get("moe_intermediate_size", int), get("n_shared_experts", int, 0)
-    if type(width) is not int or not 1 <= width <= MOST_WIDTH:
-        raise ModelError(f"experts of width {width!r:.60}: from 1 to {MOST_WIDTH} expected")
-    if not 0 <= n_shared <= MOST_WIDTH:
-        raise ModelError(f"{n_shared!r:.60} experts are shared: 0 or more expected")
+    width, n_shared = (
+        whole_number(get, "moe_intermediate_size"),
+        whole_number(get, "n_shared_experts", 0, least=0),
+    )
     normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
     if shared is None:
         shared = int(n_shared * get("moe_shared_expert_intermediate_size", int, width))
@@ -82,11 +82,10 @@ def _dense_layers(get: Get, config: ModelConfig) -> list[bool]:
     `moe_layer_freq`-th."""
     if get("mlp_layer_types", list) is not None:
         return named_layers(get, config, "dense", "sparse", "mlp_layer_types")
-    first, every = get("first_k_dense_replace", int, 0), get("moe_layer_freq", int, 1)
-    if every < 1:
-        raise ModelError(f"config.json has moe_layer_freq = {every!r:.60}: 1 or more expected")
-    if not 0 <= first <= 1 << 20:
-        raise ModelError(f"the first {first!r:.60} layers have no experts: 0 or more expected")
+    first, every = (
+        whole_number(get, "first_k_dense_replace", 0, least=0),
+        whole_number(get, "moe_layer_freq", 1),
+    )
     return [layer < first or layer % every != 0 for layer in range(config.n_layers)]
 
 
@@ -239,10 +238,8 @@ GLM4_MOE_LITE = replace(
 
 
 def _indexed(get: Get, config: ModelConfig) -> ModelConfig:
-    most = get("index_topk", int)
-    if most is None or most < 1:
-        raise ModelError(f"the config has index_topk = {most!r:.60}: a number above 0 expected")
     assert config.latent is not None
+    most = whole_number(get, "index_topk", most=MOST_POSITIONS)
     latent = replace(config.latent, index_topk=most)
     return replace(config, context_length=min(config.context_length, most), latent=latent)
 

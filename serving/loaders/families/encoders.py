@@ -33,6 +33,7 @@ from phasewise.serving.loaders.families.family import (
     Family,
     Get,
     layer_types,
+    whole_number,
     with_kind,
     with_rope,
     with_windows,
@@ -433,17 +434,13 @@ def _windowed(get: Get, config: ModelConfig) -> list[bool]:
     """True for each layer that has a window."""
     if get("layer_types", list) is not None:
         return layer_types(get, config, 1)
-    every = get("global_attn_every_n_layers", int, GLOBAL_EVERY)
-    if every < 1:
-        raise ModelError(f"config.json has global_attn_every_n_layers = {every}: at least 1 expected")
+    every = whole_number(get, "global_attn_every_n_layers", GLOBAL_EVERY)
     return [layer % every != 0 for layer in range(config.n_layers)]
 
 
 def _modern_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    every = get("attention.sliding_window_pattern", int, GLOBAL_EVERY)
+    every = whole_number(get, "attention.sliding_window_pattern", GLOBAL_EVERY)
     window = get("attention.sliding_window", int)
-    if every < 1:
-        raise ModelError(f"the GGUF metadata gives a sliding window pattern of {every}: at least 1 expected")
     windowed = [window is not None and layer % every != 0 for layer in range(config.n_layers)]
     whole = get("rope.freq_base", float, GLOBAL_THETA)
     return _modern_bert(config, windowed, window or 0, (whole, get("rope.freq_base_swa", float, whole)))

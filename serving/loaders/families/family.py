@@ -16,6 +16,7 @@ from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import UNUSED, ColumnCut, Names, OfLayer, OtherForm, TensorCut
 from phasewise.serving.loaders.naming import NUMBER, Naming
+from phasewise.serving.models.fields import check_whole
 from phasewise.serving.models.packed_model import LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
@@ -77,18 +78,6 @@ def other_parts(*names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in names)
 
 
-def unchanged(get: Get, config: ModelConfig) -> ModelConfig:
-    """Return the config of a Llama as it is."""
-    del get
-    return config
-
-
-def unchanged_by_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
-    """Return the config of the metadata as it is."""
-    del shapes
-    return config
-
-
 @dataclass(frozen=True)
 class Family:
     """One family of models. `name`: the `architecture` of its configs."""
@@ -98,10 +87,10 @@ class Family:
     """`model_type` in config.json; None: the family's name."""
     gguf: tuple[str, ...] | None = None
     """`general.architecture` in GGUF metadata; None: the family's name, (): no GGUF files are read."""
-    from_hf: Adapt = unchanged
+    from_hf: Adapt = lambda _get, config: config
     from_gguf: Adapt | None = None
     """The counterpart of `from_hf` for GGUF metadata; None: `from_hf` itself, by the names of `GGUF_KEYS`."""
-    from_gguf_tensors: AdaptByTensors = unchanged_by_tensors
+    from_gguf_tensors: AdaptByTensors = lambda config, _shapes: config
     """Replaces what a GGUF file says by its tensors alone; called behind `from_gguf`."""
     hf_names: Names = field(default_factory=dict)
     gguf_names: Names = field(default_factory=dict)
@@ -488,6 +477,13 @@ def positive(get: Get, key: str, default: float) -> float:
     if not 0 < value < float("inf"):
         raise ModelError(f"the config has {key} = {value!r:.80}: a number above 0 expected")
     return value
+
+
+def whole_number(get: Get, key: str, default: int | None = None, least: int = 1, most: int = 1 << 20) -> int:
+    """The whole number under `key`, from `least` to `most`."""
+    value: Any = get(key, int, default)
+    check_whole(key, value, least, most)
+    return int(value)
 
 
 def experts_of(

@@ -31,6 +31,7 @@ from phasewise.serving.loaders.families.family import (
     positive_or_none,
     sharing,
     stacked,
+    whole_number,
     with_kinds,
 )
 from phasewise.serving.loaders.families.gemma import (
@@ -45,7 +46,7 @@ from phasewise.serving.loaders.families.gemma import (
 from phasewise.serving.models.packed_model import LARGEST, LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import HeadShape
 from phasewise.serving.models.parts.experts import Experts
-from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForwardForm
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.parts.streams import MOST_STREAMS, LayerInputs, Streams
 from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
 
@@ -92,10 +93,7 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _mixture(get: Get, count: str, chosen: str, width: str) -> Experts:
     """The mixture beside the feed-forward layer, by the keys of its numbers."""
-    own = get(width, int)
-    if own is None or not 1 <= own <= MOST_WIDTH:
-        raise ModelError(f"the model has {width} = {own!r:.60}: from 1 to {MOST_WIDTH} expected")
-    return replace(experts_of(get, count, chosen, own, normalised=True), own_norms=True)
+    return replace(experts_of(get, count, chosen, whole_number(get, width), normalised=True), own_norms=True)
 
 
 def _with_layers(

@@ -33,6 +33,7 @@ from phasewise.serving.loaders.families.family import (
     other_parts,
     positive,
     turned_in_windows,
+    whole_number,
     with_experts,
     with_kind,
     with_kinds,
@@ -150,9 +151,7 @@ def layers_with_rope(get: Get, config: ModelConfig) -> list[bool]:
     """True for each layer with RoPE."""
     has_rope = get("no_rope_layers", list)  # 1 where a layer has RoPE, whatever the name says
     if not has_rope:
-        period = get("no_rope_layer_interval", int, NO_ROPE_PERIOD)
-        if period < 1:
-            raise ModelError(f"config.json has no_rope_layer_interval = {period}: 1 or more expected")
+        period = whole_number(get, "no_rope_layer_interval", NO_ROPE_PERIOD)
         has_rope = [(layer + 1) % period for layer in range(config.n_layers)]
     if len(has_rope) != config.n_layers:
         raise ModelError(
@@ -382,9 +381,8 @@ def _llama4(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _mixture(get: Get, config: ModelConfig, width: int, dense_width: int) -> ModelConfig:
     """Add experts of `width` numbers, and feed-forward layers of `dense_width` to layers without experts."""
-    n_layers, step, named = config.n_layers, get("interleave_moe_layer_step", int, 1), get("moe_layers", list)
-    if step < 0:
-        raise ModelError(f"the config has interleave_moe_layer_step = {step!r:.60}: 0 or more expected")
+    n_layers, named = config.n_layers, get("moe_layers", list)
+    step = whole_number(get, "interleave_moe_layer_step", 1, least=0)
     sparse = range(step - 1, n_layers, step) if step else ()
     dense = [layer not in (sparse if named is None else named) for layer in range(n_layers)]
     plain = with_width(config, dense_width)

@@ -25,6 +25,7 @@ from phasewise.serving.loaders.families.family import (
     layer_types,
     number_of,
     turned_in_windows,
+    whole_number,
     with_experts,
     with_forms,
     with_rope,
@@ -284,11 +285,9 @@ BAILING2 = Family(
 
 
 def _ernie(get: Get, config: ModelConfig) -> ModelConfig:
-    first, every = get("moe_layer_start_index", int, 1), get("moe_layer_interval", int, 1)
+    first, every = get("moe_layer_start_index", int, 1), whole_number(get, "moe_layer_interval", 1)
     last = get("moe_layer_end_index", int, -1)
     last = config.n_layers - 1 if last == -1 else last
-    if every < 1:
-        raise ModelError(f"config.json has moe_layer_interval = {every!r:.60}: 1 or more expected")
     layers = range(config.n_layers)
     dense = [(layer + 1) % every != 0 or not first <= layer <= last for layer in layers]
     return routed(get, config, SOFTMAX, dense=dense, choice_bias=True)

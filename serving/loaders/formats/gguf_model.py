@@ -33,11 +33,13 @@ from phasewise.serving.loaders.families.family import (
     SCORE_OUT,
     by_layer,
     listed,
+    whole_number,
     yarn_magnitude,
 )
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.source import F32, ModelSource, Rows, SourceTensor
+from phasewise.serving.models.encoding import MOST_POSITIONS
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, alike
 from phasewise.serving.models.rope import (
     FrequencyFactors,
@@ -268,12 +270,8 @@ def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) 
 
 
 def _original_context(get: Callable[..., Any]) -> int:
-    context: int = get("rope.scaling.original_context_length", int, get("context_length", int, 0))
-    if not 2 <= context <= 1 << 26:
-        raise ModelError(
-            f"the GGUF metadata gives an original context of {context} tokens: 2 to 2^26 expected"
-        )
-    return context
+    stated = get("context_length", int, 0)
+    return whole_number(get, "rope.scaling.original_context_length", stated, 2, MOST_POSITIONS)
 
 
 def _yarn_scaling(get: Callable[..., Any], factor: float) -> YarnScaling:

@@ -166,11 +166,7 @@ def packed_tensor(name: str, parts: Parts, quantisation: Quantisation) -> Source
     scheme = quantisation.scheme_of(False, bits, read.what)
     scales = _scales_by_output(read, n)
     group = _group_of(read, k, scales.shape[1], scheme.strategy)
-    zeros = np.full((1, 1), 1 << (bits - 1), np.int16)
-    if "weight_zero_point" in read:
-        zeros = _packed_zeros(read, n, bits, scales.shape[1])
-    elif not scheme.symmetric:
-        raise ModelError(f"{read.what} lacks its weight_zero_point: its weights are not symmetric")
+    zeros = _zeros(read, n, bits, scales.shape[1], scheme.symmetric)
     order = _order(read, "weight_g_idx", k, group, scales.shape[1])
 
     def codes(start: int, stop: int) -> Array:
@@ -188,11 +184,7 @@ def bytes_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceT
     scheme = quantisation.scheme_of(False, 8, read.what)
     scales = _scales_by_output(read, n)
     group = _group_of(read, k, scales.shape[1], scheme.strategy)
-    zeros = np.full((1, 1), 128, np.int16)
-    if "weight_zero_point" in read:
-        zeros = _plain_zeros(read, n, scales.shape[1], 128)
-    elif not scheme.symmetric:
-        raise ModelError(f"{read.what} lacks its weight_zero_point: its weights are not symmetric")
+    zeros = _zeros(read, n, 8, scales.shape[1], scheme.symmetric)
 
     def codes(start: int, stop: int) -> Array:
         return read.raw("weight", "u1", start, stop) ^ np.uint8(0x80)
@@ -280,18 +272,18 @@ def _group_of(read: PartReader, k: int, groups: int, strategy: str) -> int:
     return k // groups
 
 
-def _packed_zeros(read: PartReader, n: int, bits: int, groups: int) -> Array:
-    entry = read.entry("weight_zero_point", ("I32", "I8"))
-    if entry.dtype == "I8":
-        return _plain_zeros(read, n, groups, 1 << (bits - 1))
-    read.expect("weight_zero_point", (-(-n * bits // WORD_BITS), groups))
-    words = np.ascontiguousarray(read.raw("weight_zero_point", "<i4").T)
-    return np.ascontiguousarray(unpacked(words, bits, n).T.astype(np.int16))
-
-
-def _plain_zeros(read: PartReader, n: int, groups: int, offset: int) -> Array:
-    read.entry("weight_zero_point", ("I8",), (0, 1, 2))
-    zeros = read.raw("weight_zero_point", "<i1").astype(np.int16) + offset
+def _zeros(read: PartReader, n: int, bits: int, groups: int, symmetric: bool) -> Array:
+    """Zero points [n, groups], packed or as bytes; one entry where all rows or all groups have the same."""
+    middle = 1 << (bits - 1)
+    if "weight_zero_point" not in read:
+        if symmetric:
+            return np.full((1, 1), middle, np.int16)
+        raise ModelError(f"{read.what} lacks its weight_zero_point: its weights are not symmetric")
+    if read.entry("weight_zero_point", ("I32", "I8"), (0, 1, 2)).dtype == "I32":
+        read.expect("weight_zero_point", (-(-n * bits // WORD_BITS), groups))
+        words = np.ascontiguousarray(read.raw("weight_zero_point", "<i4").T)
+        return np.ascontiguousarray(unpacked(words, bits, n).T.astype(np.int16))
+    zeros = read.raw("weight_zero_point", "<i1").astype(np.int16) + middle
     if zeros.size == 1:
         return zeros.reshape(1, 1)
     if zeros.shape not in ((n, groups), (n,)):
