@@ -37,8 +37,6 @@ class SequenceSlice(NamedTuple):
     """For layers that keep a state: its place. A slice with start 0 begins with an empty state."""
     keeps: tuple[tuple[int, int], ...] = ()
     """Pairs (position, place): the state before that position is copied to that place."""
-    second: int | None = None
-    """Number of tokens before the second text of a pair; None: one text."""
 
 
 class KvCopy(NamedTuple):

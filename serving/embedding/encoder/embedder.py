@@ -24,7 +24,6 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Program, Team, compute_paths
 from phasewise.cython_kernels.packing import DENSE_KINDS, PackedWeight, pack_dense
 from phasewise.cython_kernels.schedules import ScheduleLookup, canonical_path
-from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled, score
 from phasewise.serving.errors import ModelError, RanksError
@@ -184,6 +183,23 @@ _PANEL = 16  # slots of a panel of keys
 
 
 @dataclass(frozen=True, slots=True)
+class _Slice:
+    """One input of a program's step, as `Program.run` takes inputs."""
+
+    token_ids: Sequence[int]
+    slot_base: int
+    second: int | None
+    start: int = 0
+    wants_logits: bool = True
+    table: None = None
+    n_drafted: int = 0
+    ring: None = None
+    adapter: int = 0
+    state: int = 0
+    keeps: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Way:
     """A program, its output rows, and the most tokens of several inputs that it computes at once."""
 
@@ -291,7 +307,7 @@ class Embedder:
     def _run(self, way: _Way, inputs: Sequence[Tokens], places: Sequence[int], out: Floats) -> None:
         slices, base = [], 0
         for tokens in inputs:
-            slices.append(SequenceSlice(tokens.ids, 0, base, True, adapter=tokens.task, second=tokens.second))
+            slices.append(_Slice(tokens.ids, base, tokens.second, adapter=tokens.task))
             base += -(-len(tokens.ids) // _PANEL) * _PANEL
         way.program.run(
             self._team,
