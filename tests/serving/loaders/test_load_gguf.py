@@ -296,7 +296,7 @@ BAD_METADATA = {
     "yarn by NaN": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": float("nan")}, "RoPE"),
     "yarn of no context": (
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 0},
-        "original context",
+        "original_context_length is 0",
     ),
 }
 
