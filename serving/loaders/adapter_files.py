@@ -20,14 +20,12 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.cython_kernels._native import MAX_ADAPTERS
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import CutFor, Names, half_split, our_tensors
-from phasewise.serving.loaders.families import Family, family_named, family_of_gguf
-from phasewise.serving.loaders.families.family import GGUF_LAYER, HF_LAYER
+from phasewise.serving.loaders.families import family_named, family_of_gguf
 from phasewise.serving.loaders.formats.gguf_file import open_gguf
 from phasewise.serving.loaders.formats.gguf_model import field, tensor_in
-from phasewise.serving.loaders.formats.hf_model import layer_place, without_prefix
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, open_all, tensor_of
-from phasewise.serving.loaders.layout import shapes_of_all, weight_shapes
+from phasewise.serving.loaders.layout import weight_shapes
+from phasewise.serving.loaders.naming import Naming
 from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.models.linears import Adapter, LowRank, Matrix, update_of
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
@@ -193,21 +191,10 @@ def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
             raise ModelError(f"{path} has {theirs!r:.120} in shape {list(entry.shape)}: a matrix expected")
         by_module.setdefault(match[1], {})[match[2]] = tensor_of(file, theirs, entry)
 
-    def place_of(module: str) -> tuple[str, str]:
-        return layer_place(without_prefix(f"{module}.weight", family))[:2]
-
-    def scale_of(module: str, rank: int) -> float:
-        return scaling.of(module, rank, str(path))
-
     return _our_pairs(
-        by_module,
-        place_of,
-        scale_of,
-        {**HF_LAYER, **family.hf_names},
-        family,
-        config,
-        path,
-        is_interleaved=family.hf_interleaved_heads,
+        {f"{module}.weight": both for module, both in by_module.items()},
+        lambda name, rank: scaling.of(name.removesuffix(".weight"), rank, str(path)),
+        family.hf_naming(config, str(path)),
     )
 
 
@@ -224,33 +211,23 @@ def _why_not(theirs: str) -> str:
 
 
 def _our_pairs(
-    by_module: Mapping[str, Mapping[str, SourceTensor]],
-    place_of: Callable[[str], tuple[str, str]],
-    scale_of: Callable[[str, int], float],
-    names: Names,
-    family: Family,
-    config: ModelConfig,
-    path: Path,
-    *,
-    is_interleaved: bool,
+    by_name: Mapping[str, Mapping[str, SourceTensor]], scale_of: Callable[[str, int], float], naming: Naming
 ) -> dict[str, Pair]:
-    """A and B of modules, by our names of weights. `place_of(module)`: the module's layer ("layers.3.") and
-    its name there. `scale_of(module, rank)`: its scale."""
-    shapes, pairs = shapes_of_all(config, has_bias=False), dict[str, Pair]()
-    for module, both in by_module.items():
+    """A and B of weights by the file's names, by ours. `scale_of(name, rank)`: a weight's scale."""
+    pairs = dict[str, Pair]()
+    for name, both in by_name.items():
         if len(both) != 2:
-            raise ModelError(f"{path} has of {module!r:.120} only lora_{next(iter(both))}")
-        (stem, name), what = place_of(module), f"{path} has an adapter of {module!r:.120}"
-        if not stem or "experts" in name or "_exps" in name:
+            raise ModelError(f"{naming.what} has of {name!r:.120} only lora_{next(iter(both))}")
+        (stem, own, _), what = naming.place(name), f"{naming.what} has an adapter of {name!r:.120}"
+        if not stem or "experts" in own or "_exps" in own:
             kind = "experts" if stem else "embeddings, or of the head"
             raise ModelError(f"{what}: adapters of {kind} cannot run")
         a, whole_b = (both[letter] for letter in sorted(both))
-        scale, cut_for = scale_of(module, a.shape[0]), CutFor(stem, shapes, f"{what} that")
-        for ours, part in our_tensors(name, names, whole_b, cut_for, family.name):
+        scale = scale_of(name, a.shape[0])
+        for ours, b in naming.ours(name, whole_b, f"{what} that"):
             if ours in pairs:
-                raise ModelError(f"{path} has the adapter of {module!r:.120} twice")
-            b = half_split(ours, part, config) if is_interleaved else part
-            pairs[ours] = Pair(module, a, b, scale)
+                raise ModelError(f"{naming.what} has the adapter of {name!r:.120} twice")
+            pairs[ours] = Pair(name, a, b, scale)
     return pairs
 
 
@@ -292,7 +269,6 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 _GGUF_PAIR = re.compile(r"(.+)\.lora_([ab])", re.ASCII)
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(.+)", re.ASCII)
 
 
 def gguf_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
@@ -319,19 +295,8 @@ def gguf_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
             )
         by_module.setdefault(match[1], {})[match[2]] = tensor_in(file, info)
 
-    def place_of(module: str) -> tuple[str, str]:
-        layer = _LAYER.fullmatch(module)
-        return ("", "") if layer is None else (f"layers.{layer[1]}.", layer[2])
-
     return _our_pairs(
-        by_module,
-        place_of,
-        lambda _, rank: alpha / rank if alpha else 1.0,
-        {**GGUF_LAYER, **family.gguf_names},
-        family,
-        config,
-        path,
-        is_interleaved=family.gguf_interleaved_heads,
+        by_module, lambda _, rank: alpha / rank if alpha else 1.0, family.gguf_naming(config, str(path))
     )
 
 

@@ -4,7 +4,6 @@ here is a view: rows are read from the file when the packer asks for them."""
 from __future__ import annotations
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +15,9 @@ from phasewise._words import counted
 from phasewise.cython_kernels.packing import Array
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.source import F32, Rows, SourceTensor, convert_rows, take_columns, take_rows
-from phasewise.serving.models.packed_model import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 Parts = Iterable[tuple[str, SourceTensor]]
-KEYS_AND_VALUES = ("k", "v", "k_norm")
-_TURNED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,8 @@ class Cut(ABC):
 
 Names = Mapping[str, str | Cut]
 """A map of a file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
+UNUSED = ""
+"""Our name of a tensor that has no use."""
 
 
 def our_tensors(
@@ -59,7 +57,7 @@ def our_tensors(
     if ours is None:
         raise ModelError(f"{cut_for.what} {family} models do not use")
     parts: Parts = [(ours, tensor)] if isinstance(ours, str) else ours.parts_of(tensor, cut_for)
-    for part, own in parts:
+    for part, own in () if ours == UNUSED else parts:
         yield cut_for.stem + part, own
 
 
@@ -83,17 +81,6 @@ def picked(tensor: SourceTensor, count: int, row_of: Callable[[Array], Array]) -
 def _plain(rows: Rows) -> Array:
     assert isinstance(rows, np.ndarray)
     return rows
-
-
-class UnusedTensor(Cut):
-    """A tensor that the layer has no use for."""
-
-    def parts_of(self, tensor: SourceTensor, cut_for: CutFor) -> Parts:
-        del tensor, cut_for
-        return ()
-
-
-UNUSED = UnusedTensor()
 
 
 @dataclass(frozen=True)
@@ -301,20 +288,6 @@ class HeadParts(Cut):
         yield self.values, picked(tensor, values[0], _in_turns(key_dim, of_head, value_dim))
 
 
-def half_split(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTensor:
-    """Reorder rotated rows of queries and keys from pairs side by side, (2 i, 2 i + 1), to (i, i + half).
-    Rows that are not rotated keep their places behind the others. `ours`: our name of the tensor; tensors
-    other than queries and keys stay as they are."""
-    match = _TURNED.fullmatch(ours)
-    if match is None:
-        return tensor
-    head_dim = max(tensor.shape[0] // (config.n_heads if match[1] == "q" else config.n_kv_heads), 1)
-    order, turned = np.arange(head_dim), min(config.rope.dim, head_dim) // 2 * 2
-    half, i = np.divmod(np.arange(turned), max(turned // 2, 1))
-    order[:turned] = 2 * i + half
-    return picked(tensor, tensor.shape[0], lambda rows: rows // head_dim * head_dim + order[rows % head_dim])
-
-
 def one_more(tensor: SourceTensor) -> SourceTensor:
     """Add 1 to a vector whose numbers the file holds less one."""
 
@@ -322,17 +295,3 @@ def one_more(tensor: SourceTensor) -> SourceTensor:
         return _plain(tensor.rows(start, stop)) + np.float32(1)
 
     return replace(tensor, rows=rows)
-
-
-def is_beyond(stem: str, config: ModelConfig, n_more: int) -> bool:
-    """True for a tensor ("layers.3.") of one of the `n_more` layers that the file has behind the model's."""
-    return stem != "" and config.n_layers <= int(stem.split(".")[1]) < config.n_layers + n_more
-
-
-def is_unread(ours: str, config: ModelConfig) -> bool:
-    """True for keys and values of a layer that reads those of another, as some files hold them."""
-    stem, _, part = ours.rpartition(".")
-    if part not in KEYS_AND_VALUES or "experts" in stem:
-        return False
-    layer = int(stem.split(".")[1])
-    return layer < config.n_layers and config.forms[layer].shares

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from phasewise.serving.models.later import LATER
+from phasewise.serving.models.fields import LATER
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import SCALINGS
 

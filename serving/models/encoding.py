@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.later import LATER
+from phasewise.serving.models.fields import LATER, check_whole
 
 MOST_POSITIONS = 1 << 26
 POOLINGS = ("mean", "first", "last")
@@ -34,10 +34,7 @@ class EncoderTasks:
         sane = all(isinstance(name, str) and 0 < len(name) <= 256 for name in self.names)
         if not sane or not 1 <= len(self.names) <= _MOST_TASKS or len(set(self.names)) < len(self.names):
             raise ModelError(f"the tasks {self.names!r:.120}: 1 to {_MOST_TASKS} different names expected")
-        if type(self.rank) is not int or not 1 <= self.rank <= _MOST_TASK_RANKS // len(self.names):
-            raise ModelError(
-                f"tasks with adapters of rank {self.rank!r:.40}: 1 to {_MOST_TASK_RANKS} in all can run"
-            )
+        check_whole("the rank of tasks' adapters", self.rank, 1, _MOST_TASK_RANKS // len(self.names))
         if not math.isfinite(self.scale) or abs(self.scale) > _MOST_TASK_SCALE:
             raise ModelError(f"the tasks' adapters are scaled by {self.scale!r:.40}")
 
@@ -88,8 +85,7 @@ class Embedding:
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
             raise ModelError(f"pooling {self.pooling!r:.60}; {', '.join(POOLINGS)} can run")
-        if type(self.max_tokens) is not int or not 1 <= self.max_tokens <= MOST_POSITIONS:
-            raise ModelError(f"inputs of at most {self.max_tokens!r:.60} tokens")
+        check_whole("the longest input", self.max_tokens, 1, MOST_POSITIONS)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Embedding:

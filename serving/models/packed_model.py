@@ -14,7 +14,7 @@ from phasewise._words import counted
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
-from phasewise.serving.models.later import LATER
+from phasewise.serving.models.fields import LATER, check_factor, check_whole
 from phasewise.serving.models.linears import Adapter, Linears
 from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
@@ -185,9 +185,8 @@ class LayerForm:
 
 def alike(n_layers: int, kind: LayerKind, width: int) -> tuple[LayerForm, ...]:
     """The forms of layers that are alike. Raises ModelError for numbers that no model has."""
-    for name, value, most in (("n_layers", n_layers, LARGEST["n_layers"]), ("ffn", width, MOST_WIDTH)):
-        if type(value) is not int or not 1 <= value <= most:
-            raise ModelError(f"{name} is {value!r:.80}: a whole number from 1 to {most} expected")
+    check_whole("n_layers", n_layers, 1, LARGEST["n_layers"])
+    check_whole("ffn", width, 1, MOST_WIDTH)
     return (LayerForm(kind, width),) * n_layers
 
 
@@ -236,9 +235,7 @@ class ModelConfig(AttentionForm, FeedForwardForm):
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= largest:
-                raise ModelError(f"{name} is {value!r:.80}: a whole number from 1 to {largest} expected")
+            check_whole(name, getattr(self, name), 1, largest)
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r:.80}: a number between 0 and 1 expected")
         self._check_kinds()
@@ -259,8 +256,8 @@ class ModelConfig(AttentionForm, FeedForwardForm):
 
     def _check_kinds(self) -> None:
         for kind in self.kinds:
-            if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
-                raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
+            if kind.window is not None:
+                check_whole("the sliding window", kind.window, 1, 1 << 30)
             if kind.in_chunks and (kind.window is None or self.encoder is not None):
                 raise ModelError("attention in chunks of no length, or in an encoder, cannot run")
             if kind.heads is not None:
@@ -274,11 +271,7 @@ class ModelConfig(AttentionForm, FeedForwardForm):
 
     def _check_scales(self) -> None:
         for name in ("embed_scale", "residual_scale", "logit_scale", "logit_cap"):
-            value = getattr(self, name)
-            if value is not None and not 1e-6 <= value <= 1e6:
-                raise ModelError(
-                    f"the {name.replace('_', ' ')} is {value!r:.80}: a number from 1e-6 to 1e6 expected"
-                )
+            check_factor(f"the {name.replace('_', ' ')}", getattr(self, name))
         if self.norm_eps / self.residual_scale**2 >= 1:
             raise ModelError(
                 f"a norm epsilon of {self.norm_eps!r} with a residual scale of {self.residual_scale!r}"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,19 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import CutFor, Names, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, is_classifier
-from phasewise.serving.loaders.families.bert import (
-    GGUF_GLOBAL_NAMES,
-    GGUF_NAMES,
+from phasewise.serving.loaders.families.encoders import (
     HF_ACTIVATIONS,
     IGNORED,
-    PREFIXES,
     EncoderFamily,
     encoder_config,
+    instructions_of,
 )
-from phasewise.serving.loaders.families.encoders import instructions_of
-from phasewise.serving.loaders.families.family import check_only, unchanged
+from phasewise.serving.loaders.families.family import check_only
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, Shards, tensor_of
-from phasewise.serving.loaders.layout import shapes_of_all, task_shapes
+from phasewise.serving.loaders.layout import task_shapes, vector_lengths
 from phasewise.serving.loaders.source import Rows, SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
@@ -83,7 +77,7 @@ def gguf_config(
     def get_more(key: str, kind: Any, default: Any = None) -> Any:
         return read(f"{architecture}.{key}", kind, default)
 
-    return (family.from_gguf or unchanged)(get_more, plain)
+    return family.from_gguf(get_more, plain) if family.from_gguf else plain
 
 
 def pooling_type(architecture: str, read: ReadField) -> int | None:
@@ -106,49 +100,22 @@ def gguf_embedding(
     return Embedding(POOLINGS[pooling], pooling != RANK, context_length)
 
 
-def gguf_tensors(
-    family: EncoderFamily, tensors: Mapping[str, SourceTensor], config: ModelConfig, what: str
+def with_vectors(
+    tensors: Mapping[str, SourceTensor], config: ModelConfig, first_position: int, what: str
 ) -> dict[str, SourceTensor]:
-    """Views of every tensor of a GGUF file, by our names."""
-    in_layers = {**GGUF_NAMES, **family.gguf_names}
-    if "blk.0.ffn_gate.weight" in tensors:
-        in_layers |= {"ffn_up.weight": GGUF_NAMES["ffn_up.weight"]}
-    files = ((theirs, theirs, partial(tensors.__getitem__, theirs)) for theirs in tensors)
-    outside = {**GGUF_GLOBAL_NAMES, **family.global_names}
-    return _tensors(files, r"blk\.(0|[1-9]\d{0,3})\.(.+)", (in_layers, outside), 0, config, what)
-
-
-def _tensors(
-    files: Iterable[tuple[str, str, Callable[[], SourceTensor]]],
-    layer: str,
-    names: tuple[Names, Names],
-    first_position: int,
-    config: ModelConfig,
-    what: str,
-) -> dict[str, SourceTensor]:
-    """Every tensor by our names. Raises ModelError for a tensor that is there twice or has no use. `files`:
-    names in errors, names, and readers of tensors. `layer`: the pattern of names in layers. `names`: those in
-    layers, and those outside."""
-    shapes, encoder = shapes_of_all(config, has_bias=True), config.encoder
-    stacks = task_shapes(config, encoder.tasks) if encoder and encoder.tasks else {}
-    tensors: dict[str, SourceTensor] = {}
-    for theirs, name, read in files:
-        match = re.fullmatch(layer, name, re.ASCII)
-        stem, key, own = (f"layers.{match[1]}.", match[2], names[0]) if match else ("", name, names[1])
-        cut_for = CutFor(stem, shapes, f"{what} has a tensor {theirs!r:.80} that")
-        for ours, tensor in our_tensors(key, own, read(), cut_for, config.architecture):
-            if ours in tensors:
-                raise ModelError(f"{what} has the tensor for {ours} twice")
-            where = f"{what}: the tensor for {ours}"
-            if ours in stacks and tensor.shape != stacks[ours]:
-                raise ModelError(
-                    f"{where} is {tensor.shape}: plain numbers {stacks[ours]} expected of its tasks"
-                )
-            if ours in shapes and ours in (*MATRICES, *stacks):
-                first, repeats = first_position if ours == "positions" else 0, ours == "segments"
-                tensor = _flat(tensor, shapes[ours][0], first, where, repeats=repeats)
-            tensors[ours] = tensor
-    return tensors
+    """The tensors with matrices that are vectors of ours flat. Raises ModelError for other shapes than those
+    of the config's tasks. `first_position`: the row of a text's first position."""
+    lengths, tasks = vector_lengths(config, has_bias=True), config.encoder and config.encoder.tasks
+    stacks, flat = task_shapes(config, tasks) if tasks else {}, dict(tensors)
+    for ours, tensor in tensors.items():
+        if ours not in lengths or ours not in (*MATRICES, *stacks):
+            continue
+        where = f"{what}: the tensor for {ours}"
+        if tensor.shape != stacks.get(ours, tensor.shape):
+            raise ModelError(f"{where} is {tensor.shape}: plain numbers {stacks[ours]} expected of its tasks")
+        first, repeats = first_position if ours == "positions" else 0, ours == "segments"
+        flat[ours] = _flat(tensor, lengths[ours], first, where, repeats=repeats)
+    return flat
 
 
 MATRICES = ("positions", "segments", "score_dense", "score_out")
@@ -210,22 +177,18 @@ def hf_tensors(
     opened: Shards, family: EncoderFamily, config: ModelConfig, directory: Path
 ) -> dict[str, SourceTensor]:
     """Views of every tensor of a directory, by our names."""
+    naming = family.hf_naming(config, str(directory))
     scores = config.encoder is not None and config.encoder.scores
-    names = family.hf_names, family.global_names
 
-    def files() -> Iterator[tuple[str, str, Callable[[], SourceTensor]]]:
+    def files() -> Iterator[tuple[str, SourceTensor]]:
         for file, entries in opened:
             for theirs, entry in entries.items():
-                name = theirs
-                for prefix in PREFIXES:
-                    name = name.removeprefix(prefix)
-                match = re.fullmatch(family.hf_layer, name, re.ASCII)
-                is_known = match[2] in names[0] if match else name in names[1]
+                name = family.bare(theirs)
                 unused = name.startswith(("pooler.", "classifier.", "head.")) and not scores
-                if not unused and (is_known or not IGNORED.fullmatch(name)):
-                    yield theirs, name, partial(tensor_of, file, theirs, entry)
+                if not unused and (naming.named(theirs) is not None or not IGNORED.fullmatch(name)):
+                    yield theirs, tensor_of(file, theirs, entry)
 
-    return _tensors(files(), family.hf_layer, names, family.first_position, config, str(directory))
+    return with_vectors(naming.tensors(files()), config, family.first_position, str(directory))
 
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:

@@ -1,5 +1,7 @@
 """DeepSeek's latent attention, and mixtures in the form that others took over: groups of experts, a bias for
-the choice alone, shared experts, and first layers without experts."""
+the choice alone, shared experts, and first layers without experts. DeepSeek V3.2 and GLM 5: DeepSeek V3 with
+an indexer in its layers, which chooses `index_topk` positions for a token. Of no more positions it chooses
+all, so that attention is DeepSeek V3's: contexts end there, and tensors of indexers are left out."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import HeadParts, HeadStack, Names, TurnedTail
+from phasewise.serving.loaders.cuts import UNUSED, HeadParts, HeadStack, Names, TurnedTail
 from phasewise.serving.loaders.families.family import (
     LAYER_HEAD,
     Family,
@@ -15,14 +17,15 @@ from phasewise.serving.loaders.families.family import (
     experts_of,
     named_layers,
     positive,
+    whole_number,
     with_experts,
     with_rope,
     yarn_magnitude,
 )
+from phasewise.serving.models.encoding import MOST_POSITIONS
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
 from phasewise.serving.models.parts.attention import LatentAttention
 from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
-from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
 from phasewise.serving.models.rope import YarnScaling
 
 GATING = {1: SOFTMAX, 2: LOGISTIC}
@@ -55,11 +58,10 @@ def routed_experts(get: Get, scores: str = LOGISTIC, shared: int | None = None) 
     if gating and gating not in GATING:
         raise ModelError(f"the GGUF metadata gives expert_gating_func = {gating!r:.60}: 1 or 2 can run")
     scores = GATING.get(gating, scores)
-    width, n_shared = get("moe_intermediate_size", int), get("n_shared_experts", int, 0)
-    if type(width) is not int or not 1 <= width <= MOST_WIDTH:
-        raise ModelError(f"experts of width {width!r:.60}: from 1 to {MOST_WIDTH} expected")
-    if not 0 <= n_shared <= MOST_WIDTH:
-        raise ModelError(f"{n_shared!r:.60} experts are shared: 0 or more expected")
+    width, n_shared = (
+        whole_number(get, "moe_intermediate_size"),
+        whole_number(get, "n_shared_experts", 0, least=0),
+    )
     normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
     if shared is None:
         shared = int(n_shared * get("moe_shared_expert_intermediate_size", int, width))
@@ -80,11 +82,10 @@ def _dense_layers(get: Get, config: ModelConfig) -> list[bool]:
     `moe_layer_freq`-th."""
     if get("mlp_layer_types", list) is not None:
         return named_layers(get, config, "dense", "sparse", "mlp_layer_types")
-    first, every = get("first_k_dense_replace", int, 0), get("moe_layer_freq", int, 1)
-    if every < 1:
-        raise ModelError(f"config.json has moe_layer_freq = {every!r:.60}: 1 or more expected")
-    if not 0 <= first <= 1 << 20:
-        raise ModelError(f"the first {first!r:.60} layers have no experts: 0 or more expected")
+    first, every = (
+        whole_number(get, "first_k_dense_replace", 0, least=0),
+        whole_number(get, "moe_layer_freq", 1),
+    )
     return [layer < first or layer % every != 0 for layer in range(config.n_layers)]
 
 
@@ -234,3 +235,60 @@ GLM4_MOE_LITE = replace(
         "first_k_dense_replace": 1,
     },
 )  # fmt: skip
+
+
+def _indexed(get: Get, config: ModelConfig) -> ModelConfig:
+    assert config.latent is not None
+    most = whole_number(get, "index_topk", most=MOST_POSITIONS)
+    latent = replace(config.latent, index_topk=most)
+    return replace(config, context_length=min(config.context_length, most), latent=latent)
+
+
+def _indexed_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    return _indexed(get, deepseek_v3(get, config))
+
+
+def _indexed_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    return _indexed(get, latent_gguf(get, config, LOGISTIC, NORM_EPS))
+
+
+_HF_INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+_GGUF_INDEXER = ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
+_HF_NAMES: Names = {**HF_LATENT, **{f"self_attn.indexer.{name}": UNUSED for name in _HF_INDEXER}}
+
+DEEPSEEK32 = replace(
+    DEEPSEEK3,
+    name="deepseek32",
+    hf=("deepseek_v32",),
+    gguf=None,
+    from_hf=_indexed_hf,
+    from_gguf=_indexed_gguf,
+    hf_names=_HF_NAMES,
+    gguf_names={**GGUF_LATENT, **{f"indexer.{name}": UNUSED for name in _GGUF_INDEXER}},
+    hf_defaults={
+        **DEEPSEEK3.hf_defaults,
+        "max_position_embeddings": 163840,
+        "index_topk": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    gguf_head=True,
+)
+GLM_DSA: Family = replace(
+    DEEPSEEK32,
+    name="glm-dsa",
+    hf=("glm_moe_dsa",),
+    hf_defaults={
+        **DEEPSEEK3.hf_defaults,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_topk": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+)

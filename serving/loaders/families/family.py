@@ -14,7 +14,9 @@ from typing import Any
 from phasewise._words import counted
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import ColumnCut, Names, OfLayer, OtherForm, TensorCut
+from phasewise.serving.loaders.cuts import UNUSED, ColumnCut, Names, OfLayer, OtherForm, TensorCut
+from phasewise.serving.loaders.naming import NUMBER, Naming
+from phasewise.serving.models.fields import check_whole
 from phasewise.serving.models.packed_model import LayerForm, LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
@@ -66,6 +68,7 @@ LAYER_HEAD = {
 model's embeddings."""
 
 
+BARE = ("layers.", "embed_tokens.", "norm.")
 TEXT_PREFIXES = ("language_model.", "model.language_model.")
 """Beginnings of the names of a language model that is part of a larger one."""
 
@@ -73,18 +76,6 @@ TEXT_PREFIXES = ("language_model.", "model.language_model.")
 def other_parts(*names: str) -> tuple[str, ...]:
     """Beginnings of the names of parts of a larger model beside its language model."""
     return tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in names)
-
-
-def unchanged(get: Get, config: ModelConfig) -> ModelConfig:
-    """Return the config of a Llama as it is."""
-    del get
-    return config
-
-
-def unchanged_by_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
-    """Return the config of the metadata as it is."""
-    del shapes
-    return config
 
 
 @dataclass(frozen=True)
@@ -96,10 +87,10 @@ class Family:
     """`model_type` in config.json; None: the family's name."""
     gguf: tuple[str, ...] | None = None
     """`general.architecture` in GGUF metadata; None: the family's name, (): no GGUF files are read."""
-    from_hf: Adapt = unchanged
+    from_hf: Adapt = lambda _get, config: config
     from_gguf: Adapt | None = None
     """The counterpart of `from_hf` for GGUF metadata; None: `from_hf` itself, by the names of `GGUF_KEYS`."""
-    from_gguf_tensors: AdaptByTensors = unchanged_by_tensors
+    from_gguf_tensors: AdaptByTensors = lambda config, _shapes: config
     """Replaces what a GGUF file says by its tensors alone; called behind `from_gguf`."""
     hf_names: Names = field(default_factory=dict)
     gguf_names: Names = field(default_factory=dict)
@@ -148,6 +139,36 @@ class Family:
     def names(self, stated: tuple[str, ...] | None) -> tuple[str, ...]:
         """The names `hf` or `gguf` of the family."""
         return (self.name,) if stated is None else stated
+
+    def bare(self, theirs: str) -> str:
+        """A name in safetensors without the beginning that comes before a language model's."""
+        if theirs.startswith(BARE):  # of a model that was saved without its head, as embedding models are
+            return f"model.{theirs}"
+        for prefix in self.hf_text_prefixes:
+            if theirs.startswith(prefix):
+                rest = theirs.removeprefix(prefix)
+                return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+        return theirs
+
+    def hf_naming(self, config: ModelConfig, what: str, *, has_bias: bool = False, n_more: int = 0) -> Naming:
+        """The naming of safetensors. `what`, `has_bias`, `n_more`: those of a Naming."""
+        in_layers, outside = {**HF_LAYER, **self.hf_names}, {**HF_OUTSIDE, **self.global_names}
+        if config.tied_embeddings:
+            outside["lm_head.weight"] = UNUSED
+        n_more, pattern = n_more if self.more_layers else 0, rf"model\.layers\.{NUMBER}\.(.+)"
+        return Naming(
+            config, what, pattern, in_layers, outside, has_bias, n_more, self.hf_interleaved_heads, self.bare
+        )
+
+    def gguf_naming(
+        self, config: ModelConfig, what: str, *, has_bias: bool = False, n_more: int = 0
+    ) -> Naming:
+        """The naming of a GGUF file. Arguments as for `hf_naming`."""
+        in_layers, outside = {**GGUF_LAYER, **self.gguf_names}, {**GGUF_OUTSIDE, **self.global_names}
+        n_more, pattern = n_more if self.more_layers else 0, GGUF_PATTERN
+        return Naming(
+            config, what, pattern, in_layers, outside, has_bias, n_more, self.gguf_interleaved_heads
+        )
 
 
 FED = ("gate", "up", "down")
@@ -207,13 +228,19 @@ HF_LAYER: Names = {
     **fed("feed_forward"),
     **_mamba("mamba"),
     **_mamba("mixer"),
+    "self_attn.rotary_emb.inv_freq": UNUSED,  # which the config implies
 }
-HF_OUTSIDE = {
+HF_OUTSIDE: Names = {
     "model.embed_tokens.weight": "embed",
     "lm_head.weight": "lm_head",
     "model.norm.weight": "final_norm",
+    "score.weight": OtherForm("score_out"),
 }
 
+GGUF_PATTERN = rf"blk\.{NUMBER}\.(.+)"
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
+SCORE_OUT = "cls_output"  # until its rows are one vector
 GGUF_LAYER: Names = {
     "attn_q.weight": "q", "attn_k.weight": "k", "attn_v.weight": "v", "attn_output.weight": "o",
     "ffn_gate.weight": "gate", "ffn_up.weight": "up", "ffn_down.weight": "down",
@@ -230,7 +257,11 @@ GGUF_LAYER: Names = {
     "ssm_conv1d.weight": OtherForm("taps"), "ssm_conv1d.bias": "taps_bias", "ssm_a": OtherForm("rates"),
     "ssm_dt.bias": "time_offsets", "ssm_d": OtherForm("skips"), "ssm_norm.weight": OtherForm("state_scale"),
 }  # fmt: skip
-GGUF_OUTSIDE = {"token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm"}
+GGUF_OUTSIDE: Names = {
+    "token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm",
+    "cls.output.weight": SCORE_OUT,
+    **dict.fromkeys((ROPE_FACTORS, *LONG_FACTORS), UNUSED),
+}  # fmt: skip
 
 HF_NORM_BIASES: Names = {
     "input_layernorm.bias": "attn_norm_bias",
@@ -446,6 +477,13 @@ def positive(get: Get, key: str, default: float) -> float:
     if not 0 < value < float("inf"):
         raise ModelError(f"the config has {key} = {value!r:.80}: a number above 0 expected")
     return value
+
+
+def whole_number(get: Get, key: str, default: int | None = None, least: int = 1, most: int = 1 << 20) -> int:
+    """The whole number under `key`, from `least` to `most`."""
+    value: Any = get(key, int, default)
+    check_whole(key, value, least, most)
+    return int(value)
 
 
 def experts_of(

@@ -309,7 +309,7 @@ def _q6_k(raw: Array) -> BlockRows:
 
 def _iq4_xs(raw: Array) -> BlockRows:
     """A sub-scale's low four bits and its high two lie apart."""
-    low = np.stack([raw[..., 4:8] & 15, raw[..., 4:8] >> 4], axis=-1).reshape(*raw.shape[:2], 8)
+    low = _nibble_scales(raw[..., 4:8])
     high = np.ascontiguousarray(raw[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     subs = low | (high & 3).astype(np.uint8) << 4
     codes = _nibbles(raw[..., 8:].reshape(*raw.shape[:2], 8, 16))

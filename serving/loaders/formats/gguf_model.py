@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,31 +14,32 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.cython_kernels.blocks import BlockRows, factors_of
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import CutFor, half_split, is_beyond, is_unread, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import gguf_score, gguf_template
 from phasewise.serving.loaders.encoders.encoder_files import (
     RANK,
     gguf_config,
     gguf_embedding,
-    gguf_tensors,
     pooling_type,
+    with_vectors,
 )
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
 from phasewise.serving.loaders.families.family import (
     GGUF_DEFAULTS,
     GGUF_KEYS,
-    GGUF_LAYER,
     GGUF_NONE,
-    GGUF_OUTSIDE,
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SCORE_OUT,
     by_layer,
     listed,
+    whole_number,
     yarn_magnitude,
 )
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
-from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import F32, ModelSource, Rows, SourceTensor
+from phasewise.serving.models.encoding import MOST_POSITIONS
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, alike
 from phasewise.serving.models.rope import (
     FrequencyFactors,
@@ -54,10 +54,7 @@ from phasewise.serving.text.gguf_vocab import adds_bos, ends_by_text
 
 T = TypeVar("T")
 
-SCORE_OUT = "cls_output"  # until its rows are one vector
-ROPE_FACTORS = "rope_freqs.weight"
 NVFP4_PARTS = "scale", "input_scale"  # of an NVFP4 weight; the latter is not used
-LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
 
 
 def open_gguf_model(path: Path, name: str) -> ModelSource:
@@ -80,8 +77,10 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
     encoder = ENCODERS_BY_GGUF.get(architecture)
     if encoder is not None:
         config = gguf_config(encoder, read, header.tensors, str(file.path))
-        whole = {theirs: tensor_in(file, info) for theirs, info in header.tensors.items()}
-        tensors = gguf_tensors(encoder, whole, config, str(file.path))
+        naming = encoder.gguf_naming(config, str(file.path))
+        if "blk.0.ffn_gate.weight" in header.tensors:
+            naming = replace(naming, in_layers={**naming.in_layers, "ffn_up.weight": "up"})
+        tensors = with_vectors(naming.tensors(file_tensors(file, header)), config, 0, str(file.path))
     else:
         family = family_of_gguf(architecture, str(file.path))
         config = config_of_gguf(file, header, family)
@@ -140,31 +139,19 @@ def tensors_in(
     file: GgufFiles, header: GgufHeader, family: Family, config: ModelConfig
 ) -> dict[str, SourceTensor]:
     """Views of every tensor of a file, by our names."""
-    names = {**GGUF_LAYER, **family.gguf_names}
-    outside = {**GGUF_OUTSIDE, **family.global_names, "cls.output.weight": SCORE_OUT}
-    shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
     stated = field(header.metadata, f"{header.metadata['general.architecture']}.block_count", int, 0)
-    tensors: dict[str, SourceTensor] = {}
+    n_more, biased = stated - config.n_layers, any(own.endswith("attn_q.bias") for own in header.tensors)
+    naming = family.gguf_naming(config, str(file.path), has_bias=biased, n_more=n_more)
+    return naming.tensors(file_tensors(file, header)) | _numbers(header.metadata, family, config)
+
+
+def file_tensors(file: GgufFiles, header: GgufHeader) -> Iterator[tuple[str, SourceTensor]]:
+    """Yield names and tensors; those of an NVFP4 weight are one."""
     for theirs, info in header.tensors.items():
         base, _, end = theirs.rpartition(".")
         weight = header.tensors.get(f"{base}.weight")
-        of_nvfp4 = end in NVFP4_PARTS and weight is not None and weight.type_name == "NVFP4"
-        if theirs == ROPE_FACTORS or theirs in LONG_FACTORS or of_nvfp4:
-            continue
-        match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
-        stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
-        if family.more_layers and is_beyond(stem, config, stated - config.n_layers):
-            continue
-        cut_for = CutFor(stem, shapes, f"{file.path} has a tensor {theirs!r:.80} that", config.turns)
-        whole = tensor_in(file, info, header.tensors.get(f"{base}.scale"))
-        own_names = names if stem else outside
-        for ours, tensor in our_tensors(name, own_names, whole, cut_for, family.name):
-            if is_unread(ours, config):
-                continue
-            if ours in tensors:
-                raise ModelError(f"{file.path} has the tensor for {ours} twice")
-            tensors[ours] = half_split(ours, tensor, config) if family.gguf_interleaved_heads else tensor
-    return tensors | _numbers(header.metadata, family, config)
+        if end not in NVFP4_PARTS or weight is None or weight.type_name != "NVFP4":
+            yield theirs, tensor_in(file, info, header.tensors.get(f"{base}.scale"))
 
 
 def _numbers(metadata: Mapping[str, Any], family: Family, config: ModelConfig) -> dict[str, SourceTensor]:
@@ -283,12 +270,8 @@ def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) 
 
 
 def _original_context(get: Callable[..., Any]) -> int:
-    context: int = get("rope.scaling.original_context_length", int, get("context_length", int, 0))
-    if not 2 <= context <= 1 << 26:
-        raise ModelError(
-            f"the GGUF metadata gives an original context of {context} tokens: 2 to 2^26 expected"
-        )
-    return context
+    stated = get("context_length", int, 0)
+    return whole_number(get, "rope.scaling.original_context_length", stated, 2, MOST_POSITIONS)
 
 
 def _yarn_scaling(get: Callable[..., Any], factor: float) -> YarnScaling:

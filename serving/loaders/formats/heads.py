@@ -10,7 +10,7 @@ from pathlib import Path
 from phasewise.serving.loaders.families import Family, family_of_gguf, family_of_hf
 from phasewise.serving.loaders.families.family import HEAD_NAMES, HEAD_STEM
 from phasewise.serving.loaders.formats import gguf_model
-from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo, open_gguf
+from phasewise.serving.loaders.formats.gguf_file import GgufHeader, open_gguf
 from phasewise.serving.loaders.formats.hf_config import config_of, field
 from phasewise.serving.loaders.formats.hf_model import opened_shards, tensors_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, renamed
@@ -21,15 +21,16 @@ from phasewise.serving.models.packed_model import ModelConfig
 Head = tuple[ModelConfig, dict[str, SourceTensor]]
 
 LAST_NORM = "output_norm.weight"
-_NEXTN = {
-    "nextn.eh_proj.weight": f"{HEAD_STEM}weight",
-    "nextn.enorm.weight": "head.embed_norm.weight",
-    "nextn.hnorm.weight": "head.rows_norm.weight",
-    "nextn.shared_head_norm.weight": LAST_NORM,
-    "nextn.shared_head_head.weight": "",
-    "nextn.embed_tokens.weight": "",
+_BEHIND = {
+    "blk.{n}.nextn.eh_proj.": HEAD_STEM,
+    "blk.{n}.nextn.enorm.": "head.embed_norm.",
+    "blk.{n}.nextn.hnorm.": "head.rows_norm.",
+    "blk.{n}.nextn.shared_head_norm.": "output_norm.",
+    "blk.{n}.nextn.shared_head_head.": "",
+    "blk.{n}.nextn.embed_tokens.": "",
+    "blk.{n}.": "blk.0.",
 }
-"""Names within a GGUF file's head block to those of a model that is the head alone; "": left out."""
+"""Beginnings of names of a GGUF file's head block, as in `Family.hf_head`."""
 
 
 def open_head(path: Path, name: str) -> ModelSource | None:
@@ -48,24 +49,12 @@ def _behind(path: Path, stack: ExitStack) -> Head | None:
         gguf_model.field(header.metadata, "general.architecture", str, "nothing"), str(path)
     )
     whole = gguf_model.config_of_gguf(file, header, family)
-    alone, config = _block(header, whole.n_layers), head_config(whole)
-    if not family.gguf_head or f"{HEAD_STEM}weight" not in alone.tensors:
+    alone, config = renamed(header.tensors, _BEHIND, whole.n_layers), head_config(whole)
+    if not family.gguf_head or f"{HEAD_STEM}weight" not in alone:
         return None
-    return config, gguf_model.tensors_in(file, alone, _alone(family), config)
-
-
-def _block(header: GgufHeader, n_layers: int) -> GgufHeader:
-    """The head's tensors by the names of a model that is the head alone, with the model's last norm where the
-    head has none."""
-    tensors: dict[str, TensorInfo] = {}
-    stem = f"blk.{n_layers}."
-    for theirs, info in header.tensors.items():
-        within = theirs.removeprefix(stem)
-        if theirs.startswith(stem) and (ours := _NEXTN.get(within, f"blk.0.{within}")):
-            tensors[ours] = info
-    if LAST_NORM in header.tensors:
-        tensors.setdefault(LAST_NORM, header.tensors[LAST_NORM])
-    return GgufHeader(header.metadata, tensors)
+    if LAST_NORM in header.tensors:  # the model's, where the head has none
+        alone.setdefault(LAST_NORM, header.tensors[LAST_NORM])
+    return config, gguf_model.tensors_in(file, GgufHeader(header.metadata, alone), _alone(family), config)
 
 
 def _alone(family: Family) -> Family:
@@ -80,8 +69,8 @@ def _beside(path: Path, stack: ExitStack) -> Head | None:
     if not family.hf_head:
         return None
     whole = config_of(fields, directory.json("generation_config.json") or {}, False)
-    beginnings = {theirs.replace("{n}", str(whole.n_layers)): ours for theirs, ours in family.hf_head.items()}
-    opened = [(file, renamed(entries, beginnings)) for file, entries in opened_shards(directory, stack)]
+    shards, n_layers = opened_shards(directory, stack), whole.n_layers
+    opened = [(file, renamed(entries, family.hf_head, n_layers)) for file, entries in shards]
     if not any(name.startswith(HEAD_STEM) for _, entries in opened for name in entries):
         return None
     config = head_config(whole)

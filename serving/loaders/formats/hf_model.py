@@ -13,15 +13,7 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import (
-    CutFor,
-    OtherForm,
-    half_split,
-    is_beyond,
-    is_unread,
-    one_more,
-    our_tensors,
-)
+from phasewise.serving.loaders.cuts import one_more
 from phasewise.serving.loaders.encoders.embedding_spec import (
     embedding_of,
     most_tokens,
@@ -32,7 +24,6 @@ from phasewise.serving.loaders.encoders.embedding_spec import (
 from phasewise.serving.loaders.encoders.encoder_files import encoder_embedding, hf_encoder_config, hf_tensors
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
-from phasewise.serving.loaders.families.family import HF_LAYER, HF_OUTSIDE
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import (
     READABLE,
@@ -41,7 +32,7 @@ from phasewise.serving.loaders.formats.model_directory import (
     open_all,
     tensor_of,
 )
-from phasewise.serving.loaders.layout import BIASES, shapes_of_all
+from phasewise.serving.loaders.layout import BIASES
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
 from phasewise.serving.loaders.quantised.tensors import made_tensors
 from phasewise.serving.loaders.source import MAX_TOKENIZER_BYTES, ModelSource, SourceTensor
@@ -52,8 +43,6 @@ from phasewise.serving.sampling.sampling_defaults import stated_by_hf
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARDS = 512
 COMPARED_ROWS = 64  # of two matrices that are the same, or not at all
-BARE = ("layers.", "embed_tokens.", "norm.")
-DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
 
 def open_hf_model(path: Path, name: str) -> ModelSource:
@@ -88,7 +77,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
                 config = replace(config, tied_embeddings=True)
             if config.tied_embeddings and _has_own_head(opened, family):
                 config = replace(config, tied_embeddings=False)
-            tensors = tensors_of(opened, family, config, directory, fields, scores=reranker is not None)
+            tensors = tensors_of(opened, family, config, directory, fields)
             if reranker is not None:
                 config, tensors = with_score(reranker, config, tensors, path)
         return ModelSource(
@@ -148,10 +137,10 @@ def _has_own_head(opened: Shards, family: Family) -> bool:
         *(of for of, ours in family.global_names.items() if ours == "embed"),
     ]
     heads = {
-        without_prefix(theirs, family): tensor_of(file, theirs, entry)
+        family.bare(theirs): tensor_of(file, theirs, entry)
         for file, entries in opened
         for theirs, entry in entries.items()
-        if without_prefix(theirs, family) in ("lm_head.weight", *embeds) and entry.dtype in READABLE
+        if family.bare(theirs) in ("lm_head.weight", *embeds) and entry.dtype in READABLE
     }
     head, embed = heads.get("lm_head.weight"), next((heads[name] for name in embeds if name in heads), None)
     if head is None or embed is None or head.shape != embed.shape:
@@ -168,56 +157,39 @@ def _plain_row(tensor: SourceTensor, row: int) -> np.ndarray:
 
 
 def tensors_of(
-    opened: Shards,
-    family: Family,
-    config: ModelConfig,
-    directory: ModelDirectory,
-    fields: Mapping[str, Any],
-    *,
-    scores: bool = False,
+    opened: Shards, family: Family, config: ModelConfig, directory: ModelDirectory, fields: Mapping[str, Any]
 ) -> dict[str, SourceTensor]:
-    """Views of every tensor of the language model, by our names. `fields`: those of config.json. `scores`:
-    True if a classifier's head is one of the tensors."""
-    stated = text_fields(fields, family)
+    """Views of every tensor of the language model, by our names. `fields`: those of config.json."""
+    stated, what = text_fields(fields, family), str(directory.path)
     biases = not family.hf_biases or field(stated, family.hf_biases, bool, False)
-    n_more = field(stated, "num_nextn_predict_layers", int, 0)
-    quantisation = quantisation_of(quantisation_fields(stated.get), directory.json("quantize_config.json"))
-    names, outside = {**HF_LAYER, **family.hf_names}, {**HF_OUTSIDE, **family.global_names}
-    if scores:
-        outside |= {"score.weight": OtherForm("score_out")}
     biased = biases and any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
-    shapes = shapes_of_all(config, biased)
-    tensors: dict[str, SourceTensor] = {}
-    for theirs, tensor in _file_tensors(opened, family, quantisation):
-        stem, name, expert = layer_place(theirs)
-        if family.more_layers and is_beyond(stem, config, n_more):
-            continue
-        if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
-            continue
-        what, own_names = f"{directory.path} has a tensor {theirs!r:.80} that", names if stem else outside
-        is_no_bias = quantisation is not None and _is_zero_bias(name, tensor)
-        if is_no_bias and name not in own_names:
-            continue
-        cut_for = CutFor(stem, shapes, what, config.turns)
-        for ours, our_tensor in our_tensors(name, own_names, tensor, cut_for, family.name):
-            ours = ours.replace("{e}", expert)
-            if is_unread(ours, config) or (is_no_bias and ours not in shapes):
+    n_more = field(stated, "num_nextn_predict_layers", int, 0)
+    naming = family.hf_naming(config, what, has_bias=biased, n_more=n_more)
+    quantisation = quantisation_of(quantisation_fields(stated.get), directory.json("quantize_config.json"))
+
+    def files() -> Iterator[tuple[str, SourceTensor]]:
+        for theirs, tensor in _file_tensors(opened, family, quantisation):
+            ours = naming.named(theirs)
+            is_known = ours in naming.shapes if isinstance(ours, str) else ours is not None
+            if not is_known and quantisation is not None and _is_zero_bias(theirs, tensor):
                 continue
-            if ours.endswith(BIASES) and not biases:
-                raise ModelError(f"{what} its config.json has no use for: {family.hf_biases} is not true")
-            if ours in tensors:
-                raise ModelError(f"{directory.path} has the tensor {theirs!r:.80} twice")
-            unit = family.hf_unit_norms and ours.endswith("norm")
-            if family.hf_interleaved_heads:
-                our_tensor = half_split(ours, our_tensor, config)
-            tensors[ours] = one_more(our_tensor) if unit else our_tensor
-    return tensors
+            if not biases and isinstance(ours, str) and ours.endswith(BIASES):
+                raise ModelError(
+                    f"{what} has a tensor {theirs!r:.80} that its config.json has no use for:"
+                    f" {family.hf_biases} is not true"
+                )
+            yield theirs, tensor
+
+    tensors = naming.tensors(files())
+    if not family.hf_unit_norms:
+        return tensors
+    return {ours: one_more(own) if ours.endswith("norm") else own for ours, own in tensors.items()}
 
 
 def _file_tensors(
     opened: Shards, family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield tensors by names without the language model's prefix, quantised ones composed of parts."""
+    """Yield the language model's tensors, quantised ones composed of parts."""
     composed, used = made_tensors(opened, quantisation)
     plain = (
         (theirs, tensor_of(file, theirs, entry))
@@ -227,7 +199,7 @@ def _file_tensors(
     )
     for theirs, tensor in (*composed, *plain):
         if not theirs.startswith(family.hf_ignored):
-            yield without_prefix(theirs, family), tensor
+            yield theirs, tensor
 
 
 def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
@@ -236,29 +208,6 @@ def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
         return False
     numbers = tensor.rows(0, 1)
     return isinstance(numbers, np.ndarray) and not numbers.any()
-
-
-def without_prefix(theirs: str, family: Family) -> str:
-    if theirs.startswith(BARE):  # of a model that was saved without its head, as embedding models are
-        return f"model.{theirs}"
-    for prefix in family.hf_text_prefixes:
-        if theirs.startswith(prefix):
-            rest = theirs.removeprefix(prefix)
-            return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
-    return theirs
-
-
-def layer_place(theirs: str) -> tuple[str, str, str]:
-    """Split a name into its layer's "layers.3." ("" outside layers), the name within the layer, and the
-    expert's number, which "{e}" replaces."""
-    match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
-    if match is None:
-        return "", theirs, ""
-    name = match[2]
-    expert = re.search(r"\.experts\.(0|[1-9]\d{0,3})\.", name, re.ASCII)
-    if expert is None:
-        return f"layers.{match[1]}.", name, ""
-    return f"layers.{match[1]}.", name.replace(expert[0], ".experts.{e}."), expert[1]
 
 
 def _chat_template(directory: ModelDirectory, tokenizer_config: Mapping[str, Any]) -> str | None:

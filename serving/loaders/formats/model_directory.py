@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,8 @@ _MODULE_FILES = "*_*/config.json"
 """Pattern of the settings of sentence-transformers' modules, such as 1_Pooling."""
 _README = "README.md"
 _MOST_ENTRIES = 100_000
+
+Entry = TypeVar("Entry")
 
 
 class ModelDirectory:
@@ -190,8 +192,10 @@ def open_all(directory: ModelDirectory, names: list[str], stack: ExitStack) -> S
     return [(file, read_entries(file)) for file in files]
 
 
-def renamed(entries: Mapping[str, TensorEntry], beginnings: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """Entries whose names have one of the `beginnings`, each replaced by its value; "": left out."""
+def renamed(entries: Mapping[str, Entry], beginnings: Mapping[str, str], n_layers: int) -> dict[str, Entry]:
+    """Entries whose names have one of the `beginnings`, each replaced by its value; "": left out. "{n}" in
+    beginnings stands for `n_layers`."""
+    beginnings = {theirs.replace("{n}", str(n_layers)): ours for theirs, ours in beginnings.items()}
     chosen = {}
     for theirs, entry in entries.items():
         stem = next((stem for stem in beginnings if theirs.startswith(stem)), None)

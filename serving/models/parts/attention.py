@@ -14,7 +14,7 @@ from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.later import LATER
+from phasewise.serving.models.fields import LATER, check_factor, check_whole
 from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ReadRows, Site
 
@@ -38,8 +38,7 @@ class QueryGrowth:
 
     def check(self, context_length: int) -> None:
         """Raise ModelError unless the factors are numbers, and few enough to be kept."""
-        if type(self.span) is not int or not 1 <= self.span <= 1 << 30:
-            raise ModelError(f"queries that grow every {self.span!r:.80} positions: 1 to 2^30 expected")
+        check_whole("the span after which queries grow", self.span, 1, 1 << 30)
         if not 0 <= self.beta <= 1e3:
             raise ModelError(f"queries that grow by {self.beta!r:.80}: a number from 0 to 1000 expected")
         if context_length > MOST_GROWTH_STEPS * self.span:
@@ -60,11 +59,8 @@ class HeadShape:
 
     def check(self, n_kv_heads: int, head_dim: int) -> None:
         """Raise ModelError for more KV heads than `n_kv_heads` or heads larger than `head_dim`."""
-        for value, most in ((self.n_kv_heads, n_kv_heads), (self.head_dim, head_dim)):
-            if type(value) is not int or not 1 <= value <= most:
-                raise ModelError(
-                    f"a layer has {value!r:.80} KV heads or numbers of a head: 1 to {most} expected"
-                )
+        check_whole("a layer's number of KV heads", self.n_kv_heads, 1, n_kv_heads)
+        check_whole("a layer's size of heads", self.head_dim, 1, head_dim)
 
 
 MOST_NUMBERS, PANEL = 576, 16
@@ -106,12 +102,7 @@ class LatentAttention:
             "index_topk": (0, 1 << 30),
         }
         for name, (least, most) in sizes.items():
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ModelError(
-                    f"latent attention with {name} = {value!r:.80}: a whole number from {least} to {most}"
-                    " expected"
-                )
+            check_whole(f"latent attention's {name}", getattr(self, name), least, most)
         if self.kv_rank % PANEL or self.value_dim % PANEL or self.rope_dim % 2:
             raise ModelError(
                 f"latent vectors of {self.kv_rank} and {self.rope_dim} numbers with values of"
@@ -196,9 +187,8 @@ class Attending(Mixer):
             raise ModelError(
                 f"{self.n_heads} attention heads do not divide into {self.heads.n_kv_heads} KV heads"
             )
-        for what, value in (("scale", self.form.attention_scale), ("cap", self.form.attention_cap)):
-            if value is not None and not 1e-6 <= value <= 1e6:
-                raise ModelError(f"the attention {what} is {value!r:.80}: a number from 1e-6 to 1e6 expected")
+        check_factor("the attention scale", self.form.attention_scale)
+        check_factor("the attention cap", self.form.attention_cap)
 
     @property
     def n_heads(self) -> int:

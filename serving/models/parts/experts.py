@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phasewise.serving.models.later import LATER
+from phasewise.serving.models.fields import LATER
 
 SOFTMAX, LOGISTIC, SPARSE_MIXER = "softmax", "logistic", "sparse_mixer"
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from phasewise.cython_kernels.exact import softplus
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.later import LATER
+from phasewise.serving.models.fields import LATER, check_whole
 from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.site import LayerPart, Product, ReadRows, Site, Vector
 
@@ -60,11 +60,7 @@ class FeedForward(LayerPart):
     """True if the output is multiplied by the logistic of one more product of the stream."""
 
     def __post_init__(self) -> None:
-        if type(self.width) is not int or not 1 <= self.width <= MOST_WIDTH:
-            raise ModelError(
-                f"a feed-forward layer is {self.width!r:.80} wide: a whole number from 1 to {MOST_WIDTH}"
-                " expected"
-            )
+        check_whole("the width of a feed-forward layer", self.width, 1, MOST_WIDTH)
 
     @property
     def into(self) -> tuple[Product, ...]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phasewise._words import counted
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.fields import check_factor, check_whole
 from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, SPARSE_MIXER, Experts
 from phasewise.serving.models.parts.feed_forward import FeedForward
@@ -32,15 +32,10 @@ class Mixture(LayerPart):
 
     def __post_init__(self) -> None:
         experts, count, chosen = self.experts, self.experts.count, self.experts.chosen
-        if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
-            raise ModelError(
-                f"the model has {count!r:.80} experts: a whole number from 1 to {MOST_EXPERTS} expected"
-            )
-        if type(chosen) is not int or not 1 <= chosen <= min(count, MOST_CHOSEN):
-            raise ModelError(
-                f"{chosen!r:.80} of {count} experts compute a token: "
-                f"from 1 to {min(count, MOST_CHOSEN)} expected"
-            )
+        check_whole("the number of experts", count, 1, MOST_EXPERTS)
+        check_whole(
+            f"the number of experts, of {count}, that compute a token", chosen, 1, min(count, MOST_CHOSEN)
+        )
         ways = SOFTMAX, LOGISTIC, SPARSE_MIXER
         if experts.scores not in ways:
             raise ModelError(f"scores of experts by {experts.scores!r:.60}: {', '.join(ways)} can run")
@@ -50,18 +45,13 @@ class Mixture(LayerPart):
             raise ModelError("experts scored by sparse_mixer run without biases of choices, groups and sums")
         if experts.biases and not self.expert.form.gated:
             raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
-        latent = experts.latent
-        if type(latent) is not int or not 0 <= latent <= self.hidden or (latent and experts.own_norms):
+        check_whole("the size of rows that experts read", experts.latent, 0, self.hidden)
+        has_more = experts.biases or experts.shared_gate or experts.latent
+        if experts.own_norms and (not experts.shared_ffn or has_more):
             raise ModelError(
-                f"experts that read {latent!r:.80} numbers of a row: at most {self.hidden}, without norms of"
-                " their own, can run"
+                "experts with norms of their own run beside a shared one without a gate or widths"
             )
-        if experts.own_norms and (not experts.shared_ffn or experts.biases or experts.shared_gate):
-            raise ModelError("experts with norms of their own run beside a shared one without a gate")
-        if not 1e-6 <= experts.scale <= 1e6:
-            raise ModelError(
-                f"experts are multiplied by {experts.scale!r:.80}: a number from 1e-6 to 1e6 expected"
-            )
+        check_factor("the factor of experts", experts.scale)
         if self.expert.vectors or len(self.expert.into) != 1:
             raise ModelError("experts whose products have biases, numbers or factors of their own cannot run")
         self._check_groups()
@@ -70,8 +60,7 @@ class Mixture(LayerPart):
         experts, groups, chosen = self.experts, self.experts.groups, self.experts.chosen_groups
         if type(groups) is not int or groups < 1 or experts.count % groups:
             raise ModelError(f"{experts.count} experts do not divide into {groups!r:.80} groups")
-        if type(chosen) is not int or not 1 <= chosen <= groups:
-            raise ModelError(f"experts of {chosen!r:.80} of {counted(groups, 'group')} can be chosen")
+        check_whole(f"the number of groups, of {groups}, that are chosen", chosen, 1, groups)
         of_group = experts.count // groups
         if not 1 <= experts.group_best <= of_group or experts.chosen > chosen * of_group:
             raise ModelError(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.fields import check_factor
 from phasewise.serving.models.linears import Linears, Parts, Place, Rows
 
 Vector = npt.NDArray[np.float32]
@@ -88,12 +89,7 @@ class ProductFactors:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not 1e-6 <= value <= 1e6:
-                raise ModelError(
-                    f"the product {field.name} is multiplied by {value!r:.80}: a number from 1e-6 to 1e6"
-                    " expected"
-                )
+            check_factor(f"the factor of the product {field.name}", getattr(self, field.name))
 
 
 NO_FACTORS = ProductFactors()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.later import LATER
+from phasewise.serving.models.fields import LATER, check_whole
 from phasewise.serving.models.linears import Parts, Place, Rows
 from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ProductFactors, ReadRows, Site
 
@@ -107,12 +107,7 @@ class Convolving(Mixer):
 
     def __post_init__(self) -> None:
         for name, (least, most) in self.sizes.items():
-            value = getattr(self.state, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ModelError(
-                    f"layers with a state have {name} = {value!r:.80}: a whole number from {least} to"
-                    f" {most} expected"
-                )
+            check_whole(f"a state's {name}", getattr(self.state, name), least, most)
 
     @property
     def sizes(self) -> Mapping[str, tuple[int, int]]:

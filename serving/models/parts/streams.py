@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from phasewise.serving.errors import ModelError
+from phasewise.serving.models.fields import check_whole
 from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Product, ReadRows, Site
 
@@ -30,13 +30,8 @@ class LayerInputs:
 
     def check(self, n_layers: int, vocab_size: int) -> None:
         """Raise ModelError for sizes that cannot run."""
-        if type(self.size) is not int or self.size < 1 or self.size * n_layers > MOST_LAYER_INPUTS:
-            raise ModelError(
-                f"layers read {self.size!r:.80} numbers of their own:"
-                f" 1 to {MOST_LAYER_INPUTS // n_layers} expected"
-            )
-        if type(self.tokens) is not int or not 1 <= self.tokens <= vocab_size:
-            raise ModelError(f"{self.tokens!r:.80} tokens have inputs of layers: 1 to {vocab_size} expected")
+        check_whole("the size of layer inputs", self.size, 1, MOST_LAYER_INPUTS // n_layers)
+        check_whole("the number of tokens with layer inputs", self.tokens, 1, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -114,12 +109,9 @@ class Streams:
     laurel_rank: int
 
     def __post_init__(self) -> None:
-        if type(self.count) is not int or not 2 <= self.count <= MOST_STREAMS:
-            raise ModelError(f"{self.count!r:.80} streams: 2 to {MOST_STREAMS} expected")
-        if type(self.active) is not int or not 0 <= self.active < self.count:
-            raise ModelError(f"stream {self.active!r:.80} of {self.count} is active")
-        if type(self.laurel_rank) is not int or not 1 <= self.laurel_rank <= MOST_LAYER_INPUTS:
-            raise ModelError(f"a rank of {self.laurel_rank!r:.80} beside attention")
+        check_whole("the number of streams", self.count, 2, MOST_STREAMS)
+        check_whole("the active stream", self.active, 0, self.count - 1)
+        check_whole("the rank of the way round attention", self.laurel_rank, 1, MOST_LAYER_INPUTS)
 
 
 @dataclass(frozen=True)

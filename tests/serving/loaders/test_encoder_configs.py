@@ -21,7 +21,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window of nothing": ("modernbert", {"local_attention": 0}, "sliding window is 0"),
     "a window of text": ("modernbert", {"local_attention": "128"}, "int expected"),
     "no layer that sees all": ("modernbert", {"global_attn_every_n_layers": 0},
-     "global_attn_every_n_layers = 0"),
+     "global_attn_every_n_layers is 0"),
     "few layer types": ("modernbert", {"layer_types": ["full_attention"]}, "for each of 4 layers"),
     "layers of another kind": ("modernbert", {"layer_types": ["chunked"] * 4},
      "sliding_attention or full_attention"),
@@ -49,7 +49,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a task twice": ("jina-v3", {"lora_adaptations": ["a", "a"]}, "1 to 64 different names"),
     "a task without an instruction": ("jina-v3", {"task_instructions": {"retrieval.query": "x"}},
      "None as the instruction of 'retrieval.passage'"),
-    "adapters of no rank": ("jina-v3", {"lora_rank": 0}, "adapters of rank 0"),
+    "adapters of no rank": ("jina-v3", {"lora_rank": 0}, "adapters is 0"),
     "adapters of another rank": ("jina-v3", {"lora_rank": 2}, r"plain numbers \(5, .* of its tasks"),
     "adapters without end": ("jina-v3", {"lora_alpha": INFINITY}, "scaled by inf"),
     "adapters that are not trained": ("jina-v3", {"load_trained_adapters": False}, "not trained"),
@@ -123,7 +123,7 @@ def test_ntk_scaling_is_a_larger_base_and_slower_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "value", "message"),
     [
-        ("modernbert", "modern-bert.attention.sliding_window_pattern", 0, "pattern of 0"),
+        ("modernbert", "modern-bert.attention.sliding_window_pattern", 0, "pattern is 0"),
         ("modernbert", "modern-bert.hidden_activation", "relu2", "activation 'relu2'"),
         ("modernbert", "modern-bert.pooling_type", 4, "classifier, whose head cannot run"),
         ("jina-bert", "jina-bert-v2.attention.causal", True, "holds a decoder"),

@@ -274,9 +274,18 @@ BAD_METADATA = {
     "an end outside the vocabulary": ({"tokenizer.ggml.eos_token_id": 272}, "outside"),
     "odd rotation": ({"llama.rope.dimension_count": 7}, "RoPE over 7"),
     "rotation of more than a head": ({"llama.rope.dimension_count": 18}, "RoPE over 18"),
-    "more chosen than experts": ({"llama.expert_count": 2, "llama.expert_used_count": 3}, "3 of 2 experts"),
-    "none chosen": ({"llama.expert_count": 2, "llama.expert_used_count": 0}, "0 of 2 experts"),
-    "a million experts": ({"llama.expert_count": 10**6, "llama.expert_used_count": 2}, "1000000 experts"),
+    "more chosen than experts": (
+        {"llama.expert_count": 2, "llama.expert_used_count": 3},
+        "of 2, that compute a token is 3",
+    ),
+    "none chosen": (
+        {"llama.expert_count": 2, "llama.expert_used_count": 0},
+        "of 2, that compute a token is 0",
+    ),
+    "a million experts": (
+        {"llama.expert_count": 10**6, "llama.expert_used_count": 2},
+        "number of experts is 1000000",
+    ),
     "experts that are not there": (
         {"llama.expert_count": 2, "llama.expert_used_count": 1},
         "lacks the tensor",
@@ -287,7 +296,7 @@ BAD_METADATA = {
     "yarn by NaN": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": float("nan")}, "RoPE"),
     "yarn of no context": (
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 0},
-        "original context",
+        "original_context_length is 0",
     ),
 }
 

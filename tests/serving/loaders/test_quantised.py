@@ -17,8 +17,8 @@ from phasewise.cython_kernels import sparse
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.quantised.integers import IntegerWeight, significant_bits
 from phasewise.serving.loaders.quantised.scheme import quantisation_of
+from phasewise.serving.loaders.quantised.tensors import IntegerWeight, significant_bits
 from phasewise.serving.loaders.storage import StorageChoice
 from tests.support.models.quantised_models import CASES, Case, write_quantised_hf
 from tests.support.models.tiny_models import TinyShape, file_of
