@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from phasewise._options import REQUIRED, option
 from phasewise._words import counted, number, percent
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, TraceArgument, WideOption
 from phasewise.cli.present import EXIT_FAILURE, fail, note, on_one_line
 from phasewise.cli.tables import WIDTH, RowTable, present
@@ -22,17 +20,14 @@ if TYPE_CHECKING:
     from phasewise.workflows.capacity.provision import Provisioned
 
 
-@spread
 def simulate(
+    *,
     trace: TraceArgument,
-    pools: Annotated[
-        str,
-        typer.Option(
-            "--pools",
-            metavar="FILE|POOLS",
-            help="the cluster: a TOML file, or pools in a line such as prompt=27*h100,token=3*h100",
-        ),
-    ],
+    pools: str = option(
+        REQUIRED,
+        "the cluster: a TOML file, or pools in a line such as prompt=27*h100,token=3*h100",
+        metavar="FILE|POOLS",
+    ),
     wish: SimulationWish,
     inputs: ClusterInputs,
     as_json: JsonOption = False,
@@ -53,7 +48,6 @@ def simulate(
     present(as_json, simulation_fields(*what), simulation_text(*what))
 
 
-@spread
 def provision(
     trace: TraceArgument,
     wish: ProvisionWish,

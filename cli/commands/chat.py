@@ -18,7 +18,6 @@ from rich.cells import cell_len
 from phasewise._files import write_file
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import counted, number
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import ModelArgument
 from phasewise.cli.present import note, write_text
 from phasewise.cli.status_line import StatusLine, status_line
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 FENCE = '"""'
 
 
-@spread
 def chat(model: ModelArgument, sampling: SamplingChoice, settings: ChatSettings) -> None:
     """Talk to MODEL. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import REQUIRED, argument, option
 from phasewise._words import NOTHING, counted, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
@@ -55,16 +56,10 @@ def status(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None
 
 @app.command("drain")
 def drain(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="an instance as status names it, or a node's address or id")
-    ],
+    name: str = argument(REQUIRED, "an instance as status names it, or a node's address or id", "NAME"),
     cluster: ClusterOption = "auto",
-    undo: Annotated[
-        bool, typer.Option("--undo", help="let it take requests again; start it anew where it has stopped")
-    ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="wait until it has stopped, or with --undo until it runs")
-    ] = True,
+    undo: bool = option(False, "let it take requests again; start it anew where it has stopped"),
+    wait: bool = option(True, "wait until it has stopped, or with --undo until it runs", "--wait/--no-wait"),
     as_json: JsonOption = False,
 ) -> None:
     """Drain an instance, or all instances of a node.

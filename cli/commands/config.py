@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from phasewise._options import REQUIRED, argument
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.config_file import read_config, unknown_key, wrong_value
 from phasewise.cli.options import JsonOption
@@ -42,12 +43,8 @@ def show(context: typer.Context, as_json: JsonOption = False) -> None:
 @app.command("set")
 def set_value(
     context: typer.Context,
-    name: Annotated[
-        str, typer.Argument(metavar="COMMAND.OPTION", help="e.g. serve.port or bench.run.repetitions")
-    ],
-    value: Annotated[
-        str | None, typer.Argument(metavar="VALUE", help="a TOML value or a text; none: remove the option")
-    ] = None,
+    name: str = argument(REQUIRED, "e.g. serve.port or bench.run.repetitions", "COMMAND.OPTION"),
+    value: str | None = argument(None, "a TOML value or a text; none: remove the option", "VALUE"),
 ) -> None:
     """Set the default of an option in the file, keeping the rest of the file as it is.
 

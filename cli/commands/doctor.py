@@ -6,11 +6,9 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phasewise._options import refuse_unused
+from phasewise._options import option, refuse_unused
 from phasewise._words import counted
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import EXIT_FAILURE, note
@@ -26,32 +24,18 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    root: Annotated[
-        Path | None,
-        typer.Option(
-            "--root",
-            metavar="DIR",
-            help="examine a snapshot: a folder with its /proc and /sys [default: this host]",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="exit with 1 if anything is found, for use in scripts")
-    ] = False,
-    bits: Annotated[
-        bool,
-        typer.Option(
-            "--bits",
-            help="compute known results on every core and with every instruction set, in place of all else",
-        ),
-    ] = False,
-    decode: Annotated[
-        str | None,
-        typer.Option(
-            "--decode",
-            metavar="MODEL",
-            help="time MODEL for some seconds and explain why decoding is not faster, in place of all else",
-        ),
-    ] = None,
+    root: Path | None = option(
+        None, "examine a snapshot: a folder with its /proc and /sys [default: this host]", metavar="DIR"
+    ),
+    strict: bool = option(False, "exit with 1 if anything is found, for use in scripts"),
+    bits: bool = option(
+        False, "compute known results on every core and with every instruction set, in place of all else"
+    ),
+    decode: str | None = option(
+        None,
+        "time MODEL for some seconds and explain why decoding is not faster, in place of all else",
+        metavar="MODEL",
+    ),
     as_json: JsonOption = False,
     db: DbOption = None,
 ) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, JsonOption, ModelArgument
 from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line
 from phasewise.cli.status_line import status_line
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 LABEL_COLUMNS = 26
 
 
-@spread
 def evaluate(
     model: ModelArgument, settings: EvalSettings, db: DbOption = None, as_json: JsonOption = False
 ) -> None:

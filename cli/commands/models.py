@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phasewise._options import refuse_unused
+from phasewise._options import REQUIRED, argument, option, refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, SparseOption, complete_name
@@ -34,14 +32,12 @@ NAME_COLUMNS = 22
 
 @app.command()
 def pull(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M",
-            autocompletion=complete_name,
-        ),
-    ],
+    model: str = argument(
+        REQUIRED,
+        "a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M",
+        "MODEL",
+        autocompletion=complete_name,
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Fetch MODEL into the cache and print its path. A whole copy that is there is kept.
@@ -70,7 +66,7 @@ def pull(
 @app.command()
 def pack(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the file to write")],
+    output: Path = option(REQUIRED, "the file to write", "-o", "--output", metavar="FILE"),
     weight_format: FormatOption = "native",
     sparse: SparseOption = "auto",
     as_json: JsonOption = False,
@@ -107,17 +103,13 @@ def list_models(as_json: JsonOption = False) -> None:
 
 @app.command("rm")
 def remove(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="a name that models list prints, or a file whose packed form goes",
-            autocompletion=complete_name,
-        ),
-    ],
-    packed: Annotated[
-        bool, typer.Option("--packed", help="remove only what is packed, keep the model")
-    ] = False,
+    model: str = argument(
+        REQUIRED,
+        "a name that models list prints, or a file whose packed form goes",
+        "MODEL",
+        autocompletion=complete_name,
+    ),
+    packed: bool = option(False, "remove only what is packed, keep the model"),
     as_json: JsonOption = False,
 ) -> None:
     """Remove a fetched MODEL and what is packed from it. Files of your own are never removed.
@@ -133,13 +125,8 @@ def remove(
 
 @app.command()
 def prune(
-    packed: Annotated[
-        bool,
-        typer.Option("--packed", help="remove every packed file; the next start of a model makes it anew"),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print what would go and remove nothing")
-    ] = False,
+    packed: bool = option(False, "remove every packed file; the next start of a model makes it anew"),
+    dry_run: bool = option(False, "print what would go and remove nothing"),
     as_json: JsonOption = False,
 ) -> None:
     """Remove what no start will use: packed files without their model, parts of downloads, left-overs.
@@ -165,9 +152,7 @@ def _present(removed: list[Removed], as_json: bool, dry_run: bool = False) -> No
 @app.command()
 def inspect(
     model: ModelArgument,
-    density: Annotated[
-        bool, typer.Option("--density", help="list the zeros of each weight; reads all of them")
-    ] = False,
+    density: bool = option(False, "list the zeros of each weight; reads all of them"),
     weight_format: FormatOption = "native",
     as_json: JsonOption = False,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import ExplainOption, OptionalModelArgument
 from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
-@spread
 def serve(
     *, model: OptionalModelArgument = None, settings: ServeSettings, explain: ExplainOption = False
 ) -> None:

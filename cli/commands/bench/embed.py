@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from phasewise._options import parse_budget
+from phasewise._options import REQUIRED, argument, parse_budget
 from phasewise._words import counted, number, percent
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import fail, note, on_one_line, print_json, say, say_words
 from phasewise.loadtest.settings import EmbedLoad
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
     from phasewise.loadtest.client import LoadClient
 
 
-@spread
 def embed(
-    url: Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")],
+    *,
+    url: str = argument(REQUIRED, "the server, e.g. http://127.0.0.1:8000", "URL"),
     load: EmbedLoad,
     as_json: JsonOption = False,
 ) -> None:

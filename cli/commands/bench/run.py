@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from phasewise._options import argument, option
 from phasewise._words import counted, limit_cell, number
 from phasewise.cli import tables
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, ExplainOption, Form, KvFormatOption, WideOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
 from phasewise.cli.tables import RowTable, low_limit_lines, scalar_names, show
@@ -26,23 +26,16 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.open_model import OpenModel
 
 
-@spread
 def run(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="known names, GGUF files, Hugging Face directories or hub names",
-            show_default=False,
-        ),
-    ] = None,
-    more_models: Annotated[
-        list[str] | None,
-        typer.Option("-m", "--model", metavar="MODEL", help="the same; several with commas [repeatable]"),
-    ] = None,
+    models: list[str] | None = argument(
+        None, "known names, GGUF files, Hugging Face directories or hub names", "MODEL", show_default=False
+    ),
+    more_models: list[str] | None = option(
+        None, "the same; several with commas [repeatable]", "-m", "--model", metavar="MODEL"
+    ),
     tests: BenchTests = BenchTests(),  # noqa: B008 (frozen)
     running: BenchRunning = BenchRunning(),  # noqa: B008 (frozen)
-    output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
+    output: Form = option("md", "form of the rows", "-o", "--output"),
     wide: WideOption = False,
     weights: ReadWeights = ReadWeights(),  # noqa: B008 (frozen)
     kv_format: KvFormatOption = "auto",

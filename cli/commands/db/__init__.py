@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
+from phasewise._options import REQUIRED, argument, option
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.db import rows as db_rows
@@ -51,14 +50,10 @@ def path(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def show(
-    model: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="only plans and scores of models whose name has TEXT")
-    ] = None,
-    phase: Annotated[PhaseName | None, typer.Option(help="only plans of this phase")] = None,
-    m: Annotated[
-        int | None, typer.Option("--m", min=1, help="only schedules for N rows", metavar="N")
-    ] = None,
-    wide: Annotated[bool, typer.Option("--wide", help="print every schedule")] = False,
+    model: str | None = option(None, "only plans and scores of models whose name has TEXT", metavar="TEXT"),
+    phase: PhaseName | None = option(None, "only plans of this phase"),
+    m: int | None = option(None, "only schedules for N rows", min=1, metavar="N"),
+    wide: bool = option(False, "print every schedule"),
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -165,31 +160,26 @@ def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 @app.command("set-plan")
 def set_plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="a known model: a name that `models list` prints, or a file or folder",
-            autocompletion=complete_name,
-        ),
-    ],
-    phase: Annotated[PhaseName, typer.Option(help="the phase that the plan is for")],
-    cores: Annotated[
-        list[str],
-        typer.Option(
-            metavar="LIST", help="cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]"
-        ),
-    ],
-    from_sequences: Annotated[
-        int | None,
-        typer.Option(
-            "--from",
-            min=2,
-            max=4096,
-            metavar="N",
-            help="only for decode steps of N sequences or more: the plan in use keeps its cores for fewer",
-        ),
-    ] = None,
+    model: str = argument(
+        REQUIRED,
+        "a known model: a name that `models list` prints, or a file or folder",
+        "MODEL",
+        autocompletion=complete_name,
+    ),
+    phase: PhaseName = option(REQUIRED, "the phase that the plan is for"),
+    cores: list[str] = option(
+        REQUIRED,
+        "cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]",
+        metavar="LIST",
+    ),
+    from_sequences: int | None = option(
+        None,
+        "only for decode steps of N sequences or more: the plan in use keeps its cores for fewer",
+        "--from",
+        min=2,
+        max=4096,
+        metavar="N",
+    ),
     weight_format: FormatOption = "native",
     db: DbOption = None,
     as_json: JsonOption = False,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted
 from phasewise.cli.commands.db.rows import diff_fields, diff_text
 from phasewise.cli.commands.topo.text import core_words
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import EXIT_FAILURE, note, print_json
 from phasewise.cli.tables import WIDTH, present
@@ -33,20 +33,16 @@ RemoteArgument = Annotated[
 ]
 
 
-@spread
 def push(
     *,
     remote: RemoteArgument,
     leaving: Leaving,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="print every line that would leave, and name its fields (--json: bundles and fields "
-            "alone); send nothing",
-        ),
-    ] = False,
-    sign: Annotated[Path | None, typer.Option(metavar="KEY", help="sign the index with this SSH key")] = None,
+    dry_run: bool = option(
+        False,
+        "print every line that would leave, and name its fields (--json: bundles and fields "
+        "alone); send nothing",
+    ),
+    sign: Path | None = option(None, "sign the index with this SSH key", metavar="KEY"),
     trust: Trust,
     db: DbOption = None,
     as_json: JsonOption = False,
@@ -91,13 +87,10 @@ def _tell(bundles: list[Bundle]) -> None:
         note(textwrap.fill(told, WIDTH, subsequent_indent="    "))
 
 
-@spread
 def pull(
     remote: RemoteArgument,
     trust: Trust,
-    every_core: Annotated[
-        bool, typer.Option("--all", help="bundles of every kind of core, not only of cores like these")
-    ] = False,
+    every_core: bool = option(False, "bundles of every kind of core, not only of cores like these", "--all"),
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -130,12 +123,9 @@ OtherArgument = Annotated[
 ]
 
 
-@spread
 def export(
     leaving: Leaving,
-    in_use: Annotated[
-        bool, typer.Option("--in-use", help="of schedules only those in use, each with its newest timing")
-    ] = False,
+    in_use: bool = option(False, "of schedules only those in use, each with its newest timing"),
     db: DbOption = None,
 ) -> None:
     """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
@@ -168,7 +158,7 @@ def write_out(lines: Iterable[str]) -> None:
 
 
 def import_(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="what `db export` wrote; `-` is stdin")],
+    file: str = argument(REQUIRED, "what `db export` wrote; `-` is stdin", "FILE"),
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -231,17 +221,13 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
 
 
 def gc(
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="keep raw samples of the N fastest schedules of each problem and of promoted ones, and a "
-            "summary of others; of plans and scores the N newest",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print what would be deleted; delete nothing")
-    ] = False,
+    keep: int | None = option(
+        None,
+        "keep raw samples of the N fastest schedules of each problem and of promoted ones, and a "
+        "summary of others; of plans and scores the N newest",
+        min=1,
+    ),
+    dry_run: bool = option(False, "print what would be deleted; delete nothing"),
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from phasewise._options import refuse_unused
+from phasewise._options import REQUIRED, argument, option, refuse_unused
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
@@ -39,19 +39,13 @@ SetOption = Annotated[
 @app.command("raise")
 def raise_(
     source: SourceArgument,
-    function: Annotated[str, typer.Option(help="the function to raise, with all that it calls")],
+    function: str = option(REQUIRED, "the function to raise, with all that it calls"),
     output: OutOption = None,
-    isa: Annotated[
-        str | None, typer.Option(help="instruction set of the C file [default: the widest that it names]")
-    ] = None,
+    isa: str | None = option(None, "instruction set of the C file [default: the widest that it names]"),
     include: IncludeOption = None,
     define: DefineOption = None,
-    tunable: Annotated[
-        bool, typer.Option("--tunable", help="add parameters to the loops that may have them")
-    ] = False,
-    reassociate: Annotated[
-        bool, typer.Option("--reassociate", help="let sums of floats change their order, within a bound")
-    ] = False,
+    tunable: bool = option(False, "add parameters to the loops that may have them"),
+    reassociate: bool = option(False, "let sums of floats change their order, within a bound"),
 ) -> None:
     """Raise a C function to the text of the high level.
 
@@ -71,7 +65,7 @@ def raise_(
 @app.command("lower")
 def lower(
     kernel: KernelArgument,
-    isa: Annotated[str, typer.Option(help="portable, avx2, avx512, avx512_vnni, neon or neon_dotprod")],
+    isa: str = option(REQUIRED, "portable, avx2, avx512, avx512_vnni, neon or neon_dotprod"),
     output: OutOption = None,
     settings: SetOption = None,
 ) -> None:
@@ -88,16 +82,11 @@ def lower(
 @app.command("check")
 def check(
     kernel: KernelArgument,
-    against: Annotated[
-        Path, typer.Option(metavar="FILE.c", help="the original, with a function of the same name")
-    ],
-    isa: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="instruction set to check; may be repeated [default: portable, avx2, avx512, neon]"
-        ),
-    ] = None,
-    cases: Annotated[int, typer.Option(min=1, max=1_000_000, help="calls for each instruction set")] = 1000,
+    against: Path = option(REQUIRED, "the original, with a function of the same name", metavar="FILE.c"),
+    isa: list[str] | None = option(
+        None, "instruction set to check; may be repeated [default: portable, avx2, avx512, neon]"
+    ),
+    cases: int = option(1000, "calls for each instruction set", min=1, max=1_000_000),
     settings: SetOption = None,
     include: IncludeOption = None,
     define: DefineOption = None,
@@ -125,13 +114,10 @@ def check(
 def emit(
     kernel: KernelArgument,
     output: OutOption = None,
-    header: Annotated[
-        Path | None, typer.Option(metavar="FILE.h", help="write a header too, which the C file includes")
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.c", help="the C file it was tuned against, where that is in use"),
-    ] = None,
+    header: Path | None = option(None, "write a header too, which the C file includes", metavar="FILE.h"),
+    against: Path | None = option(
+        None, "the C file it was tuned against, where that is in use", metavar="FILE.c"
+    ),
     include: IncludeOption = None,
     define: DefineOption = None,
     db: DbOption = None,
@@ -164,10 +150,7 @@ def emit(
 
 @app.command("show")
 def show(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="a kernel's name or its key [default: list all kernels]"),
-    ] = None,
+    name: str | None = argument(None, "a kernel's name or its key [default: list all kernels]", "NAME"),
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -6,12 +6,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phasewise._options import changed, option, refuse_unused
-from phasewise.cli.option_sets import spread
+from phasewise._options import argument, changed, option, refuse_unused
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, owns_stdout, write_target
 from phasewise.cli.tables import present
@@ -46,12 +43,9 @@ class TopoView:
             raise UsageError("--plan and --plan-file show different things: give one")
 
 
-@spread
 def topo(
     view: TopoView,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="with --plan: the model whose plans to draw")
-    ] = None,
+    model: str | None = argument(None, "with --plan: the model whose plans to draw", "MODEL"),
     as_json: JsonOption = False,
 ) -> None:
     """Show the machine: packages, memory, caches, cores and PUs, and what of it may be used.

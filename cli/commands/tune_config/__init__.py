@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from phasewise._options import changed, refuse_unused
+from phasewise._options import changed, option, refuse_unused
 from phasewise._words import clock, number
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, print_json, write_text
 from phasewise.cli.status_line import StatusLine, status_line
@@ -37,17 +36,14 @@ _SEARCHING = ("lengths", "trace", "concurrency", "cores", "ranks", "storage", "o
 """Settings that only a search uses."""
 
 
-@spread
 def tune_config(
     model: ModelArgument,
     settings: TuneConfigSettings,
-    emit: Annotated[
-        EmitChoice | None,
-        typer.Option(
-            help="print the plans in use as flags of this tool, the default ones where none is stored; "
-            "no search unless --no-resume, or an --evaluator that stores none, asks for it"
-        ),
-    ] = None,
+    emit: EmitChoice | None = option(
+        None,
+        "print the plans in use as flags of this tool, the default ones where none is stored; "
+        "no search unless --no-resume, or an --evaluator that stores none, asks for it",
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import time
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from phasewise._options import changed, refuse_unused
-from phasewise.cli.option_sets import spread
+from phasewise._options import argument, changed, refuse_unused
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note
 from phasewise.cli.tables import present
@@ -28,13 +27,10 @@ LEAST_S = 0.1
 """Least seconds of a run, where reading the input took the whole budget."""
 
 
-@spread
 def tune_kernels(
     settings: TuneKernelsSettings,
     remote: Remote,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune")
-    ] = None,
+    model: str | None = argument(None, "a model, as for `generate`, whose products to tune", "MODEL"),
     as_json: JsonOption = False,
 ) -> None:
     """Tune the products of MODEL, or of --shapes, on this machine.
