@@ -92,7 +92,7 @@ def _parameter(
     option: Option = field.metadata[OPTION]
     name = name or field.name
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    kind = _kind(hint) if option.kind is None else option.kind
+    kind: Any = _kind(hint) if option.kind is None else option.kind
     if "parser" in option.settings:
         kind = str | None if default is None else str
     if option.written is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasewise._options import REQUIRED, option
-from phasewise._words import counted, number, percent
+from phasewise._words import NOTHING, counted, number, percent
 from phasewise.cli.options import JsonOption, TraceArgument, WideOption
 from phasewise.cli.present import EXIT_FAILURE, fail, note, on_one_line
 from phasewise.cli.tables import WIDTH, RowTable, present
@@ -43,8 +43,7 @@ def simulate(
     """
     from phasewise.workflows.capacity.simulate import simulate_cluster
 
-    simulated = simulate_cluster(trace, pools, wish, inputs, note)
-    what = simulated.spec, simulated.summary, simulated.slo
+    what = simulate_cluster(trace, pools, wish, inputs, note)
     present(as_json, simulation_fields(*what), simulation_text(*what))
 
 
@@ -162,17 +161,21 @@ def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = Fal
 
 
 def _provision_row(answer: Provisioned) -> dict[str, str]:
-    spec = answer.spec
-    return {
-        "design": on_one_line(answer.design.name),
-        "machines": "-" if spec is None else " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
-        "requests/s": "-" if spec is None else number(answer.rate),
-        "total": "-" if spec is None else str(spec.n_machines),
-        "cost/h": "-" if spec is None else f"{spec.cost:.2f}",
-        "power, kW": "-" if spec is None else f"{spec.power_w / 1000:.1f}",
-        "bound used": "-" if spec is None else percent(answer.tightness),
-        "runs": str(answer.n_runs),
-    }
+    name, spec = on_one_line(answer.design.name), answer.spec
+    if spec is None:
+        found = dict.fromkeys(
+            ("machines", "requests/s", "total", "cost/h", "power, kW", "bound used"), NOTHING
+        )
+    else:
+        found = {
+            "machines": " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
+            "requests/s": number(answer.rate),
+            "total": str(spec.n_machines),
+            "cost/h": f"{spec.cost:.2f}",
+            "power, kW": f"{spec.power_w / 1000:.1f}",
+            "bound used": percent(answer.tightness),
+        }
+    return {"design": name, **found, "runs": str(answer.n_runs)}
 
 
 def simulation_fields(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> dict[str, Any]:
