@@ -38,7 +38,7 @@ def uses_text(
                 _rows(use),
                 _arithmetic(use),
                 _tile_and_grid(use.schedule),
-                _source(use),
+                use.why.partition(":")[0].partition(" ")[0],  # `default`, `exact` or `neighbour`
             )
             for use in uses
             if (use.phase, use.from_sequences) == load
@@ -100,11 +100,6 @@ def _rule_text(drafts: DraftRule) -> str:
     if drafts.n_tokens is not None:
         rule = f"{drafts.n_tokens} in every step that has room for them"
     return f"drafts: {source}\n  {rule}"
-
-
-def _source(use: ScheduleUse) -> str:
-    """The source of a schedule: the first word of its reason, `default`, `exact` or `neighbour`."""
-    return use.why.partition(":")[0].partition(" ")[0]
 
 
 def _tile_and_grid(schedule: Mapping[str, Any] | None) -> str:

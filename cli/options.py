@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-
-from phasewise.cli.option_sets import info
-from phasewise.serving.models.storage_modes import PackMode, SparseMode
-from phasewise.workflows import options
-from phasewise.workflows.options import KvFormat, WeightFormat
-
-VectorArithmetic = Literal["tuned", "canonical"]
-"""The arithmetic of embedding models."""
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -46,14 +37,6 @@ TraceArgument = Annotated[
         "lognormal:220,1.1/160,0.8",
     ),
 ]
-FormatOption = Annotated[WeightFormat, info(options.FORMAT)]
-SparseOption = Annotated[SparseMode, info(options.SPARSE)]
-PackOption = Annotated[PackMode, info(options.PACK)]
-KvFormatOption = Annotated[KvFormat, info(options.KV_FORMAT)]
-ThreadsOption = Annotated[int | None, info(options.THREADS)]
-VectorArithmeticOption = Annotated[VectorArithmetic, info(options.VECTOR_ARITHMETIC)]
-OneLoraOption = Annotated[str | None, info(options.ONE_LORA)]
-DbOption = Annotated[str | None, info(options.DB)]
 ExplainOption = Annotated[
     bool,
     typer.Option(
@@ -64,5 +47,3 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object 
 Form = Literal["md", "csv", "json"]
 """The form in which the rows of a benchmark are printed."""
 WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]
-IncludeOption = Annotated[list[Path] | None, info(options.INCLUDE)]
-DefineOption = Annotated[list[str] | None, info(options.DEFINE)]

@@ -135,9 +135,7 @@ def _slo_lines(summary: Summary, slo: Slo | None) -> list[str]:
     if slo is None:
         return []
     failures = broken(summary, slo)
-    if not failures:
-        return [f"SLO {slo.name}: kept"]
-    return [f"SLO {slo.name}: broken: {'; '.join(failures)}"]
+    return [f"SLO {slo.name}: " + (f"broken: {'; '.join(failures)}" if failures else "kept")]
 
 
 DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")

@@ -32,11 +32,6 @@ ClusterOption = Annotated[
 ]
 
 
-@app.callback()
-def cluster() -> None:
-    """Instances on a Ray cluster."""
-
-
 @app.command("status")
 def status(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None:
     """Show the cluster's nodes, and the servers on it with their instances.

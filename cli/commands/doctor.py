@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise._options import option, refuse_unused
 from phasewise._words import counted
-from phasewise.cli.options import DbOption, JsonOption
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_FAILURE, note
 from phasewise.cli.tables import WIDTH, present
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
 from phasewise.tuner.doctor.memory import computing_processes
+from phasewise.workflows.options import DB
 
 if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
@@ -37,7 +38,7 @@ def doctor(
         metavar="MODEL",
     ),
     as_json: JsonOption = False,
-    db: DbOption = None,
+    db: str | None = DB(None),
 ) -> None:
     """Find what keeps this host from its limit: quotas, clocks, pages, placement, unused instruction sets.
 

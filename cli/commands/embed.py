@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from phasewise._options import argument, option
-from phasewise.cli.options import (
-    FormatOption,
-    ModelArgument,
-    PackOption,
-    ThreadsOption,
-    VectorArithmeticOption,
-)
+from phasewise.cli.options import ModelArgument
 from phasewise.cli.present import note, print_json, read_stdin, say
+from phasewise.serving.models.storage_modes import PackMode
+from phasewise.workflows.options import FORMAT, PACK, THREADS, VECTOR_ARITHMETIC
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -54,10 +50,10 @@ def embed(
         " above 0, in bytes (ubinary), or these less 128 (binary)",
     ),
     truncate: bool = option(False, "cut texts that are too long; else they are an error"),
-    weight_format: FormatOption = "native",
-    pack: PackOption = "keep",
-    arithmetic: VectorArithmeticOption = "tuned",
-    threads: ThreadsOption = None,
+    weight_format: str = FORMAT("native"),
+    pack: PackMode = PACK("keep"),
+    arithmetic: Literal["tuned", "canonical"] = VECTOR_ARITHMETIC("tuned"),
+    threads: int | None = THREADS(None),
 ) -> None:
     """Print the vector of each TEXT, computed by an embedding MODEL.
 

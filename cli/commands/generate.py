@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise._options import argument, changed, option, refuse_unused
 from phasewise._words import counted
-from phasewise.cli.options import DbOption, ExplainOption, JsonOption, ModelArgument
+from phasewise.cli.options import ExplainOption, JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
+from phasewise.workflows.options import DB
 
 if TYPE_CHECKING:
     from phasewise.workflows.generate.run import Generated
@@ -26,7 +27,7 @@ def generate(
     text: str | None = argument(None, "the prompt; -: read it from stdin", "TEXT"),
     prompt: str | None = option(None, "the prompt; -: read it from stdin", "-p", "--prompt", metavar="TEXT"),
     file: Path | None = option(None, "read the prompt from a UTF-8 file", "-f", "--file", metavar="FILE"),
-    db: DbOption = None,
+    db: str | None = DB(None),
     explain: ExplainOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from phasewise._options import REQUIRED, argument, option, refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, SparseOption, complete_name
+from phasewise.cli.options import JsonOption, ModelArgument, complete_name
 from phasewise.cli.present import note, on_one_line
 from phasewise.cli.tables import present
+from phasewise.serving.models.storage_modes import SparseMode
+from phasewise.workflows.options import FORMAT, SPARSE
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection, Removed, WeightDensity
@@ -67,8 +69,8 @@ def pull(
 def pack(
     model: ModelArgument,
     output: Path = option(REQUIRED, "the file to write", "-o", "--output", metavar="FILE"),
-    weight_format: FormatOption = "native",
-    sparse: SparseOption = "auto",
+    weight_format: str = FORMAT("native"),
+    sparse: SparseMode = SPARSE("auto"),
     as_json: JsonOption = False,
 ) -> None:
     """Pack MODEL into FILE, which commands take as MODEL from then on, and print its path.
@@ -153,7 +155,7 @@ def _present(removed: list[Removed], as_json: bool, dry_run: bool = False) -> No
 def inspect(
     model: ModelArgument,
     density: bool = option(False, "list the zeros of each weight; reads all of them"),
-    weight_format: FormatOption = "native",
+    weight_format: str = FORMAT("native"),
     as_json: JsonOption = False,
 ) -> None:
     """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes.

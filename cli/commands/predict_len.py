@@ -11,7 +11,6 @@ import typer
 from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.option_sets import info
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, read_stdin, say
 from phasewise.cli.tables import RowTable, present
@@ -33,9 +32,6 @@ LogsArgument = Annotated[
     list[Path],
     typer.Argument(metavar="LOG", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
 ]
-TokensOption = Annotated[str | None, info(TOKENS)]
-PredictorOption = Annotated[Path | None, info(PREDICTOR)]
-SeedOption = Annotated[int, info(SEED)]
 
 
 @app.command()
@@ -76,9 +72,9 @@ def train_command(
     output: Path | None = option(
         None, "safetensors file; -: stdout [default: where `serve` looks]", "-o", "--output", metavar="FILE"
     ),
-    model: TokensOption = None,
+    model: str | None = TOKENS(None),
     split: float = option(0.0, "share of the prompts kept out of training, for `eval`", min=0.0, max=0.9),
-    seed: SeedOption = 0,
+    seed: int = SEED(0),
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`.
@@ -149,7 +145,7 @@ def predict(
     prompt: str = option(REQUIRED, "a user's message; - reads it from stdin", "-p", "--prompt"),
     max_tokens: int = option(512, "most tokens that the answer may have", min=1),
     temperature: float = option(0.0, "temperature that the answer would have", min=0.0),
-    predictor: PredictorOption = None,
+    predictor: Path | None = PREDICTOR(None),
     as_json: JsonOption = False,
 ) -> None:
     """Predict how long MODEL's answer to a message will be.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phasewise._options import option, parse_budget
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument
+from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, say_words
-from phasewise.workflows.options import EMBED_DEVICE_HELP
+from phasewise.workflows.options import DB, EMBED_DEVICE_HELP, FORMAT
 
 
 def tune_embed(
@@ -19,8 +19,8 @@ def tune_embed(
     instances: int | None = option(
         None, "try at most N instances [default: cores]", min=1, max=256, metavar="N"
     ),
-    weight_format: FormatOption = "native",
-    db: DbOption = None,
+    weight_format: str = FORMAT("native"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Find how many inputs this host can embed at once within --slo, and how.

@@ -14,11 +14,12 @@ import typer
 from phasewise._options import argument, option
 from phasewise._words import counted, limit_cell, number
 from phasewise.cli import tables
-from phasewise.cli.options import DbOption, ExplainOption, Form, KvFormatOption, WideOption
-from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
-from phasewise.cli.tables import RowTable, low_limit_lines, scalar_names, show
+from phasewise.cli.options import ExplainOption, Form, WideOption
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans
+from phasewise.cli.tables import RowTable, low_limit_lines
 from phasewise.workflows.bench.settings import BenchRunning, BenchTests
 from phasewise.workflows.opening.settings import ReadWeights
+from phasewise.workflows.options import DB, KV_FORMAT
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.throughput import Workload
@@ -38,8 +39,8 @@ def run(
     output: Form = option("md", "form of the rows", "-o", "--output"),
     wide: WideOption = False,
     weights: ReadWeights = ReadWeights(),  # noqa: B008 (frozen)
-    kv_format: KvFormatOption = "auto",
-    db: DbOption = None,
+    kv_format: str = KV_FORMAT("auto"),
+    db: str | None = DB(None),
     explain: ExplainOption = False,
 ) -> None:
     """Time prefill (-p) and decode (-n) of models, by llama-bench's options.
@@ -80,9 +81,9 @@ def run(
     except KeyboardInterrupt:
         if not rows:
             raise
-        show_rows(output, rows, wide=wide)
+        tables.show_rows(output, rows, table_of(rows, wide=wide), quoted=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    show_rows(output, rows, wide=wide)
+    tables.show_rows(output, rows, table_of(rows, wide=wide), quoted=True)
 
 
 def _measured(
@@ -113,22 +114,6 @@ def _explain(opened: OpenModel, tests: BenchTests, formats: list[str]) -> None:
     for kv_format in formats:
         uses = opened.explain(STEP_TOKENS, max(tests.sequences), kv_format)
         note(uses_text(uses, opened.memory()))
-
-
-def show_rows(form: Form, rows: Sequence[ModelRow], *, wide: bool) -> None:
-    """Print the rows in the wanted form."""
-    if form == "md":
-        show(*table_of(rows, wide=wide))
-    else:
-        say(tables.as_json(rows) if form == "json" else as_csv(rows), end="")
-
-
-def as_csv(rows: Sequence[ModelRow]) -> str:
-    """Write rows as CSV: a header, then every value in double quotes, with truth values as 0 and 1."""
-    names = scalar_names(type(rows[0]))
-    values = ((getattr(row, name) for name in names) for row in rows)
-    lines = ([int(value) if isinstance(value, bool) else value for value in own] for own in values)
-    return tables.as_csv(names, lines, quoted=True)
 
 
 NARROW = ("model", "threads", "batch", "KV", "test", "t/s", "peak", "bandwidth")

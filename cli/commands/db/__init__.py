@@ -11,9 +11,10 @@ from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.db import rows as db_rows
 from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db.rows import ListedSchedules, Section
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, complete_name
+from phasewise.cli.options import JsonOption, complete_name
 from phasewise.cli.present import note
 from phasewise.cli.tables import present
+from phasewise.workflows.options import DB, FORMAT
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord, PredictorScore
@@ -38,7 +39,7 @@ PhaseName = Literal["prefill", "decode"]
 
 
 @app.command()
-def path(db: DbOption = None, as_json: JsonOption = False) -> None:
+def path(db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Print the file or URL of the database that the other commands would use.
 
     $ phasewise db path
@@ -54,7 +55,7 @@ def show(
     phase: PhaseName | None = option(None, "only plans of this phase"),
     m: int | None = option(None, "only schedules for N rows", min=1, metavar="N"),
     wide: bool = option(False, "print every schedule"),
-    db: DbOption = None,
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """List the service plans, and for each problem the schedule in use, or the best one known.
@@ -111,7 +112,7 @@ def _contents(
 
 
 @app.command()
-def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
+def stats(db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Count the rows by table, machine and build of the kernels; say the file's size and its schema.
 
     $ phasewise db stats
@@ -131,7 +132,7 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
+def upgrade(db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Bring the database to this program's schema, creating it if there is none.
 
     $ phasewise db upgrade
@@ -180,8 +181,8 @@ def set_plan(
         max=4096,
         metavar="N",
     ),
-    weight_format: FormatOption = "native",
-    db: DbOption = None,
+    weight_format: str = FORMAT("native"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Append a plan for one phase of MODEL on this machine; from now on it is the one in use.

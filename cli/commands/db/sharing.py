@@ -15,10 +15,11 @@ from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted
 from phasewise.cli.commands.db.rows import diff_fields, diff_text
 from phasewise.cli.commands.topo.text import core_words
-from phasewise.cli.options import DbOption, JsonOption
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_FAILURE, note, print_json
 from phasewise.cli.tables import WIDTH, present
 from phasewise.workflows.database.settings import Leaving, Trust
+from phasewise.workflows.options import DB
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.portable import Taken
@@ -44,7 +45,7 @@ def push(
     ),
     sign: Path | None = option(None, "sign the index with this SSH key", metavar="KEY"),
     trust: Trust,
-    db: DbOption = None,
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Add this database's rows to REMOTE, a bundle for each kind of core, and print what to pin.
@@ -91,7 +92,7 @@ def pull(
     remote: RemoteArgument,
     trust: Trust,
     every_core: bool = option(False, "bundles of every kind of core, not only of cores like these", "--all"),
-    db: DbOption = None,
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Import what REMOTE has for cores like these, unverified: schedules wait to be timed here.
@@ -126,7 +127,7 @@ OtherArgument = Annotated[
 def export(
     leaving: Leaving,
     in_use: bool = option(False, "of schedules only those in use, each with its newest timing"),
-    db: DbOption = None,
+    db: str | None = DB(None),
 ) -> None:
     """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
 
@@ -159,7 +160,7 @@ def write_out(lines: Iterable[str]) -> None:
 
 def import_(
     file: str = argument(REQUIRED, "what `db export` wrote; `-` is stdin", "FILE"),
-    db: DbOption = None,
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Add the rows of FILE that are not there yet, unverified: unused until they are timed here.
@@ -179,7 +180,7 @@ def import_(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
+def merge(other: OtherArgument, db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Add the timings and promotions of another database that are not in this one yet, unverified.
 
     $ phasewise db merge other.db
@@ -201,7 +202,7 @@ def _print_imported(imported: Imported, as_json: bool) -> None:
         note("a schedule that was added is used once `tune-kernels`, or a server, has found it faster here")
 
 
-def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
+def diff(other: OtherArgument, db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Compare what this and another database prefer: schedules, plans, storages, users' kernels.
 
     $ phasewise db diff other.db
@@ -228,7 +229,7 @@ def gc(
         min=1,
     ),
     dry_run: bool = option(False, "print what would be deleted; delete nothing"),
-    db: DbOption = None,
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Delete the rows of earlier builds of this machine's kernels; with --keep summarise slow schedules.

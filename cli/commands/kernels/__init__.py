@@ -11,9 +11,10 @@ import typer
 from phasewise._options import REQUIRED, argument, option, refuse_unused
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, say, write_target
 from phasewise.cli.tables import present
+from phasewise.workflows.options import DB, DEFINE, INCLUDE
 
 HELP = """Kernels written in C: raise, lower, check, emit.
 
@@ -42,8 +43,8 @@ def raise_(
     function: str = option(REQUIRED, "the function to raise, with all that it calls"),
     output: OutOption = None,
     isa: str | None = option(None, "instruction set of the C file [default: the widest that it names]"),
-    include: IncludeOption = None,
-    define: DefineOption = None,
+    include: list[Path] | None = INCLUDE(None),
+    define: list[str] | None = DEFINE(None),
     tunable: bool = option(False, "add parameters to the loops that may have them"),
     reassociate: bool = option(False, "let sums of floats change their order, within a bound"),
 ) -> None:
@@ -88,8 +89,8 @@ def check(
     ),
     cases: int = option(1000, "calls for each instruction set", min=1, max=1_000_000),
     settings: SetOption = None,
-    include: IncludeOption = None,
-    define: DefineOption = None,
+    include: list[Path] | None = INCLUDE(None),
+    define: list[str] | None = DEFINE(None),
     as_json: JsonOption = False,
 ) -> None:
     """Compare a kernel's results with its original's, on drawn arguments.
@@ -118,9 +119,9 @@ def emit(
     against: Path | None = option(
         None, "the C file it was tuned against, where that is in use", metavar="FILE.c"
     ),
-    include: IncludeOption = None,
-    define: DefineOption = None,
-    db: DbOption = None,
+    include: list[Path] | None = INCLUDE(None),
+    define: list[str] | None = DEFINE(None),
+    db: str | None = DB(None),
 ) -> None:
     """Write one C file with the tuned variants and a choice among them by shape. It builds without phasewise.
 
@@ -151,7 +152,7 @@ def emit(
 @app.command("show")
 def show(
     name: str | None = argument(None, "a kernel's name or its key [default: list all kernels]", "NAME"),
-    db: DbOption = None,
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """List the kernels that the database has parameters for; of NAME the parameters in use and their gain.
