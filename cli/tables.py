@@ -170,14 +170,10 @@ def show_rows(
         show(*tables)
 
 
-def json_fields(row: DataclassInstance) -> dict[str, Any]:
-    """A row's fields for JSON, led by the version of our schema."""
-    return {"schema_version": SCHEMA_VERSION, **asdict(row)}
-
-
 def as_json(rows: Iterable[DataclassInstance]) -> str:
     """Write rows as a JSON list of objects, each with the version of our schema."""
-    return json.dumps([json_fields(row) for row in rows], indent=2) + "\n"
+    fields = [{"schema_version": SCHEMA_VERSION, **asdict(row)} for row in rows]
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def scalar_names(kind: type[DataclassInstance], *others: str) -> list[str]:

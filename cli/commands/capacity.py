@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise._options import REQUIRED, option
 from phasewise._words import NOTHING, counted, number, percent
-from phasewise.cli.options import JsonOption, TraceArgument, WideOption
+from phasewise.cli.options import TRACE, JsonOption, WideOption
 from phasewise.cli.present import EXIT_FAILURE, fail, note, on_one_line
 from phasewise.cli.tables import WIDTH, RowTable, present
 from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summary, broken
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def simulate(
     *,
-    trace: TraceArgument,
+    trace: str = TRACE(REQUIRED),
     pools: str = option(
         REQUIRED,
         "the cluster: a TOML file, or pools in a line such as prompt=27*h100,token=3*h100",
@@ -48,7 +48,8 @@ def simulate(
 
 
 def provision(
-    trace: TraceArgument,
+    *,
+    trace: str = TRACE(REQUIRED),
     wish: ProvisionWish,
     inputs: ClusterInputs,
     wide: WideOption = False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -73,17 +72,12 @@ def set_value(
         section.pop(key, None)
     else:
         section[key] = _parsed(value)
-    _make_folder(path)
-    write_target(path, tomlkit.dumps(document))
-    note(f"{path}: {name} {'removed' if value is None else f'= {value}'}")
-
-
-def _make_folder(path: Path) -> None:
-    """Create the file's directory if it is missing; a symbolic link's target may have another directory."""
-    try:
+    try:  # a symbolic link's target may have another directory
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"config file {path} cannot be written: {error.strerror}", EXIT_FAILURE)
+    write_target(path, tomlkit.dumps(document))
+    note(f"{path}: {name} {'removed' if value is None else f'= {value}'}")
 
 
 def _parsed(text: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise._options import argument, changed, option, refuse_unused
 from phasewise._words import counted
-from phasewise.cli.options import ExplainOption, JsonOption, ModelArgument
+from phasewise.cli.options import EXPLAIN, JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
 from phasewise.workflows.options import DB
@@ -28,7 +28,7 @@ def generate(
     prompt: str | None = option(None, "the prompt; -: read it from stdin", "-p", "--prompt", metavar="TEXT"),
     file: Path | None = option(None, "read the prompt from a UTF-8 file", "-f", "--file", metavar="FILE"),
     db: str | None = DB(None),
-    explain: ExplainOption = False,
+    explain: bool = EXPLAIN(False),
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or with --chat answer a message.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -291,13 +292,10 @@ class DownloadBar:
         bytes_per_s = (here - first) / max(now_s - first_s, 1e-3)
         full = round(BAR_COLUMNS * share)
         bar = "#" * full + "." * (BAR_COLUMNS - full)
-        left = f", {_duration((total - here) / bytes_per_s)} left" if bytes_per_s else ""
-        rate = f"{bytes_per_s / 1e6:.1f} MB/s{left}"
+        left_s = (total - here) / bytes_per_s if bytes_per_s else math.inf
+        left = f", {left_s:.0f} s left" if left_s < 100 else f", {left_s / 60:.0f} min left"
+        rate = f"{bytes_per_s / 1e6:.1f} MB/s{left if bytes_per_s else ''}"
         return f"{bar} {100 * share:3.0f} %  {size_text(here)} of {size_text(total)}, {rate}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def list_text(

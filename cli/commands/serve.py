@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phasewise.cli.options import ExplainOption, OptionalModelArgument
+from phasewise.cli.options import EXPLAIN, OptionalModelArgument
 from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.serve.settings import ServeSettings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def serve(
-    *, model: OptionalModelArgument = None, settings: ServeSettings, explain: ExplainOption = False
+    *, model: OptionalModelArgument = None, settings: ServeSettings, explain: bool = EXPLAIN(False)
 ) -> None:
     """Serve MODEL, or the models of a folder, through the OpenAI API.
 

@@ -14,7 +14,7 @@ import typer
 from phasewise._options import argument, option
 from phasewise._words import counted, limit_cell, number
 from phasewise.cli import tables
-from phasewise.cli.options import ExplainOption, Form, WideOption
+from phasewise.cli.options import EXPLAIN, Form, WideOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans
 from phasewise.cli.tables import RowTable, low_limit_lines
 from phasewise.workflows.bench.settings import BenchRunning, BenchTests
@@ -41,7 +41,7 @@ def run(
     weights: ReadWeights = ReadWeights(),  # noqa: B008 (frozen)
     kv_format: str = KV_FORMAT("auto"),
     db: str | None = DB(None),
-    explain: ExplainOption = False,
+    explain: bool = EXPLAIN(False),
 ) -> None:
     """Time prefill (-p) and decode (-n) of models, by llama-bench's options.
 
@@ -160,7 +160,10 @@ def _left_out(row: Mapping[str, str]) -> str:
 
 
 def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
-    is_decode = row.n_gen and not row.n_prompt
+    is_decode, energy, joules = row.n_gen and not row.n_prompt, dict[str, str](), row.joules_per_token
+    if joules is not None:  # the watts are `power_w` of a machine for `provision`
+        energy = {"J/token": number(joules, 3), "W": number(joules * row.avg_ts, 3)}
+        energy |= {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
     return {
         "model": row.model_type[-MAX_MODEL_CHARS:] if is_narrow else row.model_type,
         "size": f"{row.model_size / 2**20:.2f} MiB",
@@ -173,15 +176,8 @@ def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
         "peak": limit_cell(row.peak_fraction),
         "bandwidth": limit_cell(row.bandwidth_fraction) if is_decode else "",
-        **({} if row.joules_per_token is None else _energy(row, row.joules_per_token)),
+        **energy,
     }
-
-
-def _energy(row: ModelRow, joules_per_token: float) -> dict[str, str]:
-    """Cells of energy: joules a token, watts (`power_w` of a machine for `provision`), the power cap."""
-    watts = joules_per_token * row.avg_ts
-    cap = {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
-    return {"J/token": number(joules_per_token, 3), "W": number(watts, 3), **cap}
 
 
 def _test_name(row: ModelRow) -> str:

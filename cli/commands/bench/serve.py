@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLeng
 
 if TYPE_CHECKING:
     from phasewise.loadtest.metrics import RequestOutcome
-
-_printed = partial(typer.Option, rich_help_panel="What is printed")
 
 
 def serve(

@@ -80,15 +80,12 @@ def show(
 
         limit = None if wide or as_json else db_rows.MAX_ROWS
         with open_store(db, note) as store:
-            plans = [plan for plan in store.rows(PlanRecord) if _is_wanted(plan, model, phase)]
+            stored = [plan for plan in store.rows(PlanRecord) if phase in (None, plan.phase)]
+            plans = [plan for plan in stored if (model or "") in plan.model_key]
             scores = [score for score in store.rows(PredictorScore) if (model or "") in score.model_name]
             listed = db_rows.list_schedules(store, kernel_abis(), m, limit)
     fields = _contents(name, plans, scores, listed)
     present(as_json, fields, db_rows.contents_text(fields, listed, wide))
-
-
-def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
-    return (model is None or model in plan.model_key) and phase in (None, plan.phase)
 
 
 def _contents(

@@ -11,7 +11,7 @@ import typer
 from phasewise._options import REQUIRED, argument, option, refuse_unused
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import JsonOption
+from phasewise.cli.options import OUT, SET, JsonOption
 from phasewise.cli.present import note, say, write_target
 from phasewise.cli.tables import present
 from phasewise.workflows.options import DB, DEFINE, INCLUDE
@@ -23,25 +23,16 @@ $ phasewise kernels check dot.kir --against dot.c"""
 
 app = CommandApp(help=HELP)
 
-SourceArgument = Annotated[Path, typer.Argument(metavar="FILE.c", help="C file with intrinsics")]
 KernelArgument = Annotated[
     Path, typer.Argument(metavar="KERNEL.kir", help="a kernel's text, as `raise` writes it")
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="write there; -: stdout [default: stdout]"),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="value of a parameter [default: its first one]"),
 ]
 
 
 @app.command("raise")
 def raise_(
-    source: SourceArgument,
+    source: Path = argument(REQUIRED, "C file with intrinsics", "FILE.c"),
     function: str = option(REQUIRED, "the function to raise, with all that it calls"),
-    output: OutOption = None,
+    output: Path | None = OUT(None),
     isa: str | None = option(None, "instruction set of the C file [default: the widest that it names]"),
     include: list[Path] | None = INCLUDE(None),
     define: list[str] | None = DEFINE(None),
@@ -67,8 +58,8 @@ def raise_(
 def lower(
     kernel: KernelArgument,
     isa: str = option(REQUIRED, "portable, avx2, avx512, avx512_vnni, neon or neon_dotprod"),
-    output: OutOption = None,
-    settings: SetOption = None,
+    output: Path | None = OUT(None),
+    settings: list[str] | None = SET(None),
 ) -> None:
     """Lower a kernel's text to C for an instruction set.
 
@@ -88,7 +79,7 @@ def check(
         None, "instruction set to check; may be repeated [default: portable, avx2, avx512, neon]"
     ),
     cases: int = option(1000, "calls for each instruction set", min=1, max=1_000_000),
-    settings: SetOption = None,
+    settings: list[str] | None = SET(None),
     include: list[Path] | None = INCLUDE(None),
     define: list[str] | None = DEFINE(None),
     as_json: JsonOption = False,
@@ -114,7 +105,7 @@ def check(
 @app.command("emit")
 def emit(
     kernel: KernelArgument,
-    output: OutOption = None,
+    output: Path | None = OUT(None),
     header: Path | None = option(None, "write a header too, which the C file includes", metavar="FILE.h"),
     against: Path | None = option(
         None, "the C file it was tuned against, where that is in use", metavar="FILE.c"
