@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
-from phasewise._words import bytes_of
-
 OPTION = "option"
 """The key of a field's `Option` in its metadata."""
 REQUIRED: Any = MISSING
@@ -18,6 +16,7 @@ MOST_USED = "Most used"
 """The heading of `--help` that comes first."""
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+_UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class OptionError(ValueError):
@@ -140,7 +139,7 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 def parse_bytes(text: str) -> int:
     """Parse a size such as `512M`, `1.5GiB` or `4000000` into bytes, units being powers of 1024."""
-    n_bytes = bytes_of(text)
-    if n_bytes is None:
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise OptionError(f"{text!r} is not a size such as 512M or 4GiB")
-    return n_bytes
+    return int(float(match[1]) * _UNITS_BYTES[match[2].lower()])
