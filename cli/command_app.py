@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from phasewise._options import NoEffect
+from phasewise.cli.option_sets import spread
 from phasewise.cli.present import EXIT_USAGE, note
 
 MOST_USED = "Most used"
@@ -272,7 +273,7 @@ class CommandApp(typer.Typer):
 
         def declared(function: Callable[..., Any]) -> Any:
             first = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
-            return declare(name, **{"short_help": first, **settings})(function)
+            return declare(name, **{"short_help": first, **settings})(spread(function))
 
         return declared
 

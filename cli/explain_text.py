@@ -17,11 +17,6 @@ _CELL_CHARS = 16
 """Most characters of a cell with a weight's names or shape; a longer text is wrapped, for 80 columns."""
 
 
-def load_words(phase: str, from_sequences: int) -> str:
-    """A phase in words, or a band of decode's plan, e.g. `decode from 8`."""
-    return phase if from_sequences == 1 else f"{phase} from {from_sequences}"
-
-
 def uses_text(
     uses: Sequence[ScheduleUse], memory: MemoryPlacement | None = None, drafts: DraftRule | None = None
 ) -> str:
@@ -31,6 +26,7 @@ def uses_text(
 
     tables = []
     for load in dict.fromkeys((use.phase, use.from_sequences) for use in uses):
+        words = load[0] if load[1] == 1 else f"{load[0]} from {load[1]}"
         rows = [
             (
                 use.used_for.replace("layers.*.", ""),
@@ -38,12 +34,12 @@ def uses_text(
                 _rows(use),
                 _arithmetic(use),
                 _tile_and_grid(use.schedule),
-                _source(use),
+                use.why.partition(":")[0].partition(" ")[0],  # `default`, `exact` or `neighbour`
             )
             for use in uses
             if (use.phase, use.from_sequences) == load
         ]
-        headers = (load_words(*load), "format n x k", "rows", "by", "tile, grid", "schedule")
+        headers = (words, "format n x k", "rows", "by", "tile, grid", "schedule")
         widths = [_CELL_CHARS, _CELL_CHARS, *([None] * (len(headers) - 2))]
         tables.append(tabulate(rows, headers=headers, tablefmt="plain", maxcolwidths=widths))
     tables += dict.fromkeys(_storage(use) for use in uses if use.storage_why or use.storage != "dense")
@@ -100,11 +96,6 @@ def _rule_text(drafts: DraftRule) -> str:
     if drafts.n_tokens is not None:
         rule = f"{drafts.n_tokens} in every step that has room for them"
     return f"drafts: {source}\n  {rule}"
-
-
-def _source(use: ScheduleUse) -> str:
-    """The source of a schedule: the first word of its reason, `default`, `exact` or `neighbour`."""
-    return use.why.partition(":")[0].partition(" ")[0]
 
 
 def _tile_and_grid(schedule: Mapping[str, Any] | None) -> str:

@@ -1,5 +1,5 @@
-"""Options of commands from settings dataclasses: one for each field with an `Option` (`phasewise._options`),
-and those of each field that is such a dataclass itself."""
+"""Options of commands: one for each parameter, and each field of a settings dataclass, with an `Option`
+(`phasewise._options`), and those of each field that is such a dataclass itself."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def info(option: Option, panel: str | None = None) -> Any:
     settings = dict(option.settings)
     if "parser" in settings:
         settings["parser"] = _reader(settings["parser"])
+    if option.is_argument:
+        return typer.Argument(help=option.help, **settings)
     return typer.Option(
         *option.flags,
         help=option.help,
@@ -27,7 +29,8 @@ def info(option: Option, panel: str | None = None) -> Any:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn a command whose parameters are settings dataclasses into one with an option for each field."""
+    """Turn a command into one with an option for each parameter, and each field of a settings dataclass, that
+    has an `Option`."""
     own = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)
     sets = {name: own[name] for name in signature.parameters if _is_settings(own[name])}
@@ -35,6 +38,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in signature.parameters.items():
         if name in sets:
             parameters += _parameters(sets[name])
+        elif isinstance(parameter.default, dataclasses.Field):
+            parameters.append(_parameter(parameter.default, own[name], name=name))
         else:
             parameters.append(parameter.replace(annotation=own[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
@@ -73,25 +78,30 @@ def _made(settings: Any, given: dict[str, Any]) -> Any:
 def _parameters(settings: Any) -> list[inspect.Parameter]:
     parameters = []
     for field, hint in _fields(settings):
-        if OPTION not in field.metadata:
+        if OPTION in field.metadata:
+            parameters.append(_parameter(field, hint, getattr(settings, "PANEL", None)))
+        else:
             parameters += _parameters(hint)
-            continue
-        option: Option = field.metadata[OPTION]
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        kind = _kind(hint) if option.kind is None else option.kind
-        if "parser" in option.settings:
-            kind = str | None if default is None else str
-        if option.written is not None:
-            default = _checked(option, default)
-        own = info(option, getattr(settings, "PANEL", None))
-        if not option.flags:
-            own.param_decls = (f"--{field.name.replace('_', '-')}",)
-        parameters.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, own]
-            )
-        )
     return parameters
+
+
+def _parameter(
+    field: dataclasses.Field[Any], hint: Any, panel: str | None = None, name: str | None = None
+) -> inspect.Parameter:
+    """Make a parameter with the field's option, of the field's name unless another is given."""
+    option: Option = field.metadata[OPTION]
+    name = name or field.name
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    kind: Any = _kind(hint) if option.kind is None else option.kind
+    if "parser" in option.settings:
+        kind = str | None if default is None else str
+    if option.written is not None:
+        default = _checked(option, default)
+    own = info(option, panel)
+    if not option.flags and not option.is_argument:
+        own.param_decls = (f"--{name.replace('_', '-')}",)
+    annotation = Annotated[kind, own]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _kind(kind: Any) -> Any:

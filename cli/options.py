@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from phasewise.cli.option_sets import info
-from phasewise.serving.models.storage_modes import PackMode, SparseMode
-from phasewise.workflows import options
-from phasewise.workflows.options import KvFormat, WeightFormat
-
-VectorArithmetic = Literal["tuned", "canonical"]
-"""The arithmetic of embedding models."""
+from phasewise._options import Option, named
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -38,31 +31,16 @@ _model = partial(
 )
 ModelArgument = Annotated[str, _model()]
 OptionalModelArgument = Annotated[str | None, _model(show_default=False)]
-TraceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TRACE",
-        help="requests: a trace file (Azure, Mooncake, splitwise-sim), or a distribution such as "
-        "lognormal:220,1.1/160,0.8",
-    ),
-]
-FormatOption = Annotated[WeightFormat, info(options.FORMAT)]
-SparseOption = Annotated[SparseMode, info(options.SPARSE)]
-PackOption = Annotated[PackMode, info(options.PACK)]
-KvFormatOption = Annotated[KvFormat, info(options.KV_FORMAT)]
-ThreadsOption = Annotated[int | None, info(options.THREADS)]
-VectorArithmeticOption = Annotated[VectorArithmetic, info(options.VECTOR_ARITHMETIC)]
-OneLoraOption = Annotated[str | None, info(options.ONE_LORA)]
-DbOption = Annotated[str | None, info(options.DB)]
-ExplainOption = Annotated[
-    bool,
-    typer.Option(
-        "--explain", help="print on stderr which kernel schedule each weight uses, why, and what drafts"
-    ),
-]
+TRACE = Option(
+    "requests: a trace file (Azure, Mooncake, splitwise-sim), or a distribution such as "
+    "lognormal:220,1.1/160,0.8",
+    is_argument=True,
+    settings={"metavar": "TRACE"},
+)
+EXPLAIN = named("print on stderr which kernel schedule each weight uses, why, and what drafts", "--explain")
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 Form = Literal["md", "csv", "json"]
 """The form in which the rows of a benchmark are printed."""
 WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]
-IncludeOption = Annotated[list[Path] | None, info(options.INCLUDE)]
-DefineOption = Annotated[list[str] | None, info(options.DEFINE)]
+OUT = named("write there; -: stdout [default: stdout]", "-o", "--output", metavar="FILE")
+SET = named("value of a parameter [default: its first one]", "--set", metavar="NAME=VALUE")

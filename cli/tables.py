@@ -154,25 +154,26 @@ def table_of_rows(
     return table if wide else table.narrow([name for name, own in columns.items() if own.is_narrow])
 
 
-def show_rows(form: str, rows: Sequence[Row], tables: Iterable[str | RowTable]) -> None:
-    """Print the rows of a benchmark in the wanted form. tables: the form for people."""
+def show_rows(
+    form: str, rows: Sequence[DataclassInstance], tables: Iterable[str | RowTable], *, quoted: bool = False
+) -> None:
+    """Print the rows of a benchmark in the wanted form. tables: the form for people. quoted: put every value
+    of CSV in double quotes, truth values as 0 and 1, and leave out fields that may have none."""
     if form == "json":
         say(as_json(rows), end="")
     elif form == "csv":
-        names = scalar_names(type(rows[0]), "float | None")
-        say(as_csv(names, ([getattr(row, name) for name in names] for row in rows)), end="")
+        names = scalar_names(type(rows[0]), *(() if quoted else ("float | None",)))
+        cells = ([getattr(row, name) for name in names] for row in rows)
+        lines = ([int(cell) if isinstance(cell, bool) else cell for cell in line] for line in cells)
+        say(as_csv(names, lines, quoted=quoted), end="")
     else:
         show(*tables)
 
 
-def json_fields(row: DataclassInstance) -> dict[str, Any]:
-    """A row's fields for JSON, led by the version of our schema."""
-    return {"schema_version": SCHEMA_VERSION, **asdict(row)}
-
-
 def as_json(rows: Iterable[DataclassInstance]) -> str:
     """Write rows as a JSON list of objects, each with the version of our schema."""
-    return json.dumps([json_fields(row) for row in rows], indent=2) + "\n"
+    fields = [{"schema_version": SCHEMA_VERSION, **asdict(row)} for row in rows]
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def scalar_names(kind: type[DataclassInstance], *others: str) -> list[str]:

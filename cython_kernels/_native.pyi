@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
+from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import Kind, PackedWeight
 
 _Floats = npt.NDArray[np.float32]
@@ -42,7 +43,7 @@ class _Slice(Protocol):  # what `Program.run` reads of one sequence of a step
     def keeps(self) -> Iterable[tuple[int, int]]: ...
 
 class _Experts(Protocol):
-    """A mixture of experts: how many there are, and how many of them compute a row."""
+    """A mixture of experts: serving.models.experts.Experts."""
 
     @property
     def count(self) -> int: ...
@@ -52,10 +53,6 @@ class _Experts(Protocol):
     def normalised(self) -> bool: ...
     @property
     def weighs_inputs(self) -> bool: ...
-
-class _Choice(_Experts, Protocol):
-    """What experts are chosen by, and weighed with: serving.models.experts.Experts."""
-
     @property
     def scores(self) -> str: ...
     @property
@@ -66,17 +63,6 @@ class _Choice(_Experts, Protocol):
     def group_best(self) -> int: ...
     @property
     def scale(self) -> float: ...
-
-class _Division(Protocol):
-    """Which rank this process is, and what of a weight it computes by each table."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def teams(self) -> Sequence[Sequence[int]]: ...
-    def shares(self, table: int, /) -> Sequence[int]: ...
-    def panels(self, packed: PackedWeight, table: int, /) -> _Range: ...
-    def weight(self, packed: PackedWeight, table: int, /) -> PackedWeight | None: ...
 
 # ---- instruction sets and cores
 def isa_ladder() -> list[str]: ...
@@ -284,7 +270,7 @@ class ProgramBuilder:
         shape: _Shape,
         capacity: Mapping[str, Any],
         inv_freq: npt.ArrayLike,
-        division: _Division | None = None,
+        division: Division | None = None,
         patience_s: float = 60.0,
         magnitude: float = 1.0,
     ) -> None: ...
@@ -366,7 +352,7 @@ class ProgramBuilder:
     ) -> None: ...
     def route(
         self,
-        experts: _Choice,
+        experts: _Experts,
         from_at: int,
         from_stride: int,
         rows: _Rows = "every",

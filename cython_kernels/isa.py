@@ -14,11 +14,6 @@ from contextlib import contextmanager
 from phasewise.cython_kernels import _native
 
 
-def ladder() -> tuple[str, ...]:
-    """The names of all instruction sets, lowest first, usable here or not."""
-    return tuple(_native.isa_ladder())
-
-
 def usable() -> tuple[str, ...]:
     """The names of the instruction sets that run on this machine, lowest first; never empty."""
     return tuple(_native.isa_usable())

@@ -1,12 +1,12 @@
-"""Loops that run one core at its limits (families/limits.c), for the instruction set in use."""
+"""Rates of several cores at once, and the kinds of numbers whose peak is measured (families/limits.c)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from phasewise.cython_kernels import _native
 
@@ -31,22 +31,16 @@ def rates_of_members(team: _native.Team) -> MemberRates:
 
     MemoryError where there is no room to read.
     """
-    readers = _native.Readers(team, PROBE_BYTES)
-    try:
+    with closing(_native.Readers(team, PROBE_BYTES)) as readers:
         readers.rates(range(team.size), PROBE_S)
         reading = readers.rates(range(team.size), PROBE_S)
-    finally:
-        readers.close()
     return MemberRates(tuple(reading), tuple(_native.pace_of_members(team, PROBE_S)))
 
 
 def rates_of_pus(pus: Sequence[int]) -> MemberRates:
     """The rates of these PUs of this machine, by a thread on each. TeamError where one cannot be had."""
-    team = _native.Team(tuple(pus), idle_spin_us=0)
-    try:
+    with closing(_native.Team(tuple(pus), idle_spin_us=0)) as team:
         return rates_of_members(team)
-    finally:
-        team.close()
 
 
 def rates_of_kinds(rates: Sequence[float], kinds: Sequence[int]) -> tuple[float, ...]:
@@ -54,22 +48,3 @@ def rates_of_kinds(rates: Sequence[float], kinds: Sequence[int]) -> tuple[float,
     values, numbers = np.asarray(rates), np.asarray(kinds)
     medians = {kind: float(np.median(values[numbers == kind])) for kind in set(kinds)}
     return tuple(medians[kind] for kind in kinds)
-
-
-def peak(kind: str, rounds: int) -> int:
-    """Run multiply-adds of `kind` without memory traffic; returns the operations done. Releases the GIL."""
-    return int(_native.limit_peak(kind, rounds))
-
-
-def read(buffer: npt.NDArray[np.uint8]) -> int:
-    """Read `buffer` once, in whole blocks of 512 bytes; returns the bytes read. Releases the GIL."""
-    return int(_native.limit_read(buffer))
-
-
-def read_pieces(buffer: npt.NDArray[np.uint64], piece_bytes: int, *, scattered: bool) -> tuple[int, int]:
-    """Read pieces of `buffer` once each, as many as the largest power of two that fits, in their order or
-    scattered.
-
-    Returns the bytes read and the sum of all words, which the order does not change. Releases the GIL.
-    """
-    return _native.limit_read_pieces(buffer, piece_bytes // buffer.itemsize, scattered)

@@ -52,14 +52,11 @@ BLOCK_KINDS: dict[str, Kind] = {kind: kind for kind in KINDS if kind in BLOCKS}
 DENSE_KINDS: tuple[Kind, ...] = ("f32", "bf16", "f16")
 """The kinds of weights that are plain numbers, without scales."""
 
-_K_INNER = {"f32": 1, "bf16": 2, "f16": 1, "q8": 4, "q4": 8}
-_VALUE_DTYPE: dict[str, npt.DTypeLike] = {
-    "f32": np.float32,
-    "bf16": np.uint16,
-    "f16": np.float16,
-    "q8": np.uint8,
-    "q4": np.uint8,
-}
+_FORMS: dict[str, tuple[npt.DTypeLike, int]] = {
+    "f32": (np.float32, 1), "bf16": (np.uint16, 2), "f16": (np.float16, 1), "q8": (np.uint8, 4),
+    "q4": (np.uint8, 8),
+}  # fmt: skip
+"""The type of packed values, and how many inputs lie together, of kinds that are no blocks."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +154,11 @@ def groups_of(k: int, group: int) -> int:
 
 def values_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
     """Shape of `PackedWeight.values`."""
-    if kind in BLOCKS:
-        return blocks.values_shape(kind, n, k)
-    panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
-    steps = padded_k(k) // inner
-    return (panels, steps, PANEL) if inner == 1 else (panels, steps, PANEL, min(inner, 4))
+    return blocks.values_shape(kind, n, k) if kind in BLOCKS else thin_shape(kind, n, padded_k(k))
 
 
 def values_dtype(kind: Kind) -> np.dtype[Any]:
-    return np.dtype(_VALUE_DTYPE.get(kind, np.uint8))
+    return np.dtype(_FORMS[kind][0] if kind in _FORMS else np.uint8)
 
 
 def offsets_shape(n: int, k: int) -> tuple[int, int]:
@@ -204,16 +197,16 @@ def pack_dense(w: Array, kind: Kind) -> PackedWeight:
         rows = to_bf16(w) if kind == "bf16" else np.asarray(w, dtype=values_dtype(kind))
     if kind == "bf16":
         rows[rows == _MINUS_ZERO] = 0  # a masked weight may be -0, and storage must not tell them apart
-    values = _panels(rows, _K_INNER[kind], 0, K_MULTIPLE)
+    values = _panels(rows, _FORMS[kind][1], 0, K_MULTIPLE)
     top = bf16_top_exponent(values) if kind == "bf16" else 0
     return PackedWeight(kind, n, k, 0, 0, values, None, None, top)
 
 
 def thin_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
     """Shape of the values that `pack_thin` gives."""
-    panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
+    panels, inner = padded_n(n) // PANEL, _FORMS[kind][1]
     steps = -(-k // inner)
-    return (panels, steps, PANEL) if kind == "f32" else (panels, steps, PANEL, inner)
+    return (panels, steps, PANEL) if inner == 1 else (panels, steps, PANEL, min(inner, 4))
 
 
 def pack_thin(w: Array, kind: Kind) -> PackedWeight:

@@ -14,8 +14,6 @@ from phasewise.cython_kernels import _native, packing
 from phasewise.cython_kernels.errors import WeightError
 from phasewise.cython_kernels.packing import SPARSE_TAIL, PackedWeight
 
-OFFSET_BYTES = 4
-
 
 def can_be_sparse(kind: str, has_mins: bool) -> bool:
     """True if there is a sparse storage of such weights: bf16, and q8 whose zero is exact."""
@@ -59,14 +57,13 @@ def kept_share(weight: PackedWeight) -> float:
     assert weight.offsets is not None
     values = weight.nbytes - sum(array.nbytes for array in weight.arrays[1:])
     weights = packing.padded_n(weight.n) * packing.padded_k(weight.k)
-    kept_bytes = values - weights / 8
-    return min(1.0, max(0.0, kept_bytes / (weights * (2 if weight.kind == "bf16" else 1))))
+    share = (values - weights / 8) / (weights * (2 if weight.kind == "bf16" else 1))
+    return min(1.0, max(0.0, share))
 
 
 def values_bytes(kind: str, n: int, k: int, kept_share: float) -> float:
     """The bytes that a sparse weight takes, roughly and scales apart: a bit for each weight, the kept ones,
     offsets."""
     weights = packing.padded_n(n) * packing.padded_k(k)
-    element = 2 if kind == "bf16" else 1
-    slots = np.prod(packing.offsets_shape(n, k))
-    return weights / 8 + element * kept_share * n * k + OFFSET_BYTES * float(slots)
+    offsets_bytes = 4 * float(np.prod(packing.offsets_shape(n, k)))
+    return weights / 8 + (2 if kind == "bf16" else 1) * kept_share * n * k + offsets_bytes

@@ -301,7 +301,7 @@ async def open_client(target: Target) -> AsyncIterator[LoadClient]:
 
 
 async def _json(response: aiohttp.ClientResponse) -> Any:
-    """A small JSON body. Raises ValueError where the body is no JSON."""
+    """Read a small JSON body. ValueError where the body is no JSON."""
     return read_json(await response.content.read(MAX_BODY_BYTES))
 
 

@@ -101,6 +101,5 @@ def exit_at_interrupts(exit_code: str | int | None) -> None:
     code = exit_code if isinstance(exit_code, int) else int(exit_code is not None)
     signal.signal(signal.SIGINT, lambda *_: os._exit(code))
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    exec(
-        ""
-    )  # Python forgets that code of a string was interrupted, after which it would end by SIGINT itself
+    # Python forgets that code of a string was interrupted, after which it would end by SIGINT itself.
+    exec("")

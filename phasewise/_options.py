@@ -1,4 +1,5 @@
-"""Options of commands: a field of a settings dataclass carries what its flag, help and reference say."""
+"""Options and arguments of commands: a field of a settings dataclass, or the default of a command's
+parameter, carries what its flag, help and reference say."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
-from phasewise._words import bytes_of
-
 OPTION = "option"
 """The key of a field's `Option` in its metadata."""
+REQUIRED: Any = MISSING
+"""The default of an option or argument that a command needs."""
 MOST_USED = "Most used"
 """The heading of `--help` that comes first."""
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+_UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class OptionError(ValueError):
@@ -57,7 +59,8 @@ class Option:
     flags: empty for `--field-name`. kind: the option's type where the field's own is wider. written: the
     field's default as a user writes it, where `settings` have a parser. panel: the heading in `--help`; None:
     that of the class, `PANEL`. config_only: True for a line of the configuration file without a flag.
-    settings: bounds, metavar, envvar and parser, by the names that typer has for them.
+    is_argument: True for a word without a flag. settings: bounds, metavar, envvar and parser, by the names
+    that typer has for them.
     """
 
     help: str
@@ -66,6 +69,7 @@ class Option:
     written: str | None = None
     panel: str | None = None
     config_only: bool = False
+    is_argument: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, default: Any = MISSING, *, repr: bool = True, **changed: Any) -> Any:
@@ -83,11 +87,16 @@ def named(
     **settings: Any,
 ) -> Option:
     """Make an option that fields of several classes share."""
-    return Option(help_text, flags, kind, written, panel, config_only, settings)
+    return Option(help_text, flags, kind, written, panel, config_only, settings=settings)
+
+
+def argument(default: Any, help_text: str, metavar: str, **settings: Any) -> Any:
+    """Make the default of a command's parameter that is a word without a flag."""
+    return Option(help_text, is_argument=True, settings={"metavar": metavar, **settings})(default)
 
 
 def option(default: Any, help_text: str, *flags: str, repr: bool = True, **settings: Any) -> Any:
-    """Make a dataclass field with an option of its own."""
+    """Make a dataclass field, or the default of a parameter, with an option of its own."""
     return named(help_text, *flags, **settings)(default, repr=repr)
 
 
@@ -130,7 +139,7 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 def parse_bytes(text: str) -> int:
     """Parse a size such as `512M`, `1.5GiB` or `4000000` into bytes, units being powers of 1024."""
-    n_bytes = bytes_of(text)
-    if n_bytes is None:
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise OptionError(f"{text!r} is not a size such as 512M or 4GiB")
-    return n_bytes
+    return int(float(match[1]) * _UNITS_BYTES[match[2].lower()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import signal
 from collections.abc import Iterable
 
@@ -61,9 +60,6 @@ def reason_of(error: BaseException) -> str:
     return words or str(error)
 
 
-_UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
 def ending_of(code: int) -> str:
     """The end of a process in words by its exit code: `ended with exit code 1`, `was killed by SIGKILL`."""
     if code >= 0:
@@ -72,12 +68,6 @@ def ending_of(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # the real-time ones have no names
         return f"was killed by signal {-code}"
-
-
-def bytes_of(text: str) -> int | None:
-    """Parse `512M`, `1.5GiB` or `4000000` into bytes, units being powers of 1024; None for other text."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    return None if match is None else int(float(match[1]) * _UNITS_BYTES[match[2].lower()])
 
 
 def counted(count: int, singular: str, several: str | None = None) -> str:

@@ -26,7 +26,7 @@ from phasewise.topology import read_machine
 from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.predictor import log
-from phasewise.workflows.capacity.simulate import Load, arrivals_of
+from phasewise.workflows.capacity.simulate import arrivals_of
 from phasewise.workflows.replay.run import read_receipts
 from phasewise.workflows.topo.plan_json import read_plans
 from tests.support import ROOT
@@ -201,7 +201,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "adapter_config.json": (_adapter, lambda path: load_parts(path.parent, CONFIG)),
     "trace": (
         _texts('{"input_length": 5, "output_length": 3, "timestamp": 27, "hash_ids": [1]}\n'),
-        lambda path: (read_trace(path), arrivals_of(Load(str(path)))),
+        lambda path: (read_trace(path), arrivals_of(str(path))),
     ),
     "conversations": (_texts(json.dumps([CONVERSATION]), "given.json"), read_trace),
     "length log": (_texts('{"output_tokens": 3, "prompt_token_ids": [1, 2], "model": "m"}\n'), log.read_log),

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels import isa
-from phasewise.cython_kernels import limit_loops as loops
+from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels.limit_loops import KINDS
 
 CALIBRATION_ROUNDS = 1 << 16
 REPEAT_S = 0.05  # long against a timer tick, short against a neighbour's burst
@@ -45,10 +45,10 @@ def peak_flops(kind: str, cores: Sequence[int], repeats: int = 5) -> float:
 
     def prepare() -> Callable[[], int]:
         started = time.perf_counter_ns()
-        loops.peak(kind, CALIBRATION_ROUNDS)
+        _native.limit_peak(kind, CALIBRATION_ROUNDS)
         elapsed_ns = time.perf_counter_ns() - started
         rounds = max(1, int(CALIBRATION_ROUNDS * REPEAT_S * 1e9 / elapsed_ns))
-        return lambda: loops.peak(kind, rounds)
+        return lambda: _native.limit_peak(kind, rounds)
 
     return _best_rate(prepare, cores, repeats)
 
@@ -60,7 +60,7 @@ def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, 
 
     def prepare() -> Callable[[], int]:
         buffer = np.ones(share_bytes, dtype=np.uint8)  # touched here, by the core that will read it
-        return lambda: loops.read(buffer)
+        return lambda: _native.limit_read(buffer)
 
     return _best_rate(prepare, cores, repeats)
 
@@ -89,7 +89,7 @@ def read_in_pieces(
     def rate(scattered: bool) -> float:
         def prepare() -> Callable[[], int]:
             buffer = np.ones(share_words, dtype=np.uint64)  # touched here, by the core that will read it
-            return lambda: loops.read_pieces(buffer, piece_bytes, scattered=scattered)[0]
+            return lambda: _native.limit_read_pieces(buffer, piece_bytes // 8, scattered)[0]
 
         return _best_rate(prepare, cores, repeats)
 
@@ -115,7 +115,7 @@ class StreamingRead:
         passes = -(-LEAST_READ_BYTES // sum(buffer.nbytes for buffer in self._buffers))
 
         def read(buffer: npt.NDArray[np.uint8]) -> int:
-            return sum(loops.read(buffer) for _ in range(passes))
+            return sum(_native.limit_read(buffer) for _ in range(passes))
 
         def spans(buffer: npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
             return [_span(self._gate, lambda: read(buffer)) for _ in range(repeats)]
@@ -141,7 +141,7 @@ def measure_limits(cores: Sequence[int], read_buffer_bytes: int = DEFAULT_READ_B
     return MachineLimits(
         cores=tuple(cores),
         isa=isa.active(),
-        peak_flops={kind: peak_flops(kind, cores) for kind in loops.KINDS},
+        peak_flops={kind: peak_flops(kind, cores) for kind in KINDS},
         read_bytes_per_s=read_bandwidth(cores, read_buffer_bytes),
         read_buffer_bytes=read_buffer_bytes,
     )

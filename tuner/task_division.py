@@ -48,12 +48,12 @@ def breaking(times: Times, allowance: float = ALLOWANCE) -> tuple[int, ...]:
 
 
 def beside_more(times: Times) -> Iterator[Breach]:
-    """The ratio of each product to each product with more rows."""
+    """Yield each pair of products of which the second has more rows, with the ratio of their times."""
     return (Breach(times[m] / times[more], m, (more,)) for m in times for more in times if more > m)
 
 
 def beside_two(times: Times) -> Iterator[Breach]:
-    """The ratio of each product to any two products that divide its rows."""
+    """Yield each product with any two that divide its rows; the ratio is of its time to the sum of theirs."""
     cuts = ((a, m - a) for m in times for a in times if a <= m - a and m - a in times)
     return (Breach(times[a + b] / (times[a] + times[b]), a + b, (a, b)) for a, b in cuts)
 

@@ -145,8 +145,8 @@ def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
 def _blank_sparse(dense: PackedWeight, density: float) -> PackedWeight:
     """A blank sparse weight whose slots are equally long."""
     shape = packing.offsets_shape(dense.n, dense.k)
-    offsets_bytes = shape[0] * shape[1] * sparse.OFFSET_BYTES
-    stream = round(sparse.values_bytes(dense.kind, dense.n, dense.k, density)) - offsets_bytes
+    without_offsets = sparse.values_bytes(dense.kind, dense.n, dense.k, density) - 4 * shape[0] * shape[1]
+    stream = round(without_offsets)
     places = np.linspace(0, stream // packing.SLOT_UNIT, shape[0] * shape[1], endpoint=False)
     values = np.empty(stream + packing.SPARSE_TAIL, dtype=np.uint8)
     return replace(dense, values=values, offsets=places.astype(np.uint32).reshape(shape))

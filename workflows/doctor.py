@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,8 +86,8 @@ def _refused_calls() -> dict[str, str]:
         tried = {
             "set_mempolicy": prefer_nodes(None),
             "mbind": place_on_nodes(page, 0, mmap.PAGESIZE, (0,)),
-            "memfd_create": _errno_of_memfd(),
-            "pidfd_open": _errno_of_pidfd(),
+            "memfd_create": _errno_of(lambda: os.memfd_create("phasewise-doctor")),
+            "pidfd_open": _errno_of(lambda: os.pidfd_open(os.getpid())),
         }
     return {
         call: f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
@@ -95,17 +96,10 @@ def _refused_calls() -> dict[str, str]:
     }
 
 
-def _errno_of_memfd() -> int:
+def _errno_of(opened: Callable[[], int]) -> int:
+    """The number of the error by which a descriptor cannot be opened; 0: it can."""
     try:
-        os.close(os.memfd_create("phasewise-doctor"))
-    except OSError as error:
-        return error.errno or errno.EIO
-    return 0
-
-
-def _errno_of_pidfd() -> int:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(opened())
     except OSError as error:
         return error.errno or errno.EIO
     return 0

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from phasewise._options import changed, refuse_unused
+from phasewise._options import REQUIRED, argument, changed, option, refuse_unused
 from phasewise._words import counted, number
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, OptionalModelArgument
 from phasewise.cli.present import EXIT_REFUSED, note, print_json
 from phasewise.cli.status_line import status_line
@@ -19,19 +17,15 @@ from phasewise.workflows.opening.settings import ReadWeights
 from phasewise.workflows.options import ModelCores
 
 
-@spread
 def batch(
-    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, one a line")],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="OUT.jsonl", help="answers, in the same order")
-    ],
+    *,
+    requests: Path = argument(REQUIRED, "requests, one a line", "IN.jsonl"),
+    output: Path = option(REQUIRED, "answers, in the same order", "-o", "--output", metavar="OUT.jsonl"),
     weights: ReadWeights,
     placement: ModelCores,
     answering: OwnServing,
     model: OptionalModelArgument = None,
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="a server that runs, in place of MODEL")
-    ] = None,
+    url: str | None = option(None, "a server that runs, in place of MODEL", metavar="URL"),
     as_json: JsonOption = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch form.

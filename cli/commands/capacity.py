@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phasewise._words import counted, number, percent
-from phasewise.cli.option_sets import spread
-from phasewise.cli.options import JsonOption, TraceArgument, WideOption
+from phasewise._options import REQUIRED, option
+from phasewise._words import NOTHING, counted, number, percent
+from phasewise.cli.options import TRACE, JsonOption, WideOption
 from phasewise.cli.present import EXIT_FAILURE, fail, note, on_one_line
 from phasewise.cli.tables import WIDTH, RowTable, present
 from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summary, broken
@@ -22,17 +20,14 @@ if TYPE_CHECKING:
     from phasewise.workflows.capacity.provision import Provisioned
 
 
-@spread
 def simulate(
-    trace: TraceArgument,
-    pools: Annotated[
-        str,
-        typer.Option(
-            "--pools",
-            metavar="FILE|POOLS",
-            help="the cluster: a TOML file, or pools in a line such as prompt=27*h100,token=3*h100",
-        ),
-    ],
+    *,
+    trace: str = TRACE(REQUIRED),
+    pools: str = option(
+        REQUIRED,
+        "the cluster: a TOML file, or pools in a line such as prompt=27*h100,token=3*h100",
+        metavar="FILE|POOLS",
+    ),
     wish: SimulationWish,
     inputs: ClusterInputs,
     as_json: JsonOption = False,
@@ -48,14 +43,13 @@ def simulate(
     """
     from phasewise.workflows.capacity.simulate import simulate_cluster
 
-    simulated = simulate_cluster(trace, pools, wish, inputs, note)
-    what = simulated.spec, simulated.summary, simulated.slo
+    what = simulate_cluster(trace, pools, wish, inputs, note)
     present(as_json, simulation_fields(*what), simulation_text(*what))
 
 
-@spread
 def provision(
-    trace: TraceArgument,
+    *,
+    trace: str = TRACE(REQUIRED),
     wish: ProvisionWish,
     inputs: ClusterInputs,
     wide: WideOption = False,
@@ -142,9 +136,7 @@ def _slo_lines(summary: Summary, slo: Slo | None) -> list[str]:
     if slo is None:
         return []
     failures = broken(summary, slo)
-    if not failures:
-        return [f"SLO {slo.name}: kept"]
-    return [f"SLO {slo.name}: broken: {'; '.join(failures)}"]
+    return [f"SLO {slo.name}: " + (f"broken: {'; '.join(failures)}" if failures else "kept")]
 
 
 DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")
@@ -168,17 +160,21 @@ def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = Fal
 
 
 def _provision_row(answer: Provisioned) -> dict[str, str]:
-    spec = answer.spec
-    return {
-        "design": on_one_line(answer.design.name),
-        "machines": "-" if spec is None else " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
-        "requests/s": "-" if spec is None else number(answer.rate),
-        "total": "-" if spec is None else str(spec.n_machines),
-        "cost/h": "-" if spec is None else f"{spec.cost:.2f}",
-        "power, kW": "-" if spec is None else f"{spec.power_w / 1000:.1f}",
-        "bound used": "-" if spec is None else percent(answer.tightness),
-        "runs": str(answer.n_runs),
-    }
+    name, spec = on_one_line(answer.design.name), answer.spec
+    if spec is None:
+        found = dict.fromkeys(
+            ("machines", "requests/s", "total", "cost/h", "power, kW", "bound used"), NOTHING
+        )
+    else:
+        found = {
+            "machines": " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
+            "requests/s": number(answer.rate),
+            "total": str(spec.n_machines),
+            "cost/h": f"{spec.cost:.2f}",
+            "power, kW": f"{spec.power_w / 1000:.1f}",
+            "bound used": percent(answer.tightness),
+        }
+    return {"design": name, **found, "runs": str(answer.n_runs)}
 
 
 def simulation_fields(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> dict[str, Any]:

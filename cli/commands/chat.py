@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,9 @@ from rich.cells import cell_len
 from phasewise._files import write_file
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import counted, number
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import ModelArgument
 from phasewise.cli.present import note, write_text
-from phasewise.cli.status_line import StatusLine, status_line
+from phasewise.cli.status_line import status_line
 from phasewise.workflows.generate.answer_settings import ChatSettings, SamplingChoice
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 FENCE = '"""'
 
 
-@spread
 def chat(model: ModelArgument, sampling: SamplingChoice, settings: ChatSettings) -> None:
     """Talk to MODEL. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
 
@@ -86,14 +86,19 @@ def _messages() -> Iterator[str]:
 
 
 def _answer(session: ChatSession, message: str, sampling: SamplingChoice, n_tokens: int | None) -> None:
-    """Stream one answer; Ctrl-C ends it between two tokens and keeps the tokens so far."""
+    """Stream one answer after its prompt's bar; Ctrl-C ends it between two tokens and keeps those so far."""
     from phasewise.serving.errors import RequestError
 
     wrap = WordWrap(shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else None
     try:
-        with _until_interrupted() as is_interrupted, PromptBar() as bar:
+        with _until_interrupted() as is_interrupted, ExitStack() as bar:
+            line = bar.enter_context(status_line(math.inf))
             for piece in session.answer(message, sampling, n_tokens, is_interrupted):
-                bar.show(session.progress)
+                progress = session.progress
+                if progress is None:
+                    bar.close()
+                else:
+                    line.show(partial(bar_text, progress))
                 write_text(piece if wrap is None else wrap.shown(piece))
     except RequestError as error:
         note(f"{error}; /clear begins a new one")
@@ -226,33 +231,6 @@ def speed_line(answer: OneAnswer) -> str:
 _WIDTH = 24
 
 
-class PromptBar:
-    """Progress bar of a prompt on stderr, from its first step to its last; nothing off a terminal."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._line: StatusLine | None = None
-
-    def __enter__(self) -> PromptBar:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._end()
-
-    def show(self, progress: Progress | None) -> None:
-        """Show the prompt's progress; None removes the bar, since the answer has begun."""
-        if progress is None or not sys.stderr.isatty():
-            self._end()
-            return
-        if self._line is None:
-            self._line = self._stack.enter_context(status_line(float("inf")))
-        self._line.show(lambda: bar_text(progress))
-
-    def _end(self) -> None:
-        self._line = None
-        self._stack.close()
-
-
 def bar_text(progress: Progress) -> str:
     """Text of the bar: the bar itself, tokens, and the time left at the rate so far."""
     n_full = _WIDTH * progress.n_computed // progress.n_prompt
@@ -271,23 +249,6 @@ HELP = """\
 /bye              end (also Ctrl-D)
 \"\"\"               begins and ends a message of several lines"""
 
-_KINDS: dict[str, type[float] | type[int]] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "seed": int,
-}
-_RANGES = {
-    "temperature": (0.0, 100.0),
-    "top_k": (1, 1 << 31),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "seed": (-(1 << 63), (1 << 63) - 1),
-}
-
 
 class ChatCommandError(Exception):
     """A chat command cannot be followed; the message says what to write."""
@@ -295,21 +256,23 @@ class ChatCommandError(Exception):
 
 def applied_setting(text: str) -> dict[str, float | int | None]:
     """Parse a setting such as `temperature 0.2` into a field of `SamplingChoice` and its value."""
+    from phasewise.serving.errors import RequestError
+    from phasewise.serving.sampling.sampling import SamplingParams
+
     name, _, written = text.partition(" ")
-    name = name.replace("-", "_")
-    if name not in _KINDS or not written.strip():
-        raise ChatCommandError(f"write /set NAME VALUE, where NAME is one of {', '.join(_KINDS)}")
-    if written.strip() == "default":
+    name, written = name.replace("-", "_"), written.strip()
+    names = [field.name for field in fields(SamplingChoice)]
+    if name not in names or not written:
+        raise ChatCommandError(f"write /set NAME VALUE, where NAME is one of {', '.join(names)}")
+    if written == "default":
         return {name: None}
-    low, high = _RANGES[name]
     try:
-        value = _KINDS[name](written)
+        value = int(written) if name in ("top_k", "seed") else float(written)
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    except RequestError as error:
+        raise ChatCommandError(str(error)) from None
     except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise ChatCommandError(
-            f"{name} is a number from {number(low)} to {number(high)}, not {written.strip()!r:.40}"
-        )
+        raise ChatCommandError(f"{name} is a number, not {written!r:.40}") from None
     return {name: value}
 
 

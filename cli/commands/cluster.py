@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from phasewise._options import REQUIRED, argument, named, option
 from phasewise._words import NOTHING, counted, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
@@ -23,21 +22,11 @@ $ phasewise cluster drain token-1"""
 
 app = CommandApp(help=HELP)
 
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        envvar="PHASEWISE_CLUSTER", metavar="auto|ADDRESS", help="the Ray cluster: its address, or auto"
-    ),
-]
-
-
-@app.callback()
-def cluster() -> None:
-    """Instances on a Ray cluster."""
+CLUSTER = named("the Ray cluster: its address, or auto", metavar="auto|ADDRESS", envvar="PHASEWISE_CLUSTER")
 
 
 @app.command("status")
-def status(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None:
+def status(cluster: str = CLUSTER("auto"), as_json: JsonOption = False) -> None:
     """Show the cluster's nodes, and the servers on it with their instances.
 
     $ phasewise cluster status
@@ -55,16 +44,10 @@ def status(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None
 
 @app.command("drain")
 def drain(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="an instance as status names it, or a node's address or id")
-    ],
-    cluster: ClusterOption = "auto",
-    undo: Annotated[
-        bool, typer.Option("--undo", help="let it take requests again; start it anew where it has stopped")
-    ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="wait until it has stopped, or with --undo until it runs")
-    ] = True,
+    name: str = argument(REQUIRED, "an instance as status names it, or a node's address or id", "NAME"),
+    cluster: str = CLUSTER("auto"),
+    undo: bool = option(False, "let it take requests again; start it anew where it has stopped"),
+    wait: bool = option(True, "wait until it has stopped, or with --undo until it runs", "--wait/--no-wait"),
     as_json: JsonOption = False,
 ) -> None:
     """Drain an instance, or all instances of a node.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from phasewise._options import REQUIRED, argument
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.config_file import read_config, unknown_key, wrong_value
 from phasewise.cli.options import JsonOption
@@ -42,12 +42,8 @@ def show(context: typer.Context, as_json: JsonOption = False) -> None:
 @app.command("set")
 def set_value(
     context: typer.Context,
-    name: Annotated[
-        str, typer.Argument(metavar="COMMAND.OPTION", help="e.g. serve.port or bench.run.repetitions")
-    ],
-    value: Annotated[
-        str | None, typer.Argument(metavar="VALUE", help="a TOML value or a text; none: remove the option")
-    ] = None,
+    name: str = argument(REQUIRED, "e.g. serve.port or bench.run.repetitions", "COMMAND.OPTION"),
+    value: str | None = argument(None, "a TOML value or a text; none: remove the option", "VALUE"),
 ) -> None:
     """Set the default of an option in the file, keeping the rest of the file as it is.
 
@@ -76,17 +72,12 @@ def set_value(
         section.pop(key, None)
     else:
         section[key] = _parsed(value)
-    _make_folder(path)
-    write_target(path, tomlkit.dumps(document))
-    note(f"{path}: {name} {'removed' if value is None else f'= {value}'}")
-
-
-def _make_folder(path: Path) -> None:
-    """Create the file's directory if it is missing; a symbolic link's target may have another directory."""
-    try:
+    try:  # a symbolic link's target may have another directory
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"config file {path} cannot be written: {error.strerror}", EXIT_FAILURE)
+    write_target(path, tomlkit.dumps(document))
+    note(f"{path}: {name} {'removed' if value is None else f'= {value}'}")
 
 
 def _parsed(text: str) -> Any:

@@ -6,18 +6,17 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phasewise._options import refuse_unused
+from phasewise._options import option, refuse_unused
 from phasewise._words import counted
-from phasewise.cli.options import DbOption, JsonOption
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_FAILURE, note
 from phasewise.cli.tables import WIDTH, present
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
 from phasewise.tuner.doctor.memory import computing_processes
+from phasewise.workflows.options import DB
 
 if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
@@ -26,34 +25,20 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    root: Annotated[
-        Path | None,
-        typer.Option(
-            "--root",
-            metavar="DIR",
-            help="examine a snapshot: a folder with its /proc and /sys [default: this host]",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="exit with 1 if anything is found, for use in scripts")
-    ] = False,
-    bits: Annotated[
-        bool,
-        typer.Option(
-            "--bits",
-            help="compute known results on every core and with every instruction set, in place of all else",
-        ),
-    ] = False,
-    decode: Annotated[
-        str | None,
-        typer.Option(
-            "--decode",
-            metavar="MODEL",
-            help="time MODEL for some seconds and explain why decoding is not faster, in place of all else",
-        ),
-    ] = None,
+    root: Path | None = option(
+        None, "examine a snapshot: a folder with its /proc and /sys [default: this host]", metavar="DIR"
+    ),
+    strict: bool = option(False, "exit with 1 if anything is found, for use in scripts"),
+    bits: bool = option(
+        False, "compute known results on every core and with every instruction set, in place of all else"
+    ),
+    decode: str | None = option(
+        None,
+        "time MODEL for some seconds and explain why decoding is not faster, in place of all else",
+        metavar="MODEL",
+    ),
     as_json: JsonOption = False,
-    db: DbOption = None,
+    db: str | None = DB(None),
 ) -> None:
     """Find what keeps this host from its limit: quotas, clocks, pages, placement, unused instruction sets.
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from phasewise.cli.options import (
-    FormatOption,
-    ModelArgument,
-    PackOption,
-    ThreadsOption,
-    VectorArithmeticOption,
-)
+from phasewise._options import argument, option
+from phasewise.cli.options import ModelArgument
 from phasewise.cli.present import note, print_json, read_stdin, say
+from phasewise.serving.models.storage_modes import PackMode
+from phasewise.workflows.options import FORMAT, PACK, THREADS, VECTOR_ARITHMETIC
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,52 +26,34 @@ Encoding = Literal["float", "int8", "binary", "ubinary"]
 
 def embed(
     model: ModelArgument,
-    texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="texts; -: one a line on stdin")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="read texts from FILE, one a line")
-    ] = None,
-    output: Annotated[VectorForm, typer.Option("-o", "--output", help="form of the vectors on stdout")] = (
-        "json"
+    texts: list[str] | None = argument(None, "texts; -: one a line on stdin", "TEXT"),
+    file: Path | None = option(None, "read texts from FILE, one a line", metavar="FILE"),
+    output: VectorForm = option("json", "form of the vectors on stdout", "-o", "--output"),
+    dimensions: int | None = option(
+        None, "keep the first N numbers of each vector, with length 1 again", min=1, metavar="N"
     ),
-    dimensions: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="keep the first N numbers of each vector, with length 1 again"),
-    ] = None,
-    input_type: Annotated[
-        str | None,
-        typer.Option(
-            "--input-type",
-            metavar="KIND",
-            help="query, document or the name of one of the model's prompts, which is put before each text;"
-            " without it the model's default prompt, if it has one",
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            "--task",
-            metavar="TASK",
-            help="one of the model's tasks, where it has some: of jina v3 retrieval.query, retrieval.passage,"
-            " separation, classification and text-matching",
-        ),
-    ] = None,
-    encoding_format: Annotated[
-        Encoding,
-        typer.Option(
-            "--encoding-format",
-            help="numbers of vectors: float32; int8, times 127 over the largest magnitude; a bit for each, 1"
-            " above 0, in bytes (ubinary), or these less 128 (binary)",
-        ),
-    ] = "float",
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="cut texts that are too long; else they are an error")
-    ] = False,
-    weight_format: FormatOption = "native",
-    pack: PackOption = "keep",
-    arithmetic: VectorArithmeticOption = "tuned",
-    threads: ThreadsOption = None,
+    input_type: str | None = option(
+        None,
+        "query, document or the name of one of the model's prompts, which is put before each text;"
+        " without it the model's default prompt, if it has one",
+        metavar="KIND",
+    ),
+    task: str | None = option(
+        None,
+        "one of the model's tasks, where it has some: of jina v3 retrieval.query, retrieval.passage,"
+        " separation, classification and text-matching",
+        metavar="TASK",
+    ),
+    encoding_format: Encoding = option(
+        "float",
+        "numbers of vectors: float32; int8, times 127 over the largest magnitude; a bit for each, 1"
+        " above 0, in bytes (ubinary), or these less 128 (binary)",
+    ),
+    truncate: bool = option(False, "cut texts that are too long; else they are an error"),
+    weight_format: str = FORMAT("native"),
+    pack: PackMode = PACK("keep"),
+    arithmetic: Literal["tuned", "canonical"] = VECTOR_ARITHMETIC("tuned"),
+    threads: int | None = THREADS(None),
 ) -> None:
     """Print the vector of each TEXT, computed by an embedding MODEL.
 

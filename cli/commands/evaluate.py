@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.option_sets import spread
-from phasewise.cli.options import DbOption, JsonOption, ModelArgument
+from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line
 from phasewise.cli.status_line import status_line
 from phasewise.cli.tables import present
 from phasewise.workflows.evaluate.settings import EvalSettings
+from phasewise.workflows.options import DB
 
 if TYPE_CHECKING:
     from phasewise.workflows.evaluate.run import Evaluation
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 LABEL_COLUMNS = 26
 
 
-@spread
 def evaluate(
-    model: ModelArgument, settings: EvalSettings, db: DbOption = None, as_json: JsonOption = False
+    model: ModelArgument, settings: EvalSettings, db: str | None = DB(None), as_json: JsonOption = False
 ) -> None:
     """Measure the quality of MODEL as it runs: perplexity, divergence.
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phasewise._options import changed, refuse_unused
+from phasewise._options import argument, changed, option, refuse_unused
 from phasewise._words import counted
-from phasewise.cli.option_sets import spread
-from phasewise.cli.options import DbOption, ExplainOption, JsonOption, ModelArgument
+from phasewise.cli.options import EXPLAIN, JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
+from phasewise.workflows.options import DB
 
 if TYPE_CHECKING:
     from phasewise.workflows.generate.run import Generated
@@ -22,22 +20,15 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
-@spread
 def generate(
     model: ModelArgument,
     settings: AnswerSettings,
     sampling: SamplingChoice,
-    text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="the prompt; -: read it from stdin")
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="the prompt; -: read it from stdin")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("-f", "--file", metavar="FILE", help="read the prompt from a UTF-8 file")
-    ] = None,
-    db: DbOption = None,
-    explain: ExplainOption = False,
+    text: str | None = argument(None, "the prompt; -: read it from stdin", "TEXT"),
+    prompt: str | None = option(None, "the prompt; -: read it from stdin", "-p", "--prompt", metavar="TEXT"),
+    file: Path | None = option(None, "read the prompt from a UTF-8 file", "-f", "--file", metavar="FILE"),
+    db: str | None = DB(None),
+    explain: bool = EXPLAIN(False),
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or with --chat answer a message.

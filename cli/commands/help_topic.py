@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from phasewise._options import argument
 from phasewise._words import meant
 from phasewise.cli.present import EXIT_USAGE, fail, say
 
@@ -20,14 +21,9 @@ def _complete_topic(incomplete: str) -> list[str]:
 
 def help_topic(
     context: typer.Context,
-    topic: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TOPIC",
-            help="a page's name or a command; without it: list pages",
-            autocompletion=_complete_topic,
-        ),
-    ] = None,
+    topic: str | None = argument(
+        None, "a page's name or a command; without it: list pages", "TOPIC", autocompletion=_complete_topic
+    ),
 ) -> None:
     """Print a page of the guide, or the help of a command; without TOPIC the names of all pages.
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phasewise._options import refuse_unused
+from phasewise._options import REQUIRED, argument, option, refuse_unused
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, SparseOption, complete_name
+from phasewise.cli.options import JsonOption, ModelArgument, complete_name
 from phasewise.cli.present import note, on_one_line
 from phasewise.cli.tables import present
+from phasewise.serving.models.storage_modes import SparseMode
+from phasewise.workflows.options import FORMAT, SPARSE
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection, Removed, WeightDensity
@@ -34,14 +35,12 @@ NAME_COLUMNS = 22
 
 @app.command()
 def pull(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M",
-            autocompletion=complete_name,
-        ),
-    ],
+    model: str = argument(
+        REQUIRED,
+        "a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M",
+        "MODEL",
+        autocompletion=complete_name,
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Fetch MODEL into the cache and print its path. A whole copy that is there is kept.
@@ -70,9 +69,9 @@ def pull(
 @app.command()
 def pack(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the file to write")],
-    weight_format: FormatOption = "native",
-    sparse: SparseOption = "auto",
+    output: Path = option(REQUIRED, "the file to write", "-o", "--output", metavar="FILE"),
+    weight_format: str = FORMAT("native"),
+    sparse: SparseMode = SPARSE("auto"),
     as_json: JsonOption = False,
 ) -> None:
     """Pack MODEL into FILE, which commands take as MODEL from then on, and print its path.
@@ -107,17 +106,13 @@ def list_models(as_json: JsonOption = False) -> None:
 
 @app.command("rm")
 def remove(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="a name that models list prints, or a file whose packed form goes",
-            autocompletion=complete_name,
-        ),
-    ],
-    packed: Annotated[
-        bool, typer.Option("--packed", help="remove only what is packed, keep the model")
-    ] = False,
+    model: str = argument(
+        REQUIRED,
+        "a name that models list prints, or a file whose packed form goes",
+        "MODEL",
+        autocompletion=complete_name,
+    ),
+    packed: bool = option(False, "remove only what is packed, keep the model"),
     as_json: JsonOption = False,
 ) -> None:
     """Remove a fetched MODEL and what is packed from it. Files of your own are never removed.
@@ -133,13 +128,8 @@ def remove(
 
 @app.command()
 def prune(
-    packed: Annotated[
-        bool,
-        typer.Option("--packed", help="remove every packed file; the next start of a model makes it anew"),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print what would go and remove nothing")
-    ] = False,
+    packed: bool = option(False, "remove every packed file; the next start of a model makes it anew"),
+    dry_run: bool = option(False, "print what would go and remove nothing"),
     as_json: JsonOption = False,
 ) -> None:
     """Remove what no start will use: packed files without their model, parts of downloads, left-overs.
@@ -165,10 +155,8 @@ def _present(removed: list[Removed], as_json: bool, dry_run: bool = False) -> No
 @app.command()
 def inspect(
     model: ModelArgument,
-    density: Annotated[
-        bool, typer.Option("--density", help="list the zeros of each weight; reads all of them")
-    ] = False,
-    weight_format: FormatOption = "native",
+    density: bool = option(False, "list the zeros of each weight; reads all of them"),
+    weight_format: str = FORMAT("native"),
     as_json: JsonOption = False,
 ) -> None:
     """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes.
@@ -304,13 +292,10 @@ class DownloadBar:
         bytes_per_s = (here - first) / max(now_s - first_s, 1e-3)
         full = round(BAR_COLUMNS * share)
         bar = "#" * full + "." * (BAR_COLUMNS - full)
-        left = f", {_duration((total - here) / bytes_per_s)} left" if bytes_per_s else ""
-        rate = f"{bytes_per_s / 1e6:.1f} MB/s{left}"
+        left_s = (total - here) / bytes_per_s if bytes_per_s else math.inf
+        left = f", {left_s:.0f} s left" if left_s < 100 else f", {left_s / 60:.0f} min left"
+        rate = f"{bytes_per_s / 1e6:.1f} MB/s{left if bytes_per_s else ''}"
         return f"{bar} {100 * share:3.0f} %  {size_text(here)} of {size_text(total)}, {rate}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def list_text(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.option_sets import info, spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, read_stdin, say
 from phasewise.cli.tables import RowTable, present
@@ -32,25 +32,18 @@ LogsArgument = Annotated[
     list[Path],
     typer.Argument(metavar="LOG", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
 ]
-TokensOption = Annotated[str | None, info(TOKENS)]
-PredictorOption = Annotated[Path | None, info(PREDICTOR)]
-SeedOption = Annotated[int, info(SEED)]
 
 
 @app.command()
-@spread
 def collect(
+    *,
     model: ModelArgument,
-    prompts: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PROMPTS",
-            help="texts, one a line, or JSON lines with prompt, instruction or question; .xz too",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="LOG", help="log to create or to continue; -: stdout")
-    ],
+    prompts: list[Path] = argument(
+        REQUIRED, "texts, one a line, or JSON lines with prompt, instruction or question; .xz too", "PROMPTS"
+    ),
+    output: Path = option(
+        REQUIRED, "log to create or to continue; -: stdout", "-o", "--output", metavar="LOG"
+    ),
     wish: CollectWish,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,20 +69,12 @@ def collect(
 @app.command("train")
 def train_command(
     logs: LogsArgument,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="safetensors file; -: stdout [default: where `serve` looks]",
-        ),
-    ] = None,
-    model: TokensOption = None,
-    split: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="share of the prompts kept out of training, for `eval`")
-    ] = 0.0,
-    seed: SeedOption = 0,
+    output: Path | None = option(
+        None, "safetensors file; -: stdout [default: where `serve` looks]", "-o", "--output", metavar="FILE"
+    ),
+    model: str | None = TOKENS(None),
+    split: float = option(0.0, "share of the prompts kept out of training, for `eval`", min=0.0, max=0.9),
+    seed: int = SEED(0),
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`.
@@ -119,7 +104,6 @@ def train_command(
 
 
 @app.command("eval")
-@spread
 def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) -> None:
     """Judge predictors by answers to prompts that they did not learn from.
 
@@ -158,10 +142,10 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
 @app.command()
 def predict(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Option("-p", "--prompt", help="a user's message; - reads it from stdin")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens that the answer may have")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="temperature that the answer would have")] = 0.0,
-    predictor: PredictorOption = None,
+    prompt: str = option(REQUIRED, "a user's message; - reads it from stdin", "-p", "--prompt"),
+    max_tokens: int = option(512, "most tokens that the answer may have", min=1),
+    temperature: float = option(0.0, "temperature that the answer would have", min=0.0),
+    predictor: Path | None = PREDICTOR(None),
     as_json: JsonOption = False,
 ) -> None:
     """Predict how long MODEL's answer to a message will be.

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from phasewise._options import REQUIRED, option
 from phasewise._words import counted
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.tables import present
 from phasewise.workflows.prune.settings import PruneSettings, parse_pattern
@@ -20,17 +18,14 @@ if TYPE_CHECKING:
     from phasewise.workflows.prune.run import Pruned
 
 
-@spread
 def prune(
+    *,
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIRECTORY", help="directory to write; new")],
+    out: Path = option(REQUIRED, "directory to write; new", "-o", "--out", metavar="DIRECTORY"),
     settings: PruneSettings,
-    sparsity: Annotated[
-        str,
-        typer.Option(
-            metavar="SHARE", help="share of the pruned weights that become zero, or 2:4: two of every four"
-        ),
-    ] = "0.5",
+    sparsity: str = option(
+        "0.5", "share of the pruned weights that become zero, or 2:4: two of every four", metavar="SHARE"
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Set a share of MODEL's weights to zero and write a Hugging Face directory.

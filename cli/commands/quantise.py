@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from phasewise._options import REQUIRED, option
 from phasewise._words import counted, percent
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import on_one_line
 from phasewise.cli.status_line import status_line
@@ -21,10 +19,10 @@ if TYPE_CHECKING:
     from phasewise.workflows.quantise.run import Quantised
 
 
-@spread
 def quantise(
+    *,
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="GGUF file to write; new")],
+    out: Path = option(REQUIRED, "GGUF file to write; new", "-o", "--out", metavar="FILE"),
     settings: QuantiseSettings,
     as_json: JsonOption = False,
 ) -> None:

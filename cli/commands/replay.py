@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_REFUSED, note, on_one_line
 from phasewise.cli.tables import present
@@ -17,20 +14,14 @@ from phasewise.workflows.opening.settings import ReadWeights
 from phasewise.workflows.options import ModelCores
 
 
-@spread
 def replay(
-    receipts: Annotated[
-        list[Path],
-        typer.Argument(metavar="RECEIPT", help="files with receipts, with answers, or with lines of them"),
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="a known name, a GGUF file, a Hugging Face directory or a hub name",
-        ),
-    ],
+    *,
+    receipts: list[Path] = argument(
+        REQUIRED, "files with receipts, with answers, or with lines of them", "RECEIPT"
+    ),
+    model: str = option(
+        REQUIRED, "a known name, a GGUF file, a Hugging Face directory or a hub name", metavar="MODEL"
+    ),
     weights: ReadWeights,
     placement: ModelCores,
     as_json: JsonOption = False,

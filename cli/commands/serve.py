@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phasewise.cli.option_sets import spread
-from phasewise.cli.options import ExplainOption, OptionalModelArgument
+from phasewise.cli.options import EXPLAIN, OptionalModelArgument
 from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.serve.settings import ServeSettings
@@ -16,9 +15,8 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
-@spread
 def serve(
-    *, model: OptionalModelArgument = None, settings: ServeSettings, explain: ExplainOption = False
+    *, model: OptionalModelArgument = None, settings: ServeSettings, explain: bool = EXPLAIN(False)
 ) -> None:
     """Serve MODEL, or the models of a folder, through the OpenAI API.
 

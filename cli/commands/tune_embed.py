@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from phasewise._options import parse_budget
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument
+from phasewise._options import option, parse_budget
+from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, say_words
-from phasewise.workflows.options import EMBED_DEVICE_HELP
+from phasewise.workflows.options import DB, EMBED_DEVICE_HELP, FORMAT
 
 
 def tune_embed(
     model: ModelArgument,
-    slo: Annotated[
-        str, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
-    ] = "1s",
-    tokens: Annotated[int, typer.Option(min=1, help="tokens of a typical input")] = 75,
-    embed_device: Annotated[
-        list[str] | None, typer.Option(metavar="exec:COMMAND", help=EMBED_DEVICE_HELP)
-    ] = None,
-    embed_accelerators: Annotated[
-        bool, typer.Option("--embed-accelerators/--no-embed-accelerators", help="also measure GPUs, by torch")
-    ] = True,
-    instances: Annotated[
-        int | None, typer.Option(min=1, max=256, metavar="N", help="try at most N instances [default: cores]")
-    ] = None,
-    weight_format: FormatOption = "native",
-    db: DbOption = None,
+    slo: str = option("1s", "promised time of an answer, e.g. 1s or 0.5s", metavar="TIME"),
+    tokens: int = option(75, "tokens of a typical input", min=1),
+    embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND"),
+    embed_accelerators: bool = option(
+        True, "also measure GPUs, by torch", "--embed-accelerators/--no-embed-accelerators"
+    ),
+    instances: int | None = option(
+        None, "try at most N instances [default: cores]", min=1, max=256, metavar="N"
+    ),
+    weight_format: str = FORMAT("native"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Find how many inputs this host can embed at once within --slo, and how.

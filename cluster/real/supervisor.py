@@ -337,7 +337,7 @@ class Supervisor:
         return lost
 
     def leave(self, member: InstanceMember) -> None:
-        """Let a drained instance go that was told to stop; it is killed if it does not."""
+        """Mark a drained instance as gone; it is killed unless it ends by itself within LEAVE_S."""
         member.has_left, member.due_s, member.problem = True, None, ""
         log.info("instance %s is drained", member.name)
         self._kill(member, LEAVE_S)

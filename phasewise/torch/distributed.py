@@ -308,7 +308,8 @@ def _meet(store: Any, rank: int, size: int) -> tuple[Exchange, list[int]]:
     pids = _pids(store, rank, size)
     total = exchange_bytes(size, SLOT_BYTES)
     if rank == 0:
-        descriptor = _new_memory(total)
+        descriptor = os.memfd_create("phasewise-process-group")
+        os.ftruncate(descriptor, total)
         exchange = Exchange(mmap.mmap(descriptor, total), size, 0, SLOT_BYTES)
         exchange.initialise()
         store.set("descriptor", str(descriptor))
@@ -333,12 +334,6 @@ def _pids(store: Any, rank: int, size: int) -> list[int]:
             "different containers; use gloo there"
         )
     return [described["pid"] for described in ranks]
-
-
-def _new_memory(total: int) -> int:
-    descriptor = os.memfd_create("phasewise-process-group")
-    os.ftruncate(descriptor, total)
-    return descriptor
 
 
 def _opened(pid: int, descriptor: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -146,16 +146,6 @@ def stored(weight: PackedWeight, storage: Storage) -> PackedWeight:
     if storage == "auto" and (not expands or sparse.density(weight) > 1 - WORTH_ZEROS):
         return weight
     return sparse.to_sparse(weight)
-
-
-def unpacked(layer: PackedLinear) -> torch.nn.Linear:
-    """Turn the layer back into a float32 linear layer, for comparison."""
-    linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    with torch.no_grad():
-        linear.weight.copy_(torch.from_numpy(packing.unpack(replace(layer._weight))))
-        if layer.bias is not None and linear.bias is not None:
-            linear.bias.copy_(layer.bias)
-    return linear
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,7 @@ class DraftState:
         """Tokens that the sequence had when `draft` was made."""
 
     def settle(self, sequence: LiveSequence) -> int:
-        """Count the first tokens of the last draft that came in the sequence; note outcomes in
-        `agreement`."""
+        """Return how many first tokens of the last draft the sequence then had; note it in `agreement`."""
         came_after = sequence.generated[self.drafted_at - len(sequence.request.prompt_token_ids) :]
         n_right = 0
         for drafted, came in zip(self.draft, came_after, strict=False):

@@ -128,7 +128,7 @@ class QueueManager:
 
     @property
     def inputs(self) -> int:
-        """Inputs that are placed and not yet answered."""
+        """The number of inputs that are placed and not yet answered."""
         return sum(queue.inputs for queue in self.queues)
 
     @property

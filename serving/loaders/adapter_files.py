@@ -358,7 +358,8 @@ def named_path(text: str) -> tuple[str, Path]:
 
 
 def named_paths(texts: Sequence[str]) -> list[tuple[str, Path]]:
-    """`named_path` of each text. Raises ModelError where two adapters have one name."""
+    """The name and the path that each text states (`named_path`). ModelError where two adapters have one
+    name."""
     named = [named_path(text) for text in texts]
     names = [name for name, _ in named]
     twice = next((name for name in names if names.count(name) > 1), None)

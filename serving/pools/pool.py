@@ -159,7 +159,8 @@ class BlockPool(ABC, Generic[Held]):
 
     @abstractmethod
     def _release(self, held: Held, answer_tokens: int | None) -> None:
-        """`release` under the policy."""
+        """Take back the block of a request that has ended, as the policy does. answer_tokens: as for
+        `release`."""
 
     @abstractmethod
     def _placement(self, held: Held) -> Placement:

@@ -71,7 +71,7 @@ class StatePlaces:
         return place
 
     def swap(self, owner: str, place: int) -> None:
-        """Make a copy that was set aside the state of `owner`, and free the former place."""
+        """Let a copy that was set aside be the state of `owner`, and free the place of the state before."""
         self._set_aside.remove(place)
         self._free.append(self._owned[owner])
         self._owned[owner] = place

@@ -284,7 +284,8 @@ class ControlTexts:
         self._beginning = re.compile(f"(?={_any_of(beginnings)})(.)", re.DOTALL) if beginnings else None
 
     def broken(self, messages: Any) -> tuple[Any, str]:
-        """`messages` with a mark in each control text, and that mark; "" where there is no control text."""
+        """Put a mark into each control text of `messages`; returns the messages and the mark, which is empty
+        where there is no control text."""
         if self._beginning is None or not any(map(self._beginning.search, texts_in(messages))):
             return messages, ""
         used = set().union(*map(set, texts_in(messages)))

@@ -31,7 +31,7 @@ from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log
 from phasewise.tuner.predictor.files import load_predictor
-from phasewise.workflows.capacity.simulate import Load, arrivals_of
+from phasewise.workflows.capacity.simulate import arrivals_of
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.run import read_text as _calibration
@@ -89,7 +89,7 @@ READERS: tuple[Callable[[Path], object], ...] = (
     read_source,
     read_text,
     lambda file: read_hidden(file, read_machine()),
-    lambda file: arrivals_of(Load(str(file))),
+    lambda file: arrivals_of(str(file)),
     lambda file: read_plans(file, read_machine()),
 )
 

@@ -15,7 +15,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from phasewise.cython_kernels import isa
+from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels._native import compute_paths
 from tests.support.isa_operations import differences
 
@@ -36,7 +36,7 @@ def test_no_wish_means_the_highest() -> None:
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", ["sse9", "AVX2", *sorted({*isa.ladder()} - {*isa.usable()})])
+@pytest.mark.parametrize("name", ["sse9", "AVX2", *sorted({*_native.isa_ladder()} - {*isa.usable()})])
 def test_a_set_that_does_not_run_here_is_a_clear_error(name: str) -> None:
     got = run_with(name)
 

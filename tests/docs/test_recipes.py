@@ -90,3 +90,11 @@ def test_the_option_of_the_recipe_arrives_as_one_value_within_its_bounds() -> No
     assert CliRunner().invoke(app, ["--patience", "2.5"]).output == "Patience(patience_s=2.5)\n"
     assert CliRunner().invoke(app, []).output == "Patience(patience_s=30.0)\n"
     assert CliRunner().invoke(app, ["--patience", "-1"]).exit_code == 2
+
+
+def test_the_command_of_the_recipe_reads_its_argument_and_its_option() -> None:
+    app = code_of("A command")["app"]
+
+    assert CliRunner().invoke(app, ["a.txt", "--words"]).output == "a.txt True\n"
+    assert CliRunner().invoke(app, ["a.txt"]).output == "a.txt False\n"
+    assert CliRunner().invoke(app, []).exit_code == 2

@@ -12,8 +12,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
+from phasewise.cython_kernels import packing  # noqa: E402
 from phasewise.torch import PackedLinear, packed_linear, replace_linear  # noqa: E402
-from phasewise.torch.packed_linear import unpacked  # noqa: E402
+
+
+def unpacked(layer: PackedLinear) -> torch.nn.Linear:
+    """The layer as a float32 linear layer."""
+    linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    with torch.no_grad():
+        linear.weight.copy_(torch.from_numpy(packing.unpack(layer._weight)))
+        if layer.bias is not None and linear.bias is not None:
+            linear.bias.copy_(layer.bias)
+    return linear
 
 
 def linear(n: int, k: int, zeros: float, dtype: Any, bias: bool = True) -> Any:

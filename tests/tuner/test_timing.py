@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cython_kernels import isa
-from phasewise.cython_kernels import limit_loops as loops
+from phasewise.cython_kernels import _native, isa
 from phasewise.kerneldb.records import MAX_GAIN
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Conditions, CpuTicks, Look, Watch, between, children_s, is_disturbed
@@ -157,7 +156,7 @@ def test_what_children_use_is_our_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 1 << 20])
 def test_less_than_a_kilobyte_is_left_unread(name: str, size: int) -> None:
     with isa.using(name):
-        read_bytes = loops.read(np.ones(size, dtype=np.uint8))
+        read_bytes = _native.limit_read(np.ones(size, dtype=np.uint8))
 
     assert read_bytes % 512 == 0
     assert size - 1024 < read_bytes <= size
@@ -170,7 +169,7 @@ def test_every_piece_is_read_once_in_either_order(size: int, words: int, scatter
     buffer = np.random.default_rng(size).integers(0, 1 << 50, size=size, dtype=np.uint64)
     n_pieces = 1 << (size // words).bit_length() - 1 if size >= words else 0
 
-    n_bytes, total = loops.read_pieces(buffer, 8 * words, scattered=scattered)
+    n_bytes, total = _native.limit_read_pieces(buffer, words, scattered)
 
     assert n_bytes == 8 * n_pieces * words
     assert total == int(buffer[: n_pieces * words].sum())

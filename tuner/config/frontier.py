@@ -195,7 +195,7 @@ class Frontier:
             self._judge(strand)
 
     def decided(self) -> tuple[Decision, ...]:
-        """The decisions since the last call."""
+        """Return the search's decisions since the last call, and forget them."""
         decided, self._decided = tuple(self._decided), []
         return decided
 

@@ -126,8 +126,8 @@ class LearntBuckets:
         return self._replay(examples, self._thoughts(examples), running)
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
-        """Blocks that hold the most answers within a mean of `block_tokens`, by their forecasts alone: learnt
-        buckets, a bucket of the mean size, or the limit."""
+        """Give each answer a block so that, by the forecasts alone, most answers hold and a block has
+        `block_tokens` in the mean: a learnt bucket, one of the mean size, or the limit."""
         buckets = sorted({*self.learn(deque(self.first_lengths, WINDOW)), max(1, int(block_tokens))})
         limits = np.array([example.facts.limit for example in examples])
         rooms = np.minimum(np.append(buckets, limits.max()), limits[:, np.newaxis])

@@ -152,7 +152,7 @@ def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
 
 
 def _taken(arrays: dict[str, npt.NDArray[Any]], name: str, *shape: int | None) -> npt.NDArray[np.float32]:
-    """A float32 array with this shape (None: any size) and finite numbers, else `_Unfit`."""
+    """Take a float32 array of this shape (None: any size) with finite numbers, else raise `_Unfit`."""
     array = arrays.get(name)
     if array is None or array.dtype != np.float32 or array.ndim != len(shape):
         raise _Unfit(f"lacks {name}, or has it in an unknown form")

@@ -56,7 +56,7 @@ class FeatureBatch:
 
     @property
     def owners(self) -> Ints:
-        """The sample of each row of the bags."""
+        """The index, for each row of the bags, of the sample that it belongs to."""
         return np.repeat(np.arange(len(self.figures)), np.diff(self.starts))
 
 

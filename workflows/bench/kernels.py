@@ -151,8 +151,10 @@ def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) 
 
     Raises KernelDbError if there is a database and it cannot be used.
     """
-    table = _tuned(db, cores, report)
-    threads = len(cores)
+    table, threads = ScheduleTable(), len(cores)
+    if not locate(db).is_absent:
+        with open_store(db, report) as store:
+            table = read_schedules(store, read_machine(), cores, report)
 
     def choose(weight: PackedWeight, m: int) -> ChosenSchedule:
         key = ("gemm", format_name(weight), weight.n, weight.k)
@@ -166,13 +168,6 @@ def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) 
         return ChosenSchedule(default_schedule(weight, m, threads, arithmetic), "default")
 
     return choose
-
-
-def _tuned(db: str | None, cores: Sequence[int], report: Report) -> ScheduleTable:
-    if locate(db).is_absent:
-        return ScheduleTable()
-    with open_store(db, report) as store:
-        return read_schedules(store, read_machine(), cores, report)
 
 
 class OurKernels:
@@ -250,41 +245,24 @@ def _measure(grid: KernelGrid, point: Point, ours: OurKernels, read: StreamingRe
         time.sleep(PAUSE_S)
         taken.append((rate, turn()))
     read_rates, own_ns = zip(*taken, strict=True)
-    return _row(grid, point, chosen, own_ns, read_rates, watch.lap().steal)
-
-
-def _row(
-    grid: KernelGrid,
-    point: Point,
-    chosen: ChosenSchedule,
-    own_ns: Sequence[float],
-    read_rates: Sequence[float],
-    steal: float,
-) -> KernelRow:
-    median_ns = statistics.median(own_ns)
-    weight_bytes = point.packs[0].nbytes
+    median_ns, weight_bytes = statistics.median(own_ns), point.packs[0].nbytes
     flops_per_s = 2e9 * point.m * point.n * point.k / median_ns
-    shares = [weight_bytes * 1e9 / ns / rate for ns, rate in zip(own_ns, read_rates, strict=True)]
     machine = read_machine()
-    return KernelRow(
-        format=point.format,
-        n=point.n,
-        k=point.k,
-        m=point.m,
+    return KernelRow.made_of(
+        point,
         threads=len(grid.cores),
         median_ns=round(median_ns),
         gflops=flops_per_s / 1e9,
         gbps=weight_bytes / median_ns,
         peak_fraction=flops_per_s / point.peak_flops_per_s,
-        bandwidth_fraction=statistics.median(shares),
+        bandwidth_fraction=statistics.median(weight_bytes * 1e9 / ns / rate for rate, ns in taken),
         schedule=asdict(chosen.schedule),
         schedule_source=chosen.source,
         weight_bytes=weight_bytes,
-        peak_flops_per_s=point.peak_flops_per_s,
         read_bytes_per_s=statistics.median(read_rates),
         isa=isa.active(),
         core_signature=core_signature(machine),
         placement_signature=placement_signature(machine, grid.cores),
-        steal=round(steal, 4),
+        steal=round(watch.lap().steal, 4),
         samples_ns=[round(ns) for ns in own_ns],
     )

@@ -197,14 +197,11 @@ def bench_rows(
             joules_per_token = spent_j / n_tokens if is_measured else None
             if not workload.n_depth:
                 without_depth[workload] = timed
-            shallow = without_depth.get(replace(workload, n_depth=0)) if _is_deep_decode(workload) else None
+            is_deep_decode = workload.n_depth > 0 and workload.n_prompt == 0
+            shallow = without_depth.get(replace(workload, n_depth=0)) if is_deep_decode else None
             kv_rate = kv_read_rate(timed, shallow, opened.ranks.kv_bytes_per_slot) if shallow else 0.0
             cores.tell_changes()
             yield _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
-
-
-def _is_deep_decode(workload: Workload) -> bool:
-    return workload.n_depth > 0 and workload.n_prompt == 0
 
 
 def _row(

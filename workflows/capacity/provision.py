@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 from phasewise._words import number, percent
 from phasewise.cluster.errors import ClusterError
@@ -14,8 +12,8 @@ from phasewise.cluster.routing import Role
 from phasewise.cluster.simulated.metrics import Slo, Summary, broken, parse_slo, summarise
 from phasewise.cluster.simulated.provision import Cell, Objective, Outcome, Search, cheapest, fastest
 from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
-from phasewise.cluster.simulated.simulated_requests import Arrival, poisson
-from phasewise.cluster.simulated.spec_file import DEFAULT_MODEL, MachineCatalogue, TimedTypes, read_machines
+from phasewise.cluster.simulated.simulated_requests import poisson
+from phasewise.cluster.simulated.spec_file import DEFAULT_MODEL, MachineCatalogue, read_machines
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish
 from phasewise.workflows.capacity.simulate import lengths_of, reference_steps, step_sources
@@ -32,8 +30,6 @@ NAMED_DESIGNS = {
 BATCH_GUESS = 16
 """Sequences of a decode step, only to guess where the search begins."""
 
-Budget = Literal["cost", "power"]
-
 
 @dataclass(frozen=True)
 class Design:
@@ -48,17 +44,27 @@ class Design:
 
 @dataclass(frozen=True)
 class Question:
-    """The load and the promises that every design is provisioned for."""
+    """The load, the promises and the limits that every design is provisioned for."""
 
+    wish: ProvisionWish
+    inputs: ClusterInputs
     lengths: Sequence[tuple[int, int]]
     """Prompt and output tokens of requests to draw from."""
     slo: Slo
     reference: StepTimes | None
-    policy: str
-    duration_s: float = 120.0
-    seed: int = 0
-    most: int = 100
-    """Most machines of each kind."""
+    report: Report
+
+    def run(self, design: Design, cell: Cell, rate: float) -> tuple[Summary, Outcome]:
+        """Simulate a design with these numbers of machines."""
+        arrivals = poisson(self.lengths, rate, self.inputs.duration_s, self.inputs.seed)
+        summary = summarise(simulate(self.spec(design, cell), arrivals), self.reference)
+        values = summary.slowdowns if self.slo.is_slowdown else summary.times_s
+        assert values is not None
+        used = max(values[bound.metric][bound.percentile] / bound.below for bound in self.slo.bounds)
+        return summary, Outcome(not broken(summary, self.slo), used)
+
+    def spec(self, design: Design, cell: Cell) -> ClusterSpec:
+        return ClusterSpec(design.pools(cell), self.wish.policy)
 
 
 @dataclass(frozen=True)
@@ -105,131 +111,76 @@ def provision_cluster(
     """
     wish.check()
     slo = parse_slo(wish.slo)
-    catalogue = _catalogue(wish.machines, step_sources(inputs, report), inputs.model)
+    timed = step_sources(inputs, report)
+    if wish.machines is None:
+        catalogue = MachineCatalogue(inputs.model or DEFAULT_MODEL, timed)
+    else:
+        catalogue = read_machines(wish.machines, timed, inputs.model)
     designs = parse_designs(wish.design, catalogue)
     lengths = [(request.prompt_tokens, request.output_tokens) for request in lengths_of(trace)]
     reference = reference_steps(inputs.reference, catalogue, report)
-    question = Question(lengths, slo, reference, wish.policy, inputs.duration_s, inputs.seed, wish.most)
-    if wish.rate is not None:
-        return provision_for_rate(question, designs, wish.rate, wish.minimise or "cost", report), slo
-    budget: Budget = "power" if wish.cost is None else "cost"
-    amount = wish.power if wish.cost is None else wish.cost
-    assert amount is not None
-    answers = provision_for_budget(question, designs, budget, amount, wish.rate_step, wish.most_rate, report)
-    return answers, slo
+    question = Question(wish, inputs, lengths, slo, reference, report)
+    answer = _for_budget if wish.rate is None else _for_rate
+    return [answer(question, design) for design in designs], slo
 
 
-def _catalogue(path: Path | None, timed: TimedTypes, model: str | None) -> MachineCatalogue:
-    if path is None:
-        return MachineCatalogue(model or DEFAULT_MODEL, timed)
-    return read_machines(path, timed, model)
-
-
-def provision_for_rate(
-    question: Question, designs: Sequence[Design], rate: float, objective: Objective, report: Report
-) -> list[Provisioned]:
-    """Each design's cluster with the least cost, power or machines that keeps the promises at `rate`."""
-    arrivals = poisson(question.lengths, rate, question.duration_s, question.seed)
-    return [_for_rate(question, design, arrivals, rate, objective, report) for design in designs]
-
-
-def provision_for_budget(
-    question: Question,
-    designs: Sequence[Design],
-    budget: Budget,
-    amount: float,
-    rate_step: float,
-    most_rate: float,
-    report: Report,
-) -> list[Provisioned]:
-    """Each design's cluster of at most `amount` that keeps the promises at the highest rate."""
-    return [_for_budget(question, design, budget, amount, rate_step, most_rate, report) for design in designs]
-
-
-def _for_rate(
-    question: Question,
-    design: Design,
-    arrivals: Sequence[Arrival],
-    rate: float,
-    objective: Objective,
-    report: Report,
-) -> Provisioned:
-    summaries: dict[Cell, Summary] = {}
+def _for_rate(question: Question, design: Design) -> Provisioned:
+    """The cluster with the least cost, power or machines that keeps the promises at the wish's rate."""
+    wish, summaries = question.wish, dict[Cell, Summary]()
+    assert wish.rate is not None
+    rate = wish.rate
 
     def run(cell: Cell) -> Outcome:
-        summaries[cell], outcome = _run(question, design, cell, arrivals)
-        verdict = "kept" if outcome.is_feasible else "broken"
-        report(f"{design.name} {_written(cell)}: {verdict}, tightest bound used {percent(outcome.tightness)}")
+        summaries[cell], outcome = question.run(design, cell, rate)
+        used = f"{_verdict(outcome)}, tightest bound used {percent(outcome.tightness)}"
+        question.report(f"{design.name} {_written(cell)}: {used}")
         return outcome
 
-    weights = tuple(_weight(kind, objective) for _, kind in design.axes)
-    search = Search(weights, run, question.most)
+    weights = tuple(_weight(kind, wish.minimise or "cost") for _, kind in design.axes)
+    search = Search(weights, run, wish.most)
     try:
         answer = cheapest(search, _busy(question, design, rate))
     except ClusterError as error:
         return Provisioned(design, rate=rate, n_runs=len(search.outcomes), reason=str(error))
-    return Provisioned(
-        design,
-        answer.cell,
-        rate,
-        ClusterSpec(design.pools(answer.cell), question.policy),
-        summaries[answer.cell],
-        answer.outcome.tightness,
-        answer.n_runs,
-        answer.frontier,
-    )
+    spec, tightness = question.spec(design, answer.cell), answer.outcome.tightness
+    summary = summaries[answer.cell]
+    return Provisioned(design, answer.cell, rate, spec, summary, tightness, answer.n_runs, answer.frontier)
 
 
-def _for_budget(
-    question: Question,
-    design: Design,
-    budget: Budget,
-    amount: float,
-    rate_step: float,
-    most_rate: float,
-    report: Report,
-) -> Provisioned:
-    cells = _affordable(design, budget, amount, question.most)
+def _for_budget(question: Question, design: Design) -> Provisioned:
+    """The cluster within the wish's cost or power that keeps the promises at the highest rate."""
+    wish = question.wish
+    budget: Objective = "power" if wish.cost is None else "cost"
+    amount = wish.power if wish.cost is None else wish.cost
+    assert amount is not None
+    cells = _affordable(design, budget, amount, wish.most)
     if not cells:
-        return Provisioned(
-            design, reason=f"a {budget} of {number(amount)} does not pay for this design at all"
-        )
+        reason = f"a {budget} of {number(amount)} does not pay for this design at all"
+        return Provisioned(design, reason=reason)
     runs: dict[tuple[Cell, float], tuple[Summary, Outcome]] = {}
 
     def run(cell: Cell, rate: float) -> bool:
-        arrivals = poisson(question.lengths, rate, question.duration_s, question.seed)
-        runs[cell, rate] = _run(question, design, cell, arrivals)
+        runs[cell, rate] = question.run(design, cell, rate)
         outcome = runs[cell, rate][1]
-        verdict = "kept" if outcome.is_feasible else "broken"
-        report(f"{design.name} {_written(cell)} at {number(rate)} requests/s: {verdict}")
+        question.report(f"{design.name} {_written(cell)} at {number(rate)} requests/s: {_verdict(outcome)}")
         return outcome.is_feasible
 
     busy = _busy(question, design, 1.0)
     share = busy[0] / sum(busy)
     start = min(range(len(cells)), key=lambda index: abs(cells[index][0] / sum(cells[index]) - share))
     try:
-        best = fastest(cells, start, run, rate_step, most_rate)
+        best = fastest(cells, start, run, wish.rate_step, wish.most_rate)
     except ClusterError as error:
         return Provisioned(design, n_runs=len(runs), reason=str(error))
-    summary, outcome = runs[best.cell, best.rate]
-    spec = ClusterSpec(design.pools(best.cell), question.policy)
+    (summary, outcome), spec = runs[best.cell, best.rate], question.spec(design, best.cell)
     return Provisioned(design, best.cell, best.rate, spec, summary, outcome.tightness, best.n_runs)
 
 
-def _run(
-    question: Question, design: Design, cell: Cell, arrivals: Sequence[Arrival]
-) -> tuple[Summary, Outcome]:
-    summary = summarise(
-        simulate(ClusterSpec(design.pools(cell), question.policy), arrivals), question.reference
-    )
-    values = summary.slowdowns if question.slo.is_slowdown else summary.times_s
-    is_kept = not broken(summary, question.slo)
-    assert values is not None
-    used = max(values[bound.metric][bound.percentile] / bound.below for bound in question.slo.bounds)
-    return summary, Outcome(is_kept, used)
+def _verdict(outcome: Outcome) -> str:
+    return "kept" if outcome.is_feasible else "broken"
 
 
-def _affordable(design: Design, budget: Budget, amount: float, most: int) -> list[Cell]:
+def _affordable(design: Design, budget: Objective, amount: float, most: int) -> list[Cell]:
     """For each count on the first axis, the cell that leaves less than one machine's worth of the budget."""
     weights = [_weight(kind, budget) for _, kind in design.axes]
     if not all(weights):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phasewise._files import open_input
@@ -33,9 +33,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.cluster.simulated.steps import StepTimes
     from phasewise.kerneldb.records import StepTime
-    from phasewise.topology import Machine
     from phasewise.tuner.config.lengths import Trace
-    from phasewise.tuner.config.steps import ModelShape
 
 LENGTHS_FROM_DISTRIBUTION = 10_000
 """Requests drawn from a distribution such as lognormal:..., to draw arrivals from."""
@@ -45,28 +43,15 @@ DB_MACHINE, XML_MACHINE = "db", "xml"
 """Names of the machine types that `machine_from_db` and `machine_from_xml` give step times."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """The requests of a load, and their times.
-
-    rate: requests/s, drawn anew for `duration_s` with lengths from the trace; None: the trace's own arrivals.
-    """
-
-    trace: str
-    rate: float | None = None
-    duration_s: float = 120.0
-    seed: int = 0
-
-
-def arrivals_of(load: Load) -> list[Arrival]:
-    """Draw or read the arrivals of a load. Raises TraceError or ClusterError where a trace has none."""
-    trace = lengths_of(load.trace)
-    if load.rate is not None:
+def arrivals_of(text: str, rate: float | None = None, seconds: float = 120.0, seed: int = 0) -> list[Arrival]:
+    """Read the arrivals of a trace, or draw `rate` requests/s with its lengths. TraceError, ClusterError."""
+    trace = lengths_of(text)
+    if rate is not None:
         lengths = [(request.prompt_tokens, request.output_tokens) for request in trace]
-        return poisson(lengths, load.rate, load.duration_s, load.seed)
+        return poisson(lengths, rate, seconds, seed)
     if any(request.arrival_s is None for request in trace):
-        raise ClusterError(f"{load.trace} states no arrivals: draw some with --rate")
-    prefixes = _prefix_ids(load.trace)
+        raise ClusterError(f"{text} states no arrivals: draw some with --rate")
+    prefixes = _prefix_ids(text)
     rows = [
         (request.arrival_s or 0.0, request.prompt_tokens, request.output_tokens, prefixes.get(index, ()))
         for index, request in enumerate(trace)
@@ -164,7 +149,7 @@ MODELLED_STEPS = (
 """Phase, tokens, sequences and context of the steps that stand for a described machine."""
 
 
-def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> StepTimes:
+def steps_from_xml(xml: str, model: str, report: Report) -> StepTimes:
     """Step times that the modelled evaluator computes for a machine that need not exist.
 
     xml: from lstopo. model: a model's name or file, or a `config.json`. The default plan is used: one rank
@@ -173,11 +158,22 @@ def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> 
     from pathlib import Path
 
     from phasewise.topology import read_lstopo
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.steps import Step
+    from phasewise.tuner.plans import PHASES, default_plan
+    from phasewise.tuner.topotree import Configuration
     from phasewise.workflows.opening.model_shape import shape_of_reference
 
-    machine = read_lstopo(Path(xml))
-    shape = shape_of_reference(model, weight_format, report)
-    timed = modelled_steps(machine, shape)
+    machine, timed = read_lstopo(Path(xml)), []
+    shape = shape_of_reference(model, "native", report)
+    evaluator = ModelledEvaluator(machine, shape)
+    for phase in PHASES:
+        with evaluator.open(Configuration(default_plan(machine, phase).ranks), phase) as timer:
+            timed += [
+                TimedStep(*step, timer(Step(phase, *step[1:])) / 1e9)
+                for step in MODELLED_STEPS
+                if step[0] == phase
+            ]
     report(
         f"step times of {shape.name} on {xml} are modelled; weight_bytes = {shape.weight_bytes}, "
         f"kv_bytes_per_token = {shape.kv_bytes_per_slot}, n_layers = {shape.n_layers}"
@@ -185,41 +181,13 @@ def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> 
     return steps_of(timed)
 
 
-def modelled_steps(machine: Machine, shape: ModelShape) -> list[TimedStep]:
-    """Steps of the default plan, timed by the modelled evaluator. Raises EvaluationError."""
-    from phasewise.tuner.config.modelled import ModelledEvaluator
-    from phasewise.tuner.config.steps import Step
-    from phasewise.tuner.plans import PHASES, default_plan
-    from phasewise.tuner.topotree import Configuration
-
-    evaluator = ModelledEvaluator(machine, shape)
-    timed = []
-    for phase in PHASES:
-        plan = default_plan(machine, phase)
-        with evaluator.open(Configuration(plan.ranks), phase) as timer:
-            timed += [
-                TimedStep(*step, timer(Step(phase, *step[1:])) / 1e9)
-                for step in MODELLED_STEPS
-                if step[0] == phase
-            ]
-    return timed
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A simulated cluster and the summary of one trace on it. `slo`: the promises to judge by, if any."""
-
-    spec: ClusterSpec
-    summary: Summary
-    slo: Slo | None
-
-
 def simulate_cluster(
     trace: str, pools: str, wish: SimulationWish, inputs: ClusterInputs, report: Report = silent
-) -> Simulated:
+) -> tuple[ClusterSpec, Summary, Slo | None]:
     """Simulate the cluster `pools` (a TOML file, or pools in a line) under `trace`.
 
-    Raises ClusterError, TraceError and KernelDbError for input that cannot be read.
+    Returns the cluster, the summary, and the promises to judge by. Raises ClusterError, TraceError and
+    KernelDbError for input that cannot be read.
     """
     if wish.rate is None:
         refuse_unused("without --rate", changed(inputs, "duration_s", "seed"))
@@ -228,9 +196,9 @@ def simulate_cluster(
     slo = None if wish.slo is None else parse_slo(wish.slo)
     spec, catalogue = _cluster(pools, step_sources(inputs, report), inputs.model)
     spec = replace(spec, policy=wish.policy or spec.policy, prefix_reuse=wish.prefix_reuse)
-    arrivals = arrivals_of(Load(trace, wish.rate, inputs.duration_s, inputs.seed))
+    arrivals = arrivals_of(trace, wish.rate, inputs.duration_s, inputs.seed)
     reference = reference_steps(inputs.reference, catalogue, report)
-    return Simulated(spec, summarise(simulate(spec, arrivals), reference), slo)
+    return spec, summarise(simulate(spec, arrivals), reference), slo
 
 
 def _cluster(text: str, timed: TimedTypes, model: str | None) -> tuple[ClusterSpec, MachineCatalogue]:
@@ -249,7 +217,7 @@ def step_sources(inputs: ClusterInputs, report: Report = silent) -> TimedTypes:
         xml, _, model = inputs.machine_from_xml.partition(":")
         if not xml or not model:
             raise UsageError(f"--machine-from-xml takes XML:MODEL, not {inputs.machine_from_xml!r:.60}")
-        timed[XML_MACHINE] = steps_from_xml(xml, model, "native", report)
+        timed[XML_MACHINE] = steps_from_xml(xml, model, report)
     return timed
 
 

@@ -148,9 +148,7 @@ def suited_default(ref: str, weight_format: str, report: Report) -> DefaultPlan:
     """A default plan for `plans_for`, suited to the model `ref`; its choice and reason go to `report`."""
 
     def default(machine: Machine, phase: Phase) -> ServicePlan:
-        if len(machine.allowed_pus) < 3:
-            return default_plan(machine, phase)
-        if not has_choice(machine):
+        if len(machine.allowed_pus) < 3 or not has_choice(machine):
             return default_plan(machine, phase)
         try:
             shape = shape_of_reference(ref, weight_format, report)

@@ -133,9 +133,10 @@ def explain(
             problem = attention_problem(model, heads, kv_format)
             ranges = lookup.attention(*problem, max(most_rows.values()))
             shared = "" if heads.n_sharers == 1 else f" of a KV head of {counted(heads.n_sharers, 'rank')}"
+            name = f"attention{shared}"
             own += [
-                _attention_use(phase, "attention" + shared, problem, rows)
-                for rows in _cut(ranges, most_rows[phase])
+                ScheduleUse(phase, name, *problem, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule)
+                for first_m, rows in _cut(ranges, most_rows[phase])
             ]
         uses += own if sequences == 1 else [replace(use, from_sequences=sequences) for use in own]
     return uses
@@ -211,11 +212,3 @@ def _product_use(
         rows.why,
         rows.schedule or default_schedule(weight, rows.last_m, threads, path, k_parts),
     )
-
-
-def _attention_use(
-    phase: Phase, name: str, problem: tuple[str, int, int], cut: tuple[int, RowRange]
-) -> ScheduleUse:
-    first_m, rows = cut
-    kv_format, n, k = problem
-    return ScheduleUse(phase, name, kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule)

@@ -217,29 +217,6 @@ def _weight(kind: str, n: int, rng: np.random.Generator) -> PackedWeight:
     )
 
 
-def known_now() -> dict[str, str]:
-    """Compute KNOWN by the instruction set in use, for `bits_known.py`."""
-    from phasewise.topology import read_machine
-
-    core, model = read_machine().allowed_pus[0], known_model(KINDS)
-    return {kv_format: computed(model, kv_format, core)[0] for kv_format in KNOWN}
-
-
-def of_blocks() -> str:
-    """Compute KNOWN_OF_BLOCKS by the instruction set in use, for `bits_known.py`."""
-    from phasewise.topology import read_machine
-
-    return computed(known_model(BLOCK_KINDS), "f32", read_machine().allowed_pus[0], BLOCK_PATH)[0]
-
-
-def of_bf16() -> dict[str, str]:
-    """Compute bf16 results for `bits_known.py`, by each arithmetic of the instruction set in use."""
-    from phasewise.topology import read_machine
-
-    core, model = read_machine().allowed_pus[0], known_model(("bf16",))
-    return {path: computed(model, "f32", core, path)[0] for path in paths_of_bf16()}
-
-
 KNOWN: Mapping[str, str] = {
     "f32": "93aa784c9e72553f",
     "f16": "fff9e4ea96d293fa",
@@ -252,7 +229,7 @@ KNOWN: Mapping[str, str] = {
 
 KNOWN_OF_BLOCKS = "ad3acb72f79cefbb"
 """Known digest of K-quants by `--arithmetic blocks`, on every CPU, and by default where a tile unit
-multiplies them; `of_blocks` computes it.
+multiplies them; `python -m tests.support.kernels.emulated_native` computes it.
 """
 
 KNOWN_OF_BF16 = "19113e673134f290"

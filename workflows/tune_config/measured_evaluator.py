@@ -79,10 +79,6 @@ class Tally:
         return sum(map(is_disturbed, self.laps))
 
 
-def _ignore(reading: PlanTiming) -> None:
-    """Drop the reading: the default of `keep`."""
-
-
 class MeasuredEvaluator:
     """Times configurations on this machine's cores, in one thread, whose affinity `open` restores.
 
@@ -98,7 +94,7 @@ class MeasuredEvaluator:
         machine: Machine,
         room: Room,
         schedules: Callable[[Plans], Schedules | None] = lambda plans: None,
-        keep: Callable[[PlanTiming], None] = _ignore,
+        keep: Callable[[PlanTiming], None] = lambda reading: None,
         lock: MeasurementLock | None = None,
     ) -> None:
         self._model = model

@@ -199,7 +199,8 @@ def _attention_of_a_rank(model: PackedModel, weights: tuple[int, ...]) -> tuple[
 
 
 def _in_default_arithmetic(group: Group) -> Group:
-    """A rank sees only a part of a weight, and arithmetic belongs to the whole weight (decision 0008)."""
+    """Restrict a group to its default arithmetic: a rank sees only a part of a weight, and arithmetic belongs
+    to the whole weight (decision 0008)."""
     own = group.arithmetics[0]
     return replace(group, arithmetics=(own,), kernels={own.compute_path: group.kernels[own.compute_path]})
 

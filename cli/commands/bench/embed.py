@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from phasewise._options import parse_budget
+from phasewise._options import REQUIRED, argument, parse_budget
 from phasewise._words import counted, number, percent
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import fail, note, on_one_line, print_json, say, say_words
 from phasewise.loadtest.settings import EmbedLoad
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
     from phasewise.loadtest.client import LoadClient
 
 
-@spread
 def embed(
-    url: Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")],
+    *,
+    url: str = argument(REQUIRED, "the server, e.g. http://127.0.0.1:8000", "URL"),
     load: EmbedLoad,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,11 +51,16 @@ def embed(
 
     report: dict[str, Any] = {"url": base, "model": name, "lengths": load.lengths, "inputs": load.inputs}
     report |= asyncio.run(run())
+    loads = report["loads"]
     if as_json:
         print_json(report)
+    elif load.find:
+        say(f"{counted(report['highest_concurrency'], 'query')} at once within {number(report['slo_s'])} s")
     else:
-        _say_found(report)
-    _fail_unless_answered(report["loads"])
+        for own in loads:
+            say_words(_line(own))
+    if loads and not any(own["ok"] for own in loads):
+        fail(f"none of {counted(sum(own['requests'] for own in loads), 'request')} was answered", 1)
 
 
 async def _measured(
@@ -93,19 +97,6 @@ def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
         return texts_of_lengths(lengths_of(load.lengths, count, load.seed), load.seed)
 
     return texts
-
-
-def _fail_unless_answered(loads: list[dict[str, Any]]) -> None:
-    """End the process if no request of any load was answered; a search, which has no loads, goes on."""
-    if loads and not any(load["ok"] for load in loads):
-        fail(f"none of {counted(sum(load['requests'] for load in loads), 'request')} was answered", 1)
-
-
-def _say_found(report: dict[str, Any]) -> None:
-    if "highest_concurrency" in report:
-        say(f"{counted(report['highest_concurrency'], 'query')} at once within {number(report['slo_s'])} s")
-    for load in report["loads"]:
-        say_words(_line(load))
 
 
 def _line(load: dict[str, Any]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from phasewise.cli.option_sets import spread
+from phasewise._options import option
 from phasewise.cli.options import Form, WideOption
 from phasewise.cli.present import note
 from phasewise.cli.tables import low_limit_lines, show_rows, table_of_rows
@@ -20,10 +20,9 @@ MAX_SIDE = 1 << 20
 """The most rows, outputs or inputs of a product."""
 
 
-@spread
 def kernels(
     wish: KernelWish,
-    output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
+    output: Form = option("md", "form of the rows", "-o", "--output"),
     wide: WideOption = False,
 ) -> None:
     """Time matrix products beside the machine's limits.

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from phasewise.cli.option_sets import spread
+from phasewise._options import REQUIRED, argument, option
 from phasewise.cli.options import Form, WideOption
 from phasewise.cli.present import note
 from phasewise.cli.tables import show_rows, table_of_rows
 from phasewise.workflows.bench.kv.settings import ReplayWish
 
 
-@spread
 def kv(
-    traces: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TRACE", help="files or distributions, one after the other", show_default=False
-        ),
-    ],
+    *,
+    traces: list[str] = argument(
+        REQUIRED, "files or distributions, one after the other", "TRACE", show_default=False
+    ),
     wish: ReplayWish,
-    output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
+    output: Form = option("md", "form of the rows", "-o", "--output"),
     wide: WideOption = False,
 ) -> None:
     """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted, percent
-from phasewise.cli.options import JsonOption, ThreadsOption
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note
 from phasewise.cli.tables import RowTable, present, table_of
+from phasewise.workflows.options import THREADS
 
 if TYPE_CHECKING:
     from phasewise.tuner.machine_limits import MachineLimits, PieceReads
 
 
-def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
+def machine(threads: int | None = THREADS(None), as_json: JsonOption = False) -> None:
     """Measure this machine's limits: peak multiply rates and read bandwidth, on one core and on all.
 
     $ phasewise bench machine

@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from phasewise._options import argument, option
 from phasewise._words import counted, limit_cell, number
 from phasewise.cli import tables
-from phasewise.cli.option_sets import spread
-from phasewise.cli.options import DbOption, ExplainOption, Form, KvFormatOption, WideOption
-from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
-from phasewise.cli.tables import RowTable, low_limit_lines, scalar_names, show
+from phasewise.cli.options import EXPLAIN, Form, WideOption
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans
+from phasewise.cli.tables import RowTable, low_limit_lines
 from phasewise.workflows.bench.settings import BenchRunning, BenchTests
 from phasewise.workflows.opening.settings import ReadWeights
+from phasewise.workflows.options import DB, KV_FORMAT
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.throughput import Workload
@@ -26,28 +27,21 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.open_model import OpenModel
 
 
-@spread
 def run(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="known names, GGUF files, Hugging Face directories or hub names",
-            show_default=False,
-        ),
-    ] = None,
-    more_models: Annotated[
-        list[str] | None,
-        typer.Option("-m", "--model", metavar="MODEL", help="the same; several with commas [repeatable]"),
-    ] = None,
+    models: list[str] | None = argument(
+        None, "known names, GGUF files, Hugging Face directories or hub names", "MODEL", show_default=False
+    ),
+    more_models: list[str] | None = option(
+        None, "the same; several with commas [repeatable]", "-m", "--model", metavar="MODEL"
+    ),
     tests: BenchTests = BenchTests(),  # noqa: B008 (frozen)
     running: BenchRunning = BenchRunning(),  # noqa: B008 (frozen)
-    output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
+    output: Form = option("md", "form of the rows", "-o", "--output"),
     wide: WideOption = False,
     weights: ReadWeights = ReadWeights(),  # noqa: B008 (frozen)
-    kv_format: KvFormatOption = "auto",
-    db: DbOption = None,
-    explain: ExplainOption = False,
+    kv_format: str = KV_FORMAT("auto"),
+    db: str | None = DB(None),
+    explain: bool = EXPLAIN(False),
 ) -> None:
     """Time prefill (-p) and decode (-n) of models, by llama-bench's options.
 
@@ -87,9 +81,9 @@ def run(
     except KeyboardInterrupt:
         if not rows:
             raise
-        show_rows(output, rows, wide=wide)
+        tables.show_rows(output, rows, table_of(rows, wide=wide), quoted=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    show_rows(output, rows, wide=wide)
+    tables.show_rows(output, rows, table_of(rows, wide=wide), quoted=True)
 
 
 def _measured(
@@ -120,22 +114,6 @@ def _explain(opened: OpenModel, tests: BenchTests, formats: list[str]) -> None:
     for kv_format in formats:
         uses = opened.explain(STEP_TOKENS, max(tests.sequences), kv_format)
         note(uses_text(uses, opened.memory()))
-
-
-def show_rows(form: Form, rows: Sequence[ModelRow], *, wide: bool) -> None:
-    """Print the rows in the wanted form."""
-    if form == "md":
-        show(*table_of(rows, wide=wide))
-    else:
-        say(tables.as_json(rows) if form == "json" else as_csv(rows), end="")
-
-
-def as_csv(rows: Sequence[ModelRow]) -> str:
-    """Write rows as CSV: a header, then every value in double quotes, with truth values as 0 and 1."""
-    names = scalar_names(type(rows[0]))
-    values = ((getattr(row, name) for name in names) for row in rows)
-    lines = ([int(value) if isinstance(value, bool) else value for value in own] for own in values)
-    return tables.as_csv(names, lines, quoted=True)
 
 
 NARROW = ("model", "threads", "batch", "KV", "test", "t/s", "peak", "bandwidth")
@@ -182,7 +160,10 @@ def _left_out(row: Mapping[str, str]) -> str:
 
 
 def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
-    is_decode = row.n_gen and not row.n_prompt
+    is_decode, energy, joules = row.n_gen and not row.n_prompt, dict[str, str](), row.joules_per_token
+    if joules is not None:  # the watts are `power_w` of a machine for `provision`
+        energy = {"J/token": number(joules, 3), "W": number(joules * row.avg_ts, 3)}
+        energy |= {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
     return {
         "model": row.model_type[-MAX_MODEL_CHARS:] if is_narrow else row.model_type,
         "size": f"{row.model_size / 2**20:.2f} MiB",
@@ -195,15 +176,8 @@ def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
         "peak": limit_cell(row.peak_fraction),
         "bandwidth": limit_cell(row.bandwidth_fraction) if is_decode else "",
-        **({} if row.joules_per_token is None else _energy(row, row.joules_per_token)),
+        **energy,
     }
-
-
-def _energy(row: ModelRow, joules_per_token: float) -> dict[str, str]:
-    """Cells of energy: joules a token, watts (`power_w` of a machine for `provision`), the power cap."""
-    watts = joules_per_token * row.avg_ts
-    cap = {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
-    return {"J/token": number(joules_per_token, 3), "W": number(watts, 3), **cap}
 
 
 def _test_name(row: ModelRow) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import Form
 from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.cli.status_line import status_line
@@ -21,28 +20,22 @@ from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLeng
 if TYPE_CHECKING:
     from phasewise.loadtest.metrics import RequestOutcome
 
-_printed = partial(typer.Option, rich_help_panel="What is printed")
 
-
-@spread
 def serve(
-    url: Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")],
+    *,
+    url: str = argument(REQUIRED, "the server, e.g. http://127.0.0.1:8000", "URL"),
     times: SendingTimes,
     lengths: SentLengths,
     asking: Asking,
     promises: Promises,
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="model to ask for [default: the first listed]")
-    ] = "",
-    output: Annotated[Form, _printed("-o", "--output", help="form of the results")] = "md",
-    plot: Annotated[
-        Path | None,
-        _printed(
-            "--plot",
-            metavar="FILE.svg",
-            help="draw the distributions of latencies and, with --slo, attainment over the rate; -: stdout",
-        ),
-    ] = None,
+    model: str = option("", "model to ask for [default: the first listed]", metavar="NAME"),
+    output: Form = option("md", "form of the results", "-o", "--output", panel="What is printed"),
+    plot: Path | None = option(
+        None,
+        "draw the distributions of latencies and, with --slo, attainment over the rate; -: stdout",
+        panel="What is printed",
+        metavar="FILE.svg",
+    ),
 ) -> None:
     """Load a server of the OpenAI API and measure what its clients see: TTFT, TPOT, ITL, end to end, goodput.
 

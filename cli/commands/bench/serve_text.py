@@ -215,7 +215,8 @@ def _latencies_panel(report: LoadReport) -> Panel:
     }
     instants = [ms for line in lines.values() for ms, _ in line]
     goal = _goal([(min(instants), GOAL), (max(instants), GOAL)])
-    return Panel(f"latencies{_rate_text(report)}", lines, goal, x_name="milliseconds, at most")
+    at_rate = "" if report.pace.rate is None else f", {number(report.pace.rate, 3)} requests/s"
+    return Panel(f"latencies{at_rate}", lines, goal, x_name="milliseconds, at most")
 
 
 def distribution(samples_ms: Sequence[float]) -> list[tuple[float, float]]:
@@ -229,11 +230,6 @@ def distribution(samples_ms: Sequence[float]) -> list[tuple[float, float]]:
 def _rates_panel(report: LoadReport) -> Panel:
     points = sorted((probe.rate, probe.attainment) for probe in report.probes)
     return Panel("attainment over the rate", {_short(report): points}, _goal(points))
-
-
-def _rate_text(report: LoadReport) -> str:
-    rate = report.pace.rate
-    return "" if rate is None else f", {number(rate, 3)} requests/s"
 
 
 def _short(report: LoadReport) -> str:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
+from phasewise._options import REQUIRED, argument, option
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.db import rows as db_rows
 from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db.rows import ListedSchedules, Section
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, complete_name
+from phasewise.cli.options import JsonOption, complete_name
 from phasewise.cli.present import note
 from phasewise.cli.tables import present
+from phasewise.workflows.options import DB, FORMAT
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord, PredictorScore
@@ -39,7 +39,7 @@ PhaseName = Literal["prefill", "decode"]
 
 
 @app.command()
-def path(db: DbOption = None, as_json: JsonOption = False) -> None:
+def path(db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Print the file or URL of the database that the other commands would use.
 
     $ phasewise db path
@@ -51,15 +51,11 @@ def path(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def show(
-    model: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="only plans and scores of models whose name has TEXT")
-    ] = None,
-    phase: Annotated[PhaseName | None, typer.Option(help="only plans of this phase")] = None,
-    m: Annotated[
-        int | None, typer.Option("--m", min=1, help="only schedules for N rows", metavar="N")
-    ] = None,
-    wide: Annotated[bool, typer.Option("--wide", help="print every schedule")] = False,
-    db: DbOption = None,
+    model: str | None = option(None, "only plans and scores of models whose name has TEXT", metavar="TEXT"),
+    phase: PhaseName | None = option(None, "only plans of this phase"),
+    m: int | None = option(None, "only schedules for N rows", min=1, metavar="N"),
+    wide: bool = option(False, "print every schedule"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """List the service plans, and for each problem the schedule in use, or the best one known.
@@ -84,15 +80,12 @@ def show(
 
         limit = None if wide or as_json else db_rows.MAX_ROWS
         with open_store(db, note) as store:
-            plans = [plan for plan in store.rows(PlanRecord) if _is_wanted(plan, model, phase)]
+            stored = [plan for plan in store.rows(PlanRecord) if phase in (None, plan.phase)]
+            plans = [plan for plan in stored if (model or "") in plan.model_key]
             scores = [score for score in store.rows(PredictorScore) if (model or "") in score.model_name]
             listed = db_rows.list_schedules(store, kernel_abis(), m, limit)
     fields = _contents(name, plans, scores, listed)
     present(as_json, fields, db_rows.contents_text(fields, listed, wide))
-
-
-def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
-    return (model is None or model in plan.model_key) and phase in (None, plan.phase)
 
 
 def _contents(
@@ -116,7 +109,7 @@ def _contents(
 
 
 @app.command()
-def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
+def stats(db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Count the rows by table, machine and build of the kernels; say the file's size and its schema.
 
     $ phasewise db stats
@@ -136,7 +129,7 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
+def upgrade(db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Bring the database to this program's schema, creating it if there is none.
 
     $ phasewise db upgrade
@@ -165,33 +158,28 @@ def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 @app.command("set-plan")
 def set_plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="a known model: a name that `models list` prints, or a file or folder",
-            autocompletion=complete_name,
-        ),
-    ],
-    phase: Annotated[PhaseName, typer.Option(help="the phase that the plan is for")],
-    cores: Annotated[
-        list[str],
-        typer.Option(
-            metavar="LIST", help="cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]"
-        ),
-    ],
-    from_sequences: Annotated[
-        int | None,
-        typer.Option(
-            "--from",
-            min=2,
-            max=4096,
-            metavar="N",
-            help="only for decode steps of N sequences or more: the plan in use keeps its cores for fewer",
-        ),
-    ] = None,
-    weight_format: FormatOption = "native",
-    db: DbOption = None,
+    model: str = argument(
+        REQUIRED,
+        "a known model: a name that `models list` prints, or a file or folder",
+        "MODEL",
+        autocompletion=complete_name,
+    ),
+    phase: PhaseName = option(REQUIRED, "the phase that the plan is for"),
+    cores: list[str] = option(
+        REQUIRED,
+        "cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]",
+        metavar="LIST",
+    ),
+    from_sequences: int | None = option(
+        None,
+        "only for decode steps of N sequences or more: the plan in use keeps its cores for fewer",
+        "--from",
+        min=2,
+        max=4096,
+        metavar="N",
+    ),
+    weight_format: str = FORMAT("native"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Append a plan for one phase of MODEL on this machine; from now on it is the one in use.

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from phasewise._rows import Row, column
@@ -146,11 +145,11 @@ class ScoreRow(Row):
 def plan_rows(plans: Sequence[PlanRecord], machines: Machines, report: Report = silent) -> list[PlanRow]:
     """Make the rows of plans, oldest first."""
     from phasewise.kerneldb.upkeep import newest_plans
+    from phasewise.topology import read_machine
 
-    here, newest = _Here(), newest_plans(plans)
-    rows = []
+    machine, newest, rows = read_machine(), newest_plans(plans), []
     for plan in plans:
-        ranks, places, bands = _ranks(plan, here, report)
+        ranks, places, bands = _ranks(plan, machine, report)
         key = (plan.model_key, plan.phase, plan.origin.machine)
         own = {"ranks": ranks, "places": places, "bands": bands, "machine": machines[plan.origin.machine]}
         rows.append(
@@ -164,42 +163,26 @@ def score_rows(scores: Sequence[PredictorScore]) -> list[ScoreRow]:
     return [ScoreRow.made_of(score, score.origin, model=score.model_name) for score in scores]
 
 
-class _Here:
-    """This machine, read once it is needed: for a plan that is or may be of this machine."""
-
-    @cached_property
-    def machine(self) -> Machine:
-        from phasewise.topology import read_machine
-
-        return read_machine()
-
-    @cached_property
-    def key(self) -> MachineKey:
-        from phasewise.tuner.plans import machine_key
-
-        return machine_key(self.machine)
-
-
-def _ranks(record: PlanRecord, here: _Here, report: Report) -> tuple[Cores, Cores, list[BandRow]]:
+def _ranks(record: PlanRecord, machine: Machine, report: Report) -> tuple[Cores, Cores, list[BandRow]]:
     """The ranks, places and bands of a plan."""
     from phasewise.serving.embedding import plan as embedding
     from phasewise.serving.errors import ServingError
     from phasewise.tuner import plans
     from phasewise.tuner.errors import PlanError
 
-    is_here = record.origin.machine == here.key
+    is_here = record.origin.machine == plans.machine_key(machine)
     try:
         if record.phase == embedding.PHASE:
             of_instances = embedding.stored_places(record.plan_json)
             if not is_here:
                 return None, of_instances, []
-            instances = embedding.stored_plan(record.plan_json, here.machine).instances
+            instances = embedding.stored_plan(record.plan_json, machine).instances
             return [list(instance.cores) for instance in instances], of_instances, []
         places = plans.stored_places(record.plan_json)
         if places is not None and not is_here:
             (_, first), *others = places
             return None, first, [BandRow(n, None, own) for n, own in others]
-        plan = plans.stored_plan(record.plan_json, here.machine)
+        plan = plans.stored_plan(record.plan_json, machine)
         cores = [[list(rank.cores) for rank in own.ranks] for own in plan.each]
         named = [None] * len(cores) if places is None else [own for _, own in places]
         return cores[0], named[0], list(map(BandRow, plan.starts, cores[1:], named[1:]))

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted
 from phasewise.cli.commands.db.rows import diff_fields, diff_text
 from phasewise.cli.commands.topo.text import core_words
-from phasewise.cli.option_sets import spread
-from phasewise.cli.options import DbOption, JsonOption
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_FAILURE, note, print_json
 from phasewise.cli.tables import WIDTH, present
 from phasewise.workflows.database.settings import Leaving, Trust
+from phasewise.workflows.options import DB
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.portable import Taken
@@ -33,22 +34,18 @@ RemoteArgument = Annotated[
 ]
 
 
-@spread
 def push(
     *,
     remote: RemoteArgument,
     leaving: Leaving,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="print every line that would leave, and name its fields (--json: bundles and fields "
-            "alone); send nothing",
-        ),
-    ] = False,
-    sign: Annotated[Path | None, typer.Option(metavar="KEY", help="sign the index with this SSH key")] = None,
+    dry_run: bool = option(
+        False,
+        "print every line that would leave, and name its fields (--json: bundles and fields "
+        "alone); send nothing",
+    ),
+    sign: Path | None = option(None, "sign the index with this SSH key", metavar="KEY"),
     trust: Trust,
-    db: DbOption = None,
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Add this database's rows to REMOTE, a bundle for each kind of core, and print what to pin.
@@ -91,14 +88,11 @@ def _tell(bundles: list[Bundle]) -> None:
         note(textwrap.fill(told, WIDTH, subsequent_indent="    "))
 
 
-@spread
 def pull(
     remote: RemoteArgument,
     trust: Trust,
-    every_core: Annotated[
-        bool, typer.Option("--all", help="bundles of every kind of core, not only of cores like these")
-    ] = False,
-    db: DbOption = None,
+    every_core: bool = option(False, "bundles of every kind of core, not only of cores like these", "--all"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Import what REMOTE has for cores like these, unverified: schedules wait to be timed here.
@@ -130,13 +124,10 @@ OtherArgument = Annotated[
 ]
 
 
-@spread
 def export(
     leaving: Leaving,
-    in_use: Annotated[
-        bool, typer.Option("--in-use", help="of schedules only those in use, each with its newest timing")
-    ] = False,
-    db: DbOption = None,
+    in_use: bool = option(False, "of schedules only those in use, each with its newest timing"),
+    db: str | None = DB(None),
 ) -> None:
     """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
 
@@ -168,8 +159,8 @@ def write_out(lines: Iterable[str]) -> None:
 
 
 def import_(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="what `db export` wrote; `-` is stdin")],
-    db: DbOption = None,
+    file: str = argument(REQUIRED, "what `db export` wrote; `-` is stdin", "FILE"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Add the rows of FILE that are not there yet, unverified: unused until they are timed here.
@@ -189,7 +180,7 @@ def import_(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
+def merge(other: OtherArgument, db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Add the timings and promotions of another database that are not in this one yet, unverified.
 
     $ phasewise db merge other.db
@@ -211,7 +202,7 @@ def _print_imported(imported: Imported, as_json: bool) -> None:
         note("a schedule that was added is used once `tune-kernels`, or a server, has found it faster here")
 
 
-def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
+def diff(other: OtherArgument, db: str | None = DB(None), as_json: JsonOption = False) -> None:
     """Compare what this and another database prefer: schedules, plans, storages, users' kernels.
 
     $ phasewise db diff other.db
@@ -231,18 +222,14 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
 
 
 def gc(
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="keep raw samples of the N fastest schedules of each problem and of promoted ones, and a "
-            "summary of others; of plans and scores the N newest",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print what would be deleted; delete nothing")
-    ] = False,
-    db: DbOption = None,
+    keep: int | None = option(
+        None,
+        "keep raw samples of the N fastest schedules of each problem and of promoted ones, and a "
+        "summary of others; of plans and scores the N newest",
+        min=1,
+    ),
+    dry_run: bool = option(False, "print what would be deleted; delete nothing"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """Delete the rows of earlier builds of this machine's kernels; with --keep summarise slow schedules.

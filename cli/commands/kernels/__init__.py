@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from phasewise._options import refuse_unused
+from phasewise._options import REQUIRED, argument, option, refuse_unused
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
+from phasewise.cli.options import OUT, SET, JsonOption
 from phasewise.cli.present import note, say, write_target
 from phasewise.cli.tables import present
+from phasewise.workflows.options import DB, DEFINE, INCLUDE
 
 HELP = """Kernels written in C: raise, lower, check, emit.
 
@@ -22,36 +23,21 @@ $ phasewise kernels check dot.kir --against dot.c"""
 
 app = CommandApp(help=HELP)
 
-SourceArgument = Annotated[Path, typer.Argument(metavar="FILE.c", help="C file with intrinsics")]
 KernelArgument = Annotated[
     Path, typer.Argument(metavar="KERNEL.kir", help="a kernel's text, as `raise` writes it")
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="write there; -: stdout [default: stdout]"),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="value of a parameter [default: its first one]"),
 ]
 
 
 @app.command("raise")
 def raise_(
-    source: SourceArgument,
-    function: Annotated[str, typer.Option(help="the function to raise, with all that it calls")],
-    output: OutOption = None,
-    isa: Annotated[
-        str | None, typer.Option(help="instruction set of the C file [default: the widest that it names]")
-    ] = None,
-    include: IncludeOption = None,
-    define: DefineOption = None,
-    tunable: Annotated[
-        bool, typer.Option("--tunable", help="add parameters to the loops that may have them")
-    ] = False,
-    reassociate: Annotated[
-        bool, typer.Option("--reassociate", help="let sums of floats change their order, within a bound")
-    ] = False,
+    source: Path = argument(REQUIRED, "C file with intrinsics", "FILE.c"),
+    function: str = option(REQUIRED, "the function to raise, with all that it calls"),
+    output: Path | None = OUT(None),
+    isa: str | None = option(None, "instruction set of the C file [default: the widest that it names]"),
+    include: list[Path] | None = INCLUDE(None),
+    define: list[str] | None = DEFINE(None),
+    tunable: bool = option(False, "add parameters to the loops that may have them"),
+    reassociate: bool = option(False, "let sums of floats change their order, within a bound"),
 ) -> None:
     """Raise a C function to the text of the high level.
 
@@ -71,9 +57,9 @@ def raise_(
 @app.command("lower")
 def lower(
     kernel: KernelArgument,
-    isa: Annotated[str, typer.Option(help="portable, avx2, avx512, avx512_vnni, neon or neon_dotprod")],
-    output: OutOption = None,
-    settings: SetOption = None,
+    isa: str = option(REQUIRED, "portable, avx2, avx512, avx512_vnni, neon or neon_dotprod"),
+    output: Path | None = OUT(None),
+    settings: list[str] | None = SET(None),
 ) -> None:
     """Lower a kernel's text to C for an instruction set.
 
@@ -88,19 +74,14 @@ def lower(
 @app.command("check")
 def check(
     kernel: KernelArgument,
-    against: Annotated[
-        Path, typer.Option(metavar="FILE.c", help="the original, with a function of the same name")
-    ],
-    isa: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="instruction set to check; may be repeated [default: portable, avx2, avx512, neon]"
-        ),
-    ] = None,
-    cases: Annotated[int, typer.Option(min=1, max=1_000_000, help="calls for each instruction set")] = 1000,
-    settings: SetOption = None,
-    include: IncludeOption = None,
-    define: DefineOption = None,
+    against: Path = option(REQUIRED, "the original, with a function of the same name", metavar="FILE.c"),
+    isa: list[str] | None = option(
+        None, "instruction set to check; may be repeated [default: portable, avx2, avx512, neon]"
+    ),
+    cases: int = option(1000, "calls for each instruction set", min=1, max=1_000_000),
+    settings: list[str] | None = SET(None),
+    include: list[Path] | None = INCLUDE(None),
+    define: list[str] | None = DEFINE(None),
     as_json: JsonOption = False,
 ) -> None:
     """Compare a kernel's results with its original's, on drawn arguments.
@@ -124,17 +105,14 @@ def check(
 @app.command("emit")
 def emit(
     kernel: KernelArgument,
-    output: OutOption = None,
-    header: Annotated[
-        Path | None, typer.Option(metavar="FILE.h", help="write a header too, which the C file includes")
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.c", help="the C file it was tuned against, where that is in use"),
-    ] = None,
-    include: IncludeOption = None,
-    define: DefineOption = None,
-    db: DbOption = None,
+    output: Path | None = OUT(None),
+    header: Path | None = option(None, "write a header too, which the C file includes", metavar="FILE.h"),
+    against: Path | None = option(
+        None, "the C file it was tuned against, where that is in use", metavar="FILE.c"
+    ),
+    include: list[Path] | None = INCLUDE(None),
+    define: list[str] | None = DEFINE(None),
+    db: str | None = DB(None),
 ) -> None:
     """Write one C file with the tuned variants and a choice among them by shape. It builds without phasewise.
 
@@ -164,11 +142,8 @@ def emit(
 
 @app.command("show")
 def show(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="a kernel's name or its key [default: list all kernels]"),
-    ] = None,
-    db: DbOption = None,
+    name: str | None = argument(None, "a kernel's name or its key [default: list all kernels]", "NAME"),
+    db: str | None = DB(None),
     as_json: JsonOption = False,
 ) -> None:
     """List the kernels that the database has parameters for; of NAME the parameters in use and their gain.

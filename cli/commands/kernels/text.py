@@ -60,9 +60,8 @@ def listed_text(rows: Sequence[dict[str, Any]]) -> str:
 
 def newest(promotions: Sequence[UserPromotion]) -> list[UserPromotion]:
     """The choices in use: the last promotion of each build, shape and kind of core."""
-    return list(
-        {(promotion.problem, promotion.origin.machine): promotion for promotion in promotions}.values()
-    )
+    by_shape = {(promotion.problem, promotion.origin.machine): promotion for promotion in promotions}
+    return list(by_shape.values())
 
 
 def shown_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from phasewise._options import changed, refuse_unused
+from phasewise._options import changed, option, refuse_unused
 from phasewise._words import clock, number
-from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, print_json, write_text
 from phasewise.cli.status_line import StatusLine, status_line
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
     from phasewise.workflows.tune_config.run import Found
-    from phasewise.workflows.tune_config.subject import Subject
 
 
 EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
@@ -37,17 +35,14 @@ _SEARCHING = ("lengths", "trace", "concurrency", "cores", "ranks", "storage", "o
 """Settings that only a search uses."""
 
 
-@spread
 def tune_config(
     model: ModelArgument,
     settings: TuneConfigSettings,
-    emit: Annotated[
-        EmitChoice | None,
-        typer.Option(
-            help="print the plans in use as flags of this tool, the default ones where none is stored; "
-            "no search unless --no-resume, or an --evaluator that stores none, asks for it"
-        ),
-    ] = None,
+    emit: EmitChoice | None = option(
+        None,
+        "print the plans in use as flags of this tool, the default ones where none is stored; "
+        "no search unless --no-resume, or an --evaluator that stores none, asks for it",
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.
@@ -68,6 +63,8 @@ def tune_config(
     describe hardware that is not here, and MODEL may be a lone config.json.
     """
     started_s = time.monotonic()
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.tune_config.loads import tune_loads
     from phasewise.workflows.tune_config.subject import check_weights, open_subject
 
     wish = replace(settings, model=model)
@@ -83,19 +80,12 @@ def tune_config(
     check_weights(wish)
     note(f"searching for at most {number(wish.budget_s)} s; Ctrl-C keeps what is found until then")
     subject = open_subject(wish, note)
-    result = _run(wish, subject, started_s)
+    with status_line() as status:
+        show = SearchProgress(status, subject.machine, started_s, wish.budget_s)
+        result = tune_loads(wish, subject, started_s, show, user_lock(show.say))
     _print_found(result, emit, as_json)
     if result.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _run(wish: TuneConfigSettings, subject: Subject, started_s: float) -> Found:
-    from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_config.loads import tune_loads
-
-    with status_line() as status:
-        show = SearchProgress(status, subject.machine, started_s, wish.budget_s)
-        return tune_loads(wish, subject, started_s, show, user_lock(show.say))
 
 
 def _print_found(result: Found, emit: EmitChoice | None, as_json: bool) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import time
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from phasewise._options import changed, refuse_unused
-from phasewise.cli.option_sets import spread
+from phasewise._options import argument, changed, refuse_unused
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note
+from phasewise.cli.status_line import status_line
 from phasewise.cli.tables import present
 from phasewise.workflows.opening.settings import Remote
 from phasewise.workflows.options import WEIGHT_FORMATS
@@ -20,6 +20,7 @@ from phasewise.workflows.tune_kernels.settings import TuneKernelsSettings
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine
+    from phasewise.tuner.tuning_run import TuningProgress
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.tune_kernels.rounds import Round, Shape, TunedRound
 
@@ -28,13 +29,10 @@ LEAST_S = 0.1
 """Least seconds of a run, where reading the input took the whole budget."""
 
 
-@spread
 def tune_kernels(
     settings: TuneKernelsSettings,
     remote: Remote,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune")
-    ] = None,
+    model: str | None = argument(None, "a model, as for `generate`, whose products to tune", "MODEL"),
     as_json: JsonOption = False,
 ) -> None:
     """Tune the products of MODEL, or of --shapes, on this machine.
@@ -165,13 +163,17 @@ def _tune(
     deadline_s: float,
     opened: OpenModel | None,
 ) -> list[TunedRound]:
-    from phasewise.cli.commands.tune_kernels.text import progress_on_stderr
+    from phasewise.cli.commands.tune_kernels.text import progress_line
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_kernels.run import tune_rounds
 
     note("measuring the limits of these cores ...")
     db, lock = settings.db, user_lock(note)
-    with progress_on_stderr() as progress:
+    with status_line() as status:
+
+        def progress(state: TuningProgress) -> None:
+            status.show(lambda: progress_line(state))
+
         model = None if opened is None else opened.model
         left_s = max(LEAST_S, deadline_s - time.monotonic())
         return tune_rounds(rounds, machine, db, left_s, settings.resume, lock, note, progress, model)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from phasewise._rows import Row, column
 from phasewise._words import LOW_LIMIT, NOTHING, clock, counted, percent, proven
 from phasewise.cli.present import goes_on
-from phasewise.cli.status_line import status_line
 from phasewise.cli.tables import RowTable, table_of_rows
 from phasewise.tuner.ledger import mean_of
 
@@ -23,13 +21,6 @@ if TYPE_CHECKING:
 
 DISTURBED_LAPS = 0.1
 """Least share of disturbed timings for which the result carries a warning."""
-
-
-@contextmanager
-def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
-    """Yield a receiver of a run's progress that shows it on stderr."""
-    with status_line() as status:
-        yield lambda progress: status.show(lambda: progress_line(progress))
 
 
 def progress_line(progress: TuningProgress) -> str:
@@ -48,10 +39,14 @@ def where_of(progress: TuningProgress) -> str:
 
 def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowTable]:
     """Yield the tables of one round: each weight's products, then the sums. resume: the run's own option."""
-    tables = [_task_table(tuned, task) for task in tuned.round.tasks]
-    tables += [_attention_table(tuned), _storage_table(tuned)]
+    tables = [_task_table(tuned, task) for task in tuned.round.tasks if _gains_of(tuned, task)]
+    if attention := attention_rows(tuned):
+        title = f"attention {attention[0].format} {attention[0].n}x{attention[0].k}"
+        tables.append(table_of_rows(attention, title=title))
+    if storage := storage_rows(tuned):
+        tables.append(table_of_rows(storage, title="speed stored sparse, as against dense"))
     yield tuned.round.describe()
-    for part in (*(table for table in tables if table), *_closing_lines(tuned, resume)):
+    for part in (*tables, *_closing_lines(tuned, resume)):
         yield ""
         yield part
 
@@ -119,19 +114,9 @@ def _schedule(row: Any, text: Callable[[Any], str]) -> str:
     return "the default" if row.is_default else text(row)
 
 
-def _attention_table(tuned: TunedRound) -> RowTable | None:
-    rows = attention_rows(tuned)
-    return table_of_rows(rows, title=f"attention {rows[0].format} {rows[0].n}x{rows[0].k}") if rows else None
-
-
 def attention_rows(tuned: TunedRound) -> list[AttentionRow]:
     """A row for each tuned number of rows of attention."""
     return [AttentionRow.of_gain(gain) for gain in tuned.attention.gains] if tuned.attention else []
-
-
-def _storage_table(tuned: TunedRound) -> RowTable | None:
-    rows = storage_rows(tuned)
-    return table_of_rows(rows, title="speed stored sparse, as against dense") if rows else None
 
 
 def storage_rows(tuned: TunedRound) -> list[StorageRow]:
@@ -149,10 +134,8 @@ def attention_text(row: AttentionRow) -> str:
     )
 
 
-def _task_table(tuned: TunedRound, task: Task) -> RowTable | None:
+def _task_table(tuned: TunedRound, task: Task) -> RowTable:
     gains = _gains_of(tuned, task)
-    if not gains:
-        return None
     rows = [product_row(tuned, gain) for gain in gains]
     return table_of_rows(rows, title=f"{task_name(task)} ({_arithmetic_text(gains[0])})")
 
@@ -166,7 +149,12 @@ def _gains_of(tuned: TunedRound, task: Task) -> list[Gain]:
     return [gain for gain in tuned.outcome.gains if tuned.round.task(gain.problem) is task]
 
 
-def _over_default(gain: MeasuredRatio) -> str:
+def _mean(gains: Sequence[Gain]) -> MeasuredRatio:
+    """The geometric mean of gains, with 1 for products that keep the default."""
+    return mean_of(gain.over_default for gain in gains)
+
+
+def _told(gain: MeasuredRatio) -> str:
     return proven(gain.gain, gain.low, gain.high)
 
 
@@ -199,8 +187,8 @@ def _totals_table(tuned: TunedRound) -> RowTable:
         {
             "weight": task_name(task),
             "tuned": f"{sum(not gain.is_default for gain in gains)} of {len(task.ms)}",
-            "gain, mean": _over_default(mean_gain(gains)),
-            "most": _over_default(max((gain.over_default for gain in gains), key=lambda each: each.low)),
+            "gain, mean": _told(_mean(gains)),
+            "most": _told(max((gain.over_default for gain in gains), key=lambda each: each.low)),
             "of limit, m=1": _share_at(tuned, gains, 1),
             "most m": _share_at(tuned, gains, task.ms[-1]),
         }
@@ -221,7 +209,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
         products = counted(len(gains), "product")
         return f"Tuning gained nothing: of {products}, none was proven faster than by the default."
     products = f"{faster} of {counted(len(gains), 'product')}"
-    return f"Faster than by default: {products}; geometric mean of all: {_over_default(mean_gain(gains))}."
+    return f"Faster than by default: {products}; geometric mean of all: {_told(_mean(gains))}."
 
 
 def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:
@@ -236,11 +224,6 @@ def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
         steal, others = (percent(outcome.conditions[name]) for name in ("steal", "others"))
         yield f"The machine was busy: {steal} went to other guests, {others} to other processes."
-
-
-def mean_gain(gains: Sequence[Gain]) -> MeasuredRatio:
-    """The geometric mean of gains, with 1 for products that keep the default."""
-    return mean_of(gain.over_default for gain in gains)
 
 
 def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
@@ -263,7 +246,7 @@ def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
             "peak_flops": dict(tuned.roofline.peak_flops),
             "read_bytes_per_s": tuned.roofline.read_bytes_per_s,
         },
-        "mean_gain": asdict(mean_gain(outcome.gains)) if outcome.gains else None,
+        "mean_gain": asdict(_mean(outcome.gains)) if outcome.gains else None,
         "gains": [product_row(tuned, gain) for gain in outcome.gains],
         "storage": storage_rows(tuned),
         "attention": attention_rows(tuned),

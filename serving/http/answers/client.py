@@ -368,7 +368,8 @@ class EngineClient:
             self._end(stream, request_id, "aborted", is_counted=not gives_way)
 
     def deliver(self, delivery: Delivery) -> None:
-        """Take a delivery from the engine's thread."""
+        """Take the engine's load and pieces of answers from the engine's thread, and wake the event loop for
+        them."""
         self.load = delivery.load
         if self._wakeup is not None:
             self._delivered.append(delivery)

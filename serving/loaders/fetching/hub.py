@@ -352,7 +352,8 @@ def _licence(fields: dict[str, Any]) -> str | None:
 
 
 def _promised(repository: str, commit: str, fields: dict[str, Any]) -> RemoteFile | None:
-    """A file of the list; None where size or digest is missing, or the name is not one to keep."""
+    """Read one file of a repository's list; None where its size or digest is missing, or its name is not one
+    to keep."""
     path, size, lfs = fields["rfilename"], fields.get("size"), fields.get("lfs") or {}
     sha256, blob = lfs.get("sha256"), fields.get("blobId")
     parts = path.split("/")

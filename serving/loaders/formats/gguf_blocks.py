@@ -308,7 +308,7 @@ def _q6_k(raw: Array) -> BlockRows:
 
 
 def _iq4_xs(raw: Array) -> BlockRows:
-    """A sub-scale's low four bits and its high two lie apart."""
+    """Decode IQ4_XS, whose sub-scales have their low four bits apart from their high two."""
     low = _nibble_scales(raw[..., 4:8])
     high = np.ascontiguousarray(raw[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     subs = low | (high & 3).astype(np.uint8) << 4

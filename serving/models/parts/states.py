@@ -313,7 +313,7 @@ class KimiDelta(Delta):
 
     @property
     def low(self) -> tuple[Product, Product]:
-        """The second product of each low-rank gate."""
+        """The second of the two products of each low-rank gate."""
         state = self.state
         return (
             Product.alone("state_f_b", state.keys, state.key_dim),

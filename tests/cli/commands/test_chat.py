@@ -90,7 +90,7 @@ def test_unknown_commands_and_values_are_told(tiny: Path) -> None:
     result = chat(tiny, "/dance", "/set top_p 7", "/set temperature 0.5")
 
     assert "no command /dance" in result.stderr
-    assert "top_p is a number" in result.stderr
+    assert "top_p must be above 0 and at most 1" in result.stderr
     assert "temperature = 0.5" in result.stderr
 
 

@@ -50,11 +50,14 @@ assert isa.active() == sys.argv[2], isa.active()
 _KNOWN = """
 import json
 from phasewise.cython_kernels._native import compute_paths
+from phasewise.topology import read_machine
 from phasewise.workflows.replay import bits_check
-every = bits_check.known_now()["f32"]
-default_of_q4_k = compute_paths("q4_k")[0]
-known = {"every": every, "int8_block": bits_check.of_blocks(), "default of q4_k": default_of_q4_k}
-print(json.dumps(known | bits_check.of_bf16()))
+core = read_machine().allowed_pus[0]
+def known(kinds, *path):
+    return bits_check.computed(bits_check.known_model(kinds), "f32", core, *path)[0]
+every = {"every": known(bits_check.KINDS), "default of q4_k": compute_paths("q4_k")[0]}
+every["int8_block"] = known(bits_check.BLOCK_KINDS, bits_check.BLOCK_PATH)
+print(json.dumps(every | {path: known(("bf16",), path) for path in bits_check.paths_of_bf16()}))
 """
 
 

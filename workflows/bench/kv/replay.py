@@ -195,38 +195,25 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
     stats = pool.stats()
     ended = sum(bucket.slots_ended for bucket in stats.buckets)
     wasted = sum(bucket.slots_wasted for bucket in stats.buckets)
-    output = sum(
-        request.output_tokens for index, request in enumerate(replay.trace) if str(index) in sums.ended
-    )
-    prompts = sum(
-        request.prompt_tokens for index, request in enumerate(replay.trace) if str(index) in sums.ended
-    )
+    done = [request for index, request in enumerate(replay.trace) if str(index) in sums.ended]
+    output = sum(request.output_tokens for request in done)
     waiting = max(1, sums.steps_waiting)
-    return KvRow(
+    return KvRow.made_of(
+        sums,
+        stats,
+        replay,
         policy=policy,
         estimate=estimate or "-",
         n_requests=len(replay.trace),
         n_slots=pool.n_slots,
-        max_tokens=replay.max_tokens,
         live_reserved=sums.live / max(1, sums.reserved),
         live_pool=sums.live_waiting / waiting / pool.n_slots,
         final_reserved=1 - wasted / max(1, ended),
         wasted_slots=wasted,
         mean_running=sums.running_waiting / waiting,
-        peak_running=sums.peak_running,
         failed=len(replay.trace) - len(sums.ended),
-        failed_why=sums.failed_why,
-        migrations=stats.migrations,
-        moved_slots=sums.moved_slots,
-        overflows=stats.overflows,
         preemptions=scheduler.counts.preemptions,
-        recomputed_tokens=sums.prefill_tokens - prompts,
-        to_large=stats.to_large,
-        estimated=stats.estimated,
-        mispredicted=stats.mispredicted,
-        refreshes=stats.refreshes,
-        decode_steps=sums.decode_steps,
-        prefill_steps=sums.prefill_steps,
+        recomputed_tokens=sums.prefill_tokens - sum(request.prompt_tokens for request in done),
         output_tokens=output,
         tokens_a_step=output / max(1, sums.decode_steps),
         steps_to_first=sums.steps_to_first / max(1, sums.n_begun),
