@@ -1,4 +1,4 @@
-"""`phasewise topo`: the machine as a tree and as a picture, and plans on it."""
+"""`phasewise topo`: the machine as a tree and as a picture, its TopoTrees, and plans on it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopoView:
-    """Options that choose a view of a machine: the machine itself, or plans on it."""
+    """Options that choose a view of a machine: the machine itself, its TopoTrees, or plans on it."""
 
     input_path: Path | None = option(
         None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
     )
     svg_path: Path | None = option(
         None, "write a picture of the machine here; -: stdout", "--svg", metavar="FILE"
+    )
+    trees: bool = option(False, "count and draw the TopoTrees that tune-config searches", "--trees")
+    notation: str | None = option(
+        None, "draw this TopoTree, as --trees and tune-config write it", "--tree", metavar="NOTATION"
     )
     plan: bool = option(
         False, "draw the plans of MODEL on the cores; without MODEL the default ones", "--plan"
@@ -39,8 +43,13 @@ class TopoView:
     db: str | None = DB(None)
 
     def __post_init__(self) -> None:
-        if self.plan and self.plan_file is not None:
-            raise UsageError("--plan and --plan-file show different things: give one")
+        views = ("trees", "notation", "plan", "plan_file")
+        chosen = [name for name in views if getattr(self, name) not in (False, None)]
+        if len(chosen) > 1:
+            flags = [{"notation": "--tree"}.get(name, f"--{name.replace('_', '-')}") for name in chosen]
+            raise UsageError(f"{' and '.join(flags)} show different things: give one")
+        if self.trees or self.notation is not None:
+            refuse_unused("with --trees and --tree", changed(self, "svg_path"))
 
 
 def topo(
@@ -53,7 +62,7 @@ def topo(
     $ phasewise topo
     $ phasewise topo --plan smollm2-135m-instruct
 
-    Other views: --plan, --plan-file.
+    Other views: --trees, --tree, --plan, --plan-file.
     """
     if not view.plan:
         refuse_unused("without --plan", [] if model is None else ["model"], "add --plan to draw its plans")
@@ -61,7 +70,10 @@ def topo(
         refuse_unused("without --plan MODEL", changed(view, "weight_format", "db"))
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
-    if view.plan or view.plan_file is not None:
+    if view.trees or view.notation is not None:
+        fields, lines = _trees(machine, view.notation, as_json)
+        present(as_json, {"source": machine.source, **fields}, lines)
+    elif view.plan or view.plan_file is not None:
         from phasewise.cli.commands.topo.text import plan_lines
         from phasewise.workflows.topo.plan_json import picture_groups, plan_fields
 
@@ -73,6 +85,18 @@ def topo(
 
         lines = topo_lines(machine, sys.stdout.encoding)
         _show(machine, view.svg_path, as_json, machine_fields(machine), lines)
+
+
+def _trees(machine: Machine, notation: str | None, as_json: bool) -> tuple[dict[str, Any], Iterable[str]]:
+    """JSON fields and lines of all TopoTrees, counted, or of the tree that `notation` writes."""
+    from phasewise.cli.commands.topo.text import one_tree_fields, one_tree_lines, trees_fields, trees_lines
+    from phasewise.tuner.topotree import fundamental, parse
+
+    if notation is not None:
+        tree = parse(notation, machine)
+        return one_tree_fields(tree), one_tree_lines(tree, sys.stdout.encoding)
+    whole = fundamental(machine)
+    return trees_fields(whole) if as_json else {}, trees_lines(whole, sys.stdout.encoding)
 
 
 def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase, ServicePlan]:
