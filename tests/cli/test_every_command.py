@@ -1,4 +1,4 @@
-"""Help of every command: examples first, nouns for values, whole lines of 80 columns, no words read twice."""
+"""Help of every command and every page of the guide: examples first, whole lines of 80 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from outside reaches a terminal as text."""
+"""Text from outside reaches a terminal as text; a status line changes there and is plain elsewhere."""
 
 from __future__ import annotations
 

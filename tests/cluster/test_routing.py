@@ -1,4 +1,4 @@
-"""Routing: laws over random orders of events, and the choices that the paper describes."""
+"""Routing: laws over random orders of events, the paper's choices, and reports of held prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name of a build of a kernel family: it changes when and only when the family's machine code may."""
+"""The names of a build of a kernel family and of its kernels: they change with their machine code alone."""
 
 from __future__ import annotations
 

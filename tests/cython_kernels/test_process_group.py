@@ -1,4 +1,4 @@
-"""Ranks wait for one another, are told, and learn of failure: processes, whatever happens to one of them."""
+"""Ranks wait for one another, are told, and learn of failure; no interleaving breaks their groups."""
 
 from __future__ import annotations
 

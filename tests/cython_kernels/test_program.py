@@ -1,4 +1,4 @@
-"""A program refuses ops that do not fit together, and steps before it is whole."""
+"""A program refuses ops that do not fit together; its divided steps read only what lies behind a barrier."""
 
 from __future__ import annotations
 

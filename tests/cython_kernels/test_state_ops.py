@@ -1,4 +1,4 @@
-"""Convolutions and recurrences of a program beside float64; their bits for any cut, team and ISA."""
+"""Convolutions, recurrences and adapters' products beside float64; their bits for any cut, team and ISA."""
 
 from __future__ import annotations
 

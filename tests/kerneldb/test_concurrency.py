@@ -1,4 +1,4 @@
-"""Several processes, one database: on a SQLite file and on a real PostgreSQL server."""
+"""Several processes, one database, on SQLite and PostgreSQL; exports and imports hold few rows at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records let in only what is within their bounds, which stand between a stranger's row and a kernel."""
+"""Records let in only what is within their bounds; `--db` names a place whose password is never shown."""
 
 from __future__ import annotations
 

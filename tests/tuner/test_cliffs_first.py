@@ -1,4 +1,4 @@
-"""Tuning runs begin each weight with the rows whose default schedules break a law of rows."""
+"""Tuning begins with the rows whose defaults break a law; rounds on machines whose truth is known."""
 
 from __future__ import annotations
 

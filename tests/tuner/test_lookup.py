@@ -1,4 +1,4 @@
-"""Lookup: exact, a neighbour within the stated distance, the default; one arithmetic for each weight."""
+"""Lookup: exact, a near neighbour, the default, one arithmetic for each weight; what a search begins with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning: the masks that the papers define, a directory that others read, whole or not there."""
+"""Pruning: masks of the papers, directories that others read, and recovery whose outputs are no further."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools asked for on a command line: from cores to instances, and what is refused."""
+"""Pools asked for on a command line: cores, instances and their names, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time that one phase leaves of a run goes to another whose plan was not compared, and to no other."""
+"""The last run of a search: finalists, the verdict, and the time that one phase leaves to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole `tune-kernels` by a planted clock and planted times: its budget, and the storage it chooses."""
+"""A whole `tune-kernels` by a planted clock; teams that are timed have the engine's shares of cores."""
 
 from __future__ import annotations
 

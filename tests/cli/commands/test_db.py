@@ -1,4 +1,4 @@
-"""`phasewise db`: what a person and a script see, in every state of the database."""
+"""`phasewise db`, with `push` and `pull`: what a person and a script see, in every state of the database."""
 
 from __future__ import annotations
 

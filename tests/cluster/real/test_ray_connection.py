@@ -1,4 +1,4 @@
-"""Heads of clusters that are none, or that speak otherwise: one line in seconds, before Ray is asked."""
+"""Heads of clusters that are none: one line in seconds; stdout beside a connection to Ray is ours alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step divided over ranks gives the bits of one; threads of one process stand in for those of the ranks."""
+"""A step divided over ranks, also over more than there are KV heads, gives the bits of one."""
 
 from __future__ import annotations
 

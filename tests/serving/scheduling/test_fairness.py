@@ -1,4 +1,4 @@
-"""No request of one client starves another's, whatever it sends: places, KV slots and prefill are shared."""
+"""No request of one client starves another's; chunks keep the promise of a time per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching: tokens are conserved, slots have one owner, age decides, everybody ends."""
+"""Continuous batching: tokens are conserved, slots have one owner, clients take turns, everybody ends."""
 
 from __future__ import annotations
 

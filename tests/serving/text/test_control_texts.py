@@ -1,4 +1,4 @@
-"""Control tokens come from the template alone; prompts whose contents name none are as ever."""
+"""Control tokens come from the template alone; damaged and hostile vocabularies end in one clear error."""
 
 from __future__ import annotations
 

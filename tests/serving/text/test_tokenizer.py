@@ -1,4 +1,4 @@
-"""Token ids beside llama.cpp's and transformers', and the laws of turning tokens back into text."""
+"""Token ids beside llama.cpp's vectors and transformers', and the laws of turning tokens back into text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws that a search may rely on with any evaluator: add one to EVALUATORS, and all are asserted of it."""
+"""Laws that a search may rely on with any of EVALUATORS; kept step times answer for their own cores."""
 
 from __future__ import annotations
 
