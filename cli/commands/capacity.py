@@ -162,11 +162,11 @@ def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = Fal
 def _provision_row(answer: Provisioned) -> dict[str, str]:
     name, spec = on_one_line(answer.design.name), answer.spec
     if spec is None:
-        found = dict.fromkeys(
+        cells = dict.fromkeys(
             ("machines", "requests/s", "total", "cost/h", "power, kW", "bound used"), NOTHING
         )
     else:
-        found = {
+        cells = {
             "machines": " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
             "requests/s": number(answer.rate),
             "total": str(spec.n_machines),
@@ -174,7 +174,7 @@ def _provision_row(answer: Provisioned) -> dict[str, str]:
             "power, kW": f"{spec.power_w / 1000:.1f}",
             "bound used": percent(answer.tightness),
         }
-    return {"design": name, **found, "runs": str(answer.n_runs)}
+    return {"design": name, **cells, "runs": str(answer.n_runs)}
 
 
 def simulation_fields(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Text from outside reaches a terminal as text."""
+"""Text from outside reaches a terminal as text; a status line changes there and is plain elsewhere."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -14,8 +15,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.live import Live
 
 from phasewise.cli.present import note, on_one_line, print_json, printable
+from phasewise.cli.status_line import StatusLine, status_line
 from tests.cli import command
 from tests.support import ROOT
 from tests.support.models.tiny_models import write_tiny_gguf
@@ -126,3 +130,36 @@ def test_a_terminal_gets_remarks_broken_between_words_and_a_pipe_whole(
     assert shown[True].split() == remark.split()
     assert shown[True].startswith("| a   table |\n")
     assert [line for line in shown[True].splitlines() if len(line) > 40] == [f"{path},"]
+
+
+def test_off_a_terminal_a_line_is_printed_at_most_so_often(capsys: pytest.CaptureFixture[str]) -> None:
+    with status_line(line_every_s=3600.0) as status:
+        for number in range(5):
+            status.show(lambda number=number: f"step {number}")  # type: ignore[misc]
+        status.say("a remark")
+
+    assert capsys.readouterr().err == "step 0\na remark\n"
+
+
+def test_an_infinite_interval_prints_no_state_and_does_not_make_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def never() -> str:
+        raise AssertionError("made for no reader")
+
+    with status_line(line_every_s=math.inf) as status:
+        status.show(never)
+
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_the_line_goes_and_remarks_stay_without_what_would_steer_it() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        status = StatusLine(live, 0.0)
+        status.show(lambda: "state \x1b[2J1")
+        status.say("remark \x1b[2J2")
+
+    assert "\x1b[2J" not in screen.getvalue()
+    assert "remark \\u001b[2J2\n" in screen.getvalue()

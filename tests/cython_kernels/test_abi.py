@@ -1,4 +1,4 @@
-"""The name of a build of a kernel family: it changes when and only when the family's machine code may."""
+"""The names of a build of a kernel family and of its kernels: they change with their machine code alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.cython_kernels import _native, isa
-from phasewise.cython_kernels.abi import FAMILIES, VOCABULARY, abi_macros, essence, kernel_abi
+from phasewise.cython_kernels.abi import FAMILIES, VOCABULARY, abi_macros, code_flags, essence, kernel_abi
 
 KERNELS = Path(__file__).resolve().parents[2] / "cython_kernels"
 SOURCES = {
@@ -102,3 +102,24 @@ def test_the_compiler_names_the_files_that_count(tmp_path: Path) -> None:
 
 def _append(file: Path, text: str) -> None:
     file.write_text(f"{file.read_text()}\n{text}\n")
+
+
+OWN_SOURCES = {"isa/avx2.h": "int a;", "families/gemm.c": "int f(void) { return 1; }"}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("-g", "-g0", "-I/home/somebody/include", "-ffile-prefix-map=/build/x=."),
+        *("-fdebug-prefix-map=/build/x=.", "-frandom-seed=7", "-pipe", "-Wall"),
+    ],
+)
+def test_no_folder_and_no_debug_table_is_in_a_name(flag: str) -> None:
+    names = {kernel_abi("gemm", "avx2", OWN_SOURCES, flags, "12.2.0") for flags in (FLAGS, [*FLAGS, flag])}
+
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize("flag", ["-ffast-math", "-O2", "-fwrapv", "-march=native", "-DX=1"])
+def test_what_code_may_follow_from_is_in_it(flag: str) -> None:
+    assert code_flags([flag]) == [flag]

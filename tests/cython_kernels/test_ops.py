@@ -1,9 +1,11 @@
-"""Every row operation keeps the bound that its source states, on every usable ISA and vector edge."""
+"""Every row operation keeps the bound that its source states, on every usable ISA; `exact` needs no libm."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
+from decimal import Context, Decimal
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels.exact import logarithm, power
 from tests.support.tiers import examples
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 576, 1024, 1025, 4099)
@@ -282,3 +285,39 @@ def test_top_k_is_a_stable_sort_cut_short(values: list[float], k: int) -> None:
 def test_an_empty_row_is_refused(call: object) -> None:
     with pytest.raises(ValueError, match="empty row"):
         call(np.empty(0, np.float32))  # type: ignore[operator]
+
+
+DIGITS = Context(prec=60)
+FREQUENCIES = ["0x1.a115829457fbep-1", "0x1.c7181f3d9f60bp-10", "0x1.4985fec80a8cbp-19"]
+LOGARITHMS = ["0x1.0a2b23f3bab73p+1", "0x1.589b912e09c44p+2", "0x1.85d8056754d23p+2"]
+
+
+@given(st.floats(sys.float_info.min, sys.float_info.max) | st.floats(0.5, 2.0))
+def test_a_logarithm_is_within_a_unit_of_its_last_place(x: float) -> None:
+    exact = DIGITS.ln(Decimal(x))
+
+    assert abs(Decimal(logarithm(x)) - exact) <= Decimal(math.ulp(float(exact)))
+
+
+def test_logarithms_at_the_ends() -> None:
+    assert logarithm(1.0) == 0.0
+    assert logarithm(math.inf) == math.inf
+    for x in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="logarithm"):
+            logarithm(x)
+
+
+@given(st.floats(1.0, 1e8), st.integers(0, 255), st.integers(1, 256))
+def test_a_power_is_correctly_rounded(base: float, numerator: int, denominator: int) -> None:
+    exponent = DIGITS.divide(Decimal(-numerator), Decimal(denominator))
+
+    assert power(base, -numerator, denominator) == float(DIGITS.power(Decimal(base), exponent))
+
+
+def test_known_bits() -> None:
+    """Of another libm, numpy or CPU they would be these too."""
+    frequencies = np.array([power(500000.0, -pair, 128) for pair in range(0, 128, 2)])
+    logarithms = np.array([logarithm(1.0 + 7.0 * index) for index in range(64)])
+
+    assert [float(frequencies[index]).hex() for index in (1, 31, 63)] == FREQUENCIES
+    assert [float(logarithms[index]).hex() for index in (1, 31, 63)] == LOGARITHMS

@@ -1,9 +1,11 @@
-"""A program refuses ops that do not fit together, and steps before it is whole."""
+"""A program refuses ops that do not fit together; its divided steps read only what lies behind a barrier."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.division import Division, columns, share
 from phasewise.cython_kernels.errors import GroupFailed, ProgramError, WeightError
 from phasewise.serving.batch import SequenceSlice
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS, common_sources, compile_isa
 
 SHAPE = {
     "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "hidden": 16, "ffn": 24, "vocab": 20,
@@ -356,3 +359,29 @@ def test_keys_and_values_of_a_head_lie_in_the_shared_memory() -> None:
     assert 0 < offset <= first.shared_bytes() - 2 * size
     assert first.kv_span(0, 0, 1) == (offset + size, size)
     assert 2 * size == first.kv_bytes()
+
+
+def compiled(source: Path, flags: list[str], others: list[Path], target: Path) -> Path | None:
+    command = ["gcc", *COMMON_FLAGS, "-O1", "-g", *flags, "-I", KERNELS, source, *others, "-lm", "-o", target]
+    return None if subprocess.run(command, capture_output=True).returncode else target
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
+def test_no_rank_reads_what_another_may_still_write(tmp_path: Path) -> None:
+    """Three ranks and two, in turn, against one; any data race fails it."""
+    flags = ["-fsanitize=thread", '-DPW_GEMM_ABI=""', '-DPW_ATTENTION_ABI=""']
+    empty = tmp_path / "empty.c"
+    empty.write_text("int main(void) { return 0; }\n")
+    sample = compiled(empty, flags, [], tmp_path / "empty")
+    if sample is None or subprocess.run([sample], capture_output=True).returncode:
+        pytest.skip("the thread sanitizer does not work here")
+    kernels = compile_isa("gcc", KERNELS / "isa" / "portable.h", tmp_path, "-O1", "-g", *flags)
+    sources = [*common_sources(), *kernels]
+    wrapped = [*flags, "-Wl,--wrap=pw_cpu_features"]
+
+    program = compiled(HERE / "divided_steps.c", wrapped, sources, tmp_path / "divided_steps")
+
+    assert program is not None
+    got = subprocess.run([program], capture_output=True, text=True)
+    assert (got.returncode, got.stderr) == (0, "")

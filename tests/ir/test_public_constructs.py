@@ -132,10 +132,10 @@ def test_sets_masks_and_moves_of_public_kernels_keep_every_bit(
     keep_bits(path, home, tmp_path)
 
 
-def keep_bits(path: Path, home: str, tmp_path: Path) -> None:
+def keep_bits(path: Path, home: str, tmp_path: Path, name: str = "f") -> None:
     target = TARGETS.get(home, TARGETS["portable"])
     skip_without(target)
-    text = raise_file(path, "f")
+    text = raise_file(path, name)
     function, portable = chosen(text, {}), TARGETS["portable"]
     lowered = tmp_path / "lowered.c"
     lowered.write_text(built(text, {}, portable).file(portable))

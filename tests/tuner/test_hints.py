@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,18 +50,18 @@ def tuned(database: str, scope: object = SCOPE) -> dict[Problem, Schedule]:
     return {gain.problem: gain.schedule for gain in outcome.gains}
 
 
-def hints_of(database: str, shipped: Iterable[Measurement] = ()) -> Hints:
+def hints_of(database: str, shipped: Iterable[Measurement] = (), kernel_abi: str = NEW.kernel_abi) -> Hints:
     with open_store(database) as store:
-        return waiting_hints(store, MACHINE, NEW.kernel_abi, shipped)
+        return waiting_hints(store, MACHINE, kernel_abi, shipped)
 
 
 def fought(
-    database: str, machine: SyntheticMachine, budget_s: float = FIRST_S, shipped: Iterable[Measurement] = ()
+    database: str, machine: SyntheticMachine, budget_s: float = FIRST_S, scope: Any = NEW
 ) -> HintsOutcome:
     with open_store(database) as store:
-        hints = waiting_hints(store, MACHINE, NEW.kernel_abi, shipped)
+        hints = waiting_hints(store, MACHINE, scope.kernel_abi)
         hinted = in_order_of_worth(TASKS, hints, lambda *_: None, lambda problem: problem.n * problem.m)
-        tools = Tools(machine, Ledger(store, NEW), OPTIONS, clock=machine.clock)
+        tools = Tools(machine, Ledger(store, scope), OPTIONS, clock=machine.clock)
         return settle_hints(hinted, tools, budget_s)
 
 
@@ -178,26 +179,16 @@ def test_lies_cost_the_stated_time_and_leave_nothing_slower(tmp_path: Path, lie:
     with open_store(here) as store:
         import_rows(store, lies)
     budget_s, machine = 0.05, SyntheticMachine()
-    most_s = max(5 * plain_cost(hint.problem, slow) / 1e9 for hint in hints_of_old(here).values())
-    outcome = fought_old(here, machine, budget_s)
+    most_s = max(
+        5 * plain_cost(hint.problem, slow) / 1e9
+        for hint in hints_of(here, kernel_abi=SCOPE.kernel_abi).values()
+    )
+    outcome = fought(here, machine, budget_s, SCOPE)
 
     assert outcome.asked > 0
     assert outcome.elapsed_s <= budget_s + 4 * most_s, "what has begun is ended"
     for problem, schedule in in_use(here, SCOPE.kernel_abi).items():
         assert plain_cost(problem, schedule) <= plain_cost(problem, default_of(problem.m))
-
-
-def hints_of_old(database: str) -> Hints:
-    with open_store(database) as store:
-        return waiting_hints(store, MACHINE, SCOPE.kernel_abi)
-
-
-def fought_old(database: str, machine: SyntheticMachine, budget_s: float) -> HintsOutcome:
-    with open_store(database) as store:
-        hints = waiting_hints(store, MACHINE, SCOPE.kernel_abi)
-        hinted = in_order_of_worth(TASKS, hints, lambda *_: None, lambda problem: problem.n * problem.m)
-        tools = Tools(machine, Ledger(store, SCOPE), OPTIONS, clock=machine.clock)
-        return settle_hints(hinted, tools, budget_s)
 
 
 @pytest.mark.slow

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,14 +32,3 @@ def test_names_come_before_files_and_other_files_do_not_come() -> None:
 @pytest.mark.parametrize("begun", ["no-such-folder/", "no-such-model", "small.gguf/x", "\x00/"])
 def test_what_nothing_begins_with_has_no_completion(begun: str) -> None:
     assert completions(begun) == []
-
-
-def test_the_shell_is_told_names_and_files(tmp_path: Path) -> None:
-    asked = {"_PHASEWISE_COMPLETE": "complete_bash", "COMP_WORDS": "phasewise generate sm", "COMP_CWORD": "2"}
-    program = "from phasewise.cli.main import app; app(prog_name='phasewise')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | asked, capture_output=True, text=True, check=False
-    )
-
-    assert "smollm2-135m-instruct" in done.stdout.split()
-    assert "small.gguf" in done.stdout.split()

@@ -179,20 +179,28 @@ def test_the_budget_is_divided_and_its_end_is_told(
     assert told.end == end
 
 
-def test_an_interrupted_run_has_no_further_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("interrupted_at", "late_s", "expected"),
+    [(2, 0.0, (2, "interrupted", 1)), (None, 2 * BUDGET_S, (1, "budget", 0))],
+    ids=["interrupted", "no budget is left"],
+)
+def test_a_run_that_has_ended_has_no_further_bands(
+    monkeypatch: pytest.MonkeyPatch, interrupted_at: int | None, late_s: float, expected: tuple[int, str, int]
+) -> None:
     machine = paper_machines.xeon()
     plan, n_runs = ServicePlan("decode", (rank_on(machine, (0, 1)),)), 0
 
     def tune(wish: TuneConfigSettings, subject: Subject, started_s: float, *_: Any) -> Found:
         nonlocal n_runs
         n_runs += 1
-        end: Any = "interrupted" if n_runs == 2 else "complete"
+        end: Any = "interrupted" if n_runs == interrupted_at else "complete"
         return Found(wish, replace(subject, below=plan), end=end, elapsed_s=1.0)
 
     monkeypatch.setattr(loads, "tune", tune)
-    told = tune_loads(wish_for(8, 32), subject_on(machine), time.monotonic(), Heard(), MeasurementLock())
+    began_s = time.monotonic() - late_s
+    told = tune_loads(wish_for(8, 32), subject_on(machine), began_s, Heard(), MeasurementLock())
 
-    assert (n_runs, told.end, len(told.bands)) == (2, "interrupted", 1)
+    assert (n_runs, told.end, len(told.bands)) == expected
 
 
 @pytest.fixture
@@ -266,19 +274,3 @@ def test_the_first_number_is_the_plan_s_and_others_are_bands() -> None:
     wish.check()
 
     assert (wish.goal.concurrency, wish.bands) == (4, (16, 64))
-
-
-def test_a_budget_that_the_first_number_used_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = paper_machines.xeon()
-    plan, n_runs = ServicePlan("decode", (rank_on(machine, (0, 1)),)), 0
-
-    def tune(wish: TuneConfigSettings, subject: Subject, started_s: float, *_: Any) -> Found:
-        nonlocal n_runs
-        n_runs += 1
-        return Found(wish, replace(subject, below=plan), elapsed_s=1.0)
-
-    monkeypatch.setattr(loads, "tune", tune)
-    long_ago_s = time.monotonic() - 2 * BUDGET_S
-    told = tune_loads(wish_for(8, 32), subject_on(machine), long_ago_s, Heard(), MeasurementLock())
-
-    assert (n_runs, told.end, told.bands) == (1, "budget", ())

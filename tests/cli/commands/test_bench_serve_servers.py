@@ -355,7 +355,7 @@ def queueing(service_s: float) -> Script:
     return script
 
 
-@pytest.mark.slow  # the search itself: tests/loadtest/test_rate_search.py
+@pytest.mark.slow  # the search itself: tests/loadtest/test_load_metrics.py
 def test_the_rate_of_a_queue_is_found_below_its_capacity(tmp_path: Path) -> None:
     """And the picture is drawn; a queue of 50 a second keeps no rate above that for long."""
     picture = tmp_path / "rate.svg"

@@ -109,19 +109,6 @@ def test_a_picture_is_written_beside_the_text(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("<html/>", "bad.xml"), ("", "bad.xml"), ("<!DOCTYPE t [<!ENTITY a 'b'>]><topology/>", "bad.xml"),
-     (None, "No such file")],
-)  # fmt: skip
-def test_a_bad_input_is_one_line_and_exit_code_1(tmp_path: Path, content: str | None, said: str) -> None:
-    path = tmp_path / "bad.xml"
-    if content is not None:
-        path.write_text(content)
-
-    assert said in command.run("topo", "--input", path).refusal
-
-
 def test_topo_shows_distances_and_memory_in_80_columns(tmp_path: Path) -> None:
     machine = replace(
         read_machine(write_sysfs(tmp_path, grid(1, 2, 1, 1, 1))),

@@ -377,22 +377,6 @@ def test_killed_it_goes_on_where_it_was(db: Path, llama: str, tmp_path: Path) ->
     assert rest["plans"]["decode"]["ranks"]
 
 
-@pytest.mark.slow  # test_search_study.py has two processes in `quick`
-def test_two_processes_with_one_study_agree(db: Path, llama: str, tmp_path: Path) -> None:
-    machine = write_machine(tmp_path / "machine.xml", 4, 8)
-    arguments = (
-        llama, "--evaluator", "modelled", "--machine", machine, "--storage", tmp_path / "study.db",
-        "--phase", "decode",
-    )  # fmt: skip
-    both = [start(*arguments, "--json") for _ in range(2)]
-    results = [json.loads(process.communicate(timeout=120)[0]) for process in both]
-    first, second = results
-
-    assert [process.returncode for process in both] == [0, 0]
-    assert first["plans"] == second["plans"]
-    assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
-
-
 @pytest.mark.slow
 def test_two_processes_with_one_study_on_a_server_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: str

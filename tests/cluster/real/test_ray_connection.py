@@ -1,8 +1,9 @@
-"""Heads of clusters that are none, or that speak otherwise: one line in seconds, before Ray is asked."""
+"""Heads of clusters that are none: one line in seconds; stdout beside a connection to Ray is ours alone."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 import ssl
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.real import ray_connection
+from phasewise.cluster.real.ray_connection import OwnStdout
 from tests.cli.command import run
 
 TLS = Path(__file__).resolve().parents[2] / "data" / "tls"
@@ -164,3 +166,20 @@ def test_every_command_ends_with_the_line_and_ray_is_not_started(
     assert (done.exit_code, done.stdout) == (1, "")
     assert "speaks TLS" in done.refusal
     assert len(done.refusal.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_data"), [("MainThread", True), ("worker", True), ("ray_listen_error_messages", False)]
+)
+def test_lines_of_rays_threads_are_no_data(
+    name: str, is_data: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = io.StringIO()
+    with contextlib.redirect_stdout(OwnStdout(data)):
+        thread = threading.Thread(target=lambda: print("a node is dead"), name=name)
+        thread.start()
+        thread.join()
+        sys.stdout.flush()
+
+    assert (data.getvalue() == "a node is dead\n") == is_data
+    assert (capsys.readouterr().err == "a node is dead\n") != is_data

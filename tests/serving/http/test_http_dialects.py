@@ -229,7 +229,9 @@ def test_an_image_of_the_past_is_a_text_and_a_new_one_is_refused(
     for refused in (look, [on, *look], [*look, on]):
         answer = chat(running, *refused)
         assert answer.status_code == 400
-        assert part["type"] in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "messages"
+        said = f"this server reads text alone, and a part of type {part['type']!r}"
+        assert said in answer.json()["error"]["message"]
 
 
 def test_so_it_is_in_the_other_apis(running: Running, prompts: list[str]) -> None:
@@ -265,6 +267,9 @@ def test_so_it_is_in_the_other_apis(running: Running, prompts: list[str]) -> Non
     assert answer.status_code == 200, answer.text
     assert "content.input_image" in answer.headers["X-Ignored-Fields"]
     assert responses(running, input=[*items[:2], {**output, "output": []}]).status_code == 200
+    refused = responses(running, input=[{"role": "user", "content": [IMAGE["responses"]]}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert "this server reads text alone, and a part of type " in refused.json()["error"]["message"]
 
     look = {"role": "user", "content": "look", "images": ["AA=="]}
     assert sent(running, "/api/chat", messages=[look], stream=False).status_code == 400

