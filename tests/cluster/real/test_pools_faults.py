@@ -17,7 +17,7 @@ from phasewise.serving.grammar.guides import Grammar
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from tests.cluster.real.test_pools import tokens
 from tests.support import ROOT
-from tests.support.process_trees import children_of
+from tests.support.process_trees import children_of, command_line
 from tests.support.servers import gated_instance
 from tests.support.servers.pools import (
     PoolServer,
@@ -99,9 +99,7 @@ def test_every_request_ends_and_nothing_stays_behind(
 
 def ranks_of(pid: int) -> list[int]:
     """The other ranks of an instance."""
-    return [
-        child for child in children_of(pid) if b"rank_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    return [child for child in children_of(pid) if "rank_worker" in command_line(child)]
 
 
 def any_has_begun(server: PoolServer) -> bool:
