@@ -146,7 +146,7 @@ def test_a_second_signal_ends_a_stream_with_an_error(
 def test_one_signal_lets_answers_in_progress_end(
     roomy: Path, environment: dict[str, str], number: int
 ) -> None:
-    with serving(roomy, environment, "--port", 0) as server:
+    with serving(roomy, environment, "--port", 0, "--drain", 3600) as server:
         stream = server.api().completions.create(  # type: ignore[call-overload]
             model="tiny", prompt="a", stream=True, max_tokens=3000, extra_body={"ignore_eos": True}
         )
