@@ -71,12 +71,12 @@ def stop_working(process: ConfinedProcess) -> set[int]:
 
 def peaks() -> dict[int, int]:
     """The most memory that each descendant has had, in bytes, but for those that are ending."""
-    found = {}
+    by_pid = {}
     for pid in descendants():
         with suppress(OSError, IndexError):
             status = Path(f"/proc/{pid}/status").read_text()
-            found[pid] = int(status.split("VmHWM:")[1].split()[0]) * 1024
-    return found
+            by_pid[pid] = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return by_pid
 
 
 def test_a_job_that_takes_too_long_is_ended_and_the_next_is_served(started: list[ConfinedProcess]) -> None:
