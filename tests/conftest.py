@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("tier")
     config.stash[LEFT_OUT] = Counter()
     _use_own_measurement_lock(config)
+    _have_patient_clients()
 
 
 def _use_own_measurement_lock(config: pytest.Config) -> None:
@@ -60,6 +61,13 @@ def _use_own_measurement_lock(config: pytest.Config) -> None:
     os.chmod(folder, 0o755)  # servers that tests start as another user keep their files below it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+def _have_patient_clients() -> None:
+    """A busy machine's server may take longer than the five seconds of httpx."""
+    with suppress(ImportError):  # not every environment of the tests has it
+        config = import_module("httpx._config").DEFAULT_TIMEOUT_CONFIG
+        config.connect = config.read = config.write = config.pool = 60.0
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from phasewise.tuner.measurement_lock import LOCK_NAME, FileLock
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
-from tests.support.servers.rude_clients import until
 
 PATIENCE_S = 120
 DATABASE = "tuning.db"
 
 
-def start(tmp_path: Path, *arguments: str | Path) -> subprocess.Popen[str]:
-    places = {"TMPDIR": str(tmp_path), "PHASEWISE_DB": str(tmp_path / DATABASE)}
-    return command.start(*arguments, env=places)
+STOPS_ITSELF = """
+import os, signal
+from phasewise import __main__
+from phasewise.tuner.measurement_lock import FileLock
+
+wait = FileLock._wait
+
+def wait_and_stop(self, deadline_s):
+    FileLock._wait = wait
+    is_ours = wait(self, deadline_s)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return is_ours
+
+FileLock._wait = wait_and_stop
+__main__.main()
+"""
+"""`phasewise` that is stopped, as by another process, when its first turn to measure begins."""
 
 
-def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
-    until(
-        lambda: lock.holder() == process.pid or process.poll() is not None, "it does not measure", PATIENCE_S
+def places_in(tmp_path: Path) -> dict[str, str]:
+    return {"TMPDIR": str(tmp_path), "PHASEWISE_DB": str(tmp_path / DATABASE)}
+
+
+def start_and_stop(tmp_path: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+    """A command that measures and does not go on before SIGCONT."""
+    (tmp_path / "phasewise").write_text(STOPS_ITSELF)
+    words = [sys.executable, tmp_path / "phasewise", *arguments]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | places_in(tmp_path)
     )
-    assert process.poll() is None, process.communicate()
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), process.communicate()
+    return process
 
 
 @pytest.mark.slow
@@ -45,10 +68,9 @@ def test_the_second_waits_says_for_whom_and_both_end(tmp_path: Path, second: tup
     """The first is stopped while it measures, so that the second has to wait however fast the machine is."""
     model = tmp_path / "tiny.gguf"
     write_tiny_gguf(model)
-    first = start(tmp_path, "bench", "run", model, "-p", "8", "-n", "8", "-r", "20")
-    until_it_measures(FileLock(tmp_path / LOCK_NAME), first)
-    first.send_signal(signal.SIGSTOP)
-    waiting = start(tmp_path, *(str(model) if word == "MODEL" else word for word in second))
+    first = start_and_stop(tmp_path, "bench", "run", model, "-p", "8", "-n", "8", "-r", "20")
+    words = [str(model) if word == "MODEL" else word for word in second]
+    waiting = command.start(*words, env=places_in(tmp_path))
     try:
         assert waiting.stderr is not None
         told = next((line for line in waiting.stderr if line.startswith("waiting for")), "")

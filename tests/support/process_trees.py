@@ -17,6 +17,13 @@ def children_of(pid: int) -> set[int]:
     return pids
 
 
+def command_line(pid: int) -> str:
+    """The words of a process; none where it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
 def tree_of(*pids: int) -> list[int]:
     """These processes, their children, theirs, and so on."""
     tree = list(pids)

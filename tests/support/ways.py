@@ -33,7 +33,7 @@ from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from phasewise.workflows.options import ARITHMETIC_CHOICES, PATHS, ArithmeticChoice, check_arithmetic
 from tests.support.servers import gated_instance
 from tests.support.servers.fake_engine import run_all
-from tests.support.servers.pools import PATIENCE_S, Told, plans_of, pools, tiny_model
+from tests.support.servers.pools import Told, plans_of, pools, tiny_model
 
 N_REQUESTS = 24
 ANSWER_TOKENS = 24
@@ -214,11 +214,12 @@ def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
 def after_lost_instances(asked: Asked) -> Answers:
     """All at once over two instances, both of which are killed twice in the midst of answers: neither life
     computes so far that an answer could end."""
-    calm: dict[str, Any] = {"most_restarts": 100, "silent_s": PATIENCE_S}
     with (
         tempfile.TemporaryDirectory(prefix="pw-") as folder,
         gated_instance.gate(Path(folder), TOKENS_TO_A_LOSS) as opened,
-        pools(asked.path, ("mixed", "mixed"), asked.size(), module=gated_instance.MODULE, **calm) as server,
+        pools(
+            asked.path, ("mixed", "mixed"), asked.size(), module=gated_instance.MODULE, most_restarts=100
+        ) as server,
     ):
         for request in asked.requests:
             server.front.send(request)

@@ -20,6 +20,7 @@ pytest.importorskip(
 from tests.support.models.adapters import drawn_pairs, write_peft
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights, write_tiny_hf
+from tests.support.process_trees import children_of, command_line
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import Server, own_places, serving
 from tests.support.tiers import n_examples
@@ -197,13 +198,8 @@ def test_one_server_does_it_all(
 
 def instances_of(pid: int) -> list[int]:
     """The child processes of a server that compute: instances of pools, and workers that embed."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += (task / "children").read_text().split()
-    words = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in set(children)}
-    return [
-        child for child, line in words.items() if "instance_process" in line or "embedding.worker" in line
-    ]
+    modules = ("instance_process", "embedding.worker")
+    return [child for child in children_of(pid) if any(name in command_line(child) for name in modules)]
 
 
 def answers_of_batch(api: openai.OpenAI, names: list[str]) -> dict[str, str]:

@@ -72,7 +72,7 @@ def test_a_kernel_is_tuned_once_and_emitted_as_c_that_builds_alone(tmp_path: Pat
     """The second run answers from the database; a changed kernel has nothing there."""
     db, kernel = tmp_path / "db", tmp_path / "silu.kir"
     kernel.write_text(_run("raise", str(path_of("silu_gate")), "--function", "silu_gate", "--tunable"))
-    tune = ("tune-kernels", "--kernel", str(kernel), "--shapes", "n=64,1024", "--budget", "60s")
+    tune = ("tune-kernels", "--kernel", str(kernel), "--shapes", "n=64,1024", "--budget", "1h")
 
     first = _json(*tune, db=db)["shapes"]
     second = _json(*tune, db=db)["shapes"]
@@ -124,7 +124,7 @@ def test_headers_and_macros_of_a_c_file_are_named_alike_wherever_it_is_read(tmp_
         "void f(const float *x, float *y, int n) { for (int i = 0; i < n; ++i) y[i] = TIMES(x[i]); }\n"
     )
     given = ("-I", str(headers), "-D", "FACTOR=3.0f")
-    tune = ("tune-kernels", "--kernel", str(kernel), "--shapes", "n=32", "--budget", "20s")
+    tune = ("tune-kernels", "--kernel", str(kernel), "--shapes", "n=32", "--budget", "1h")
 
     _run("raise", str(source), "--function", "f", "-o", str(kernel), *given)
     _run("check", str(kernel), "--against", str(source), "--isa", "portable", "--cases", "20", *given)

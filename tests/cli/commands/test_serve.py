@@ -22,7 +22,7 @@ from phasewise.workflows.serve.address import address_of
 from phasewise.workflows.serve.settings import Listening
 from tests.cli import command
 from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
-from tests.support.process_trees import children_of
+from tests.support.process_trees import children_of, command_line
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import Server, own_places, serving
 from tests.support.tiers import first_is_smoke
@@ -146,7 +146,7 @@ def test_a_second_signal_ends_a_stream_with_an_error(
 def test_one_signal_lets_answers_in_progress_end(
     roomy: Path, environment: dict[str, str], number: int
 ) -> None:
-    with serving(roomy, environment, "--port", 0) as server:
+    with serving(roomy, environment, "--port", 0, "--drain", 3600) as server:
         stream = server.api().completions.create(  # type: ignore[call-overload]
             model="tiny", prompt="a", stream=True, max_tokens=3000, extra_body={"ignore_eos": True}
         )
@@ -370,8 +370,7 @@ def test_the_last_words_of_a_server_that_cannot_start_are_json(
 
 def _instances_of(server: Server) -> list[int]:
     """The processes of its instances, by what they run."""
-    children = children_of(server.process.pid)
-    return [child for child in children if b"instance_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children_of(server.process.pid) if "instance_process" in command_line(child)]
 
 
 @pytest.mark.slow

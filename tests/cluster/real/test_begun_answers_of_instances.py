@@ -19,7 +19,7 @@ from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.workflows.opening.settings import Weights
 from tests.soak.changing_instances import ROLES, Asked, every_way, roomy, run_changing, undisturbed
-from tests.support.servers.pools import PATIENCE_S, PoolServer, guides_of, pools, tiny_adapters, tiny_model
+from tests.support.servers.pools import PoolServer, guides_of, pools, tiny_adapters, tiny_model
 from tests.support.whole_answers import whole_answer
 
 pytestmark = pytest.mark.slow
@@ -78,9 +78,7 @@ def assert_ends_change_nothing(
     )
     size = roomy(model, **kinds)
     weights = Weights(lora=lora)
-    with pools(
-        model, roles, size, n_ranks, most_restarts=100, weights=weights, silent_s=PATIENCE_S
-    ) as server:
+    with pools(model, roles, size, n_ranks, most_restarts=100, weights=weights) as server:
         for request in asked:
             server.front.send(request)
         for moment in moments:

@@ -9,7 +9,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,10 +16,9 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.grammar.guides import Grammar
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from tests.cluster.real.test_pools import tokens
-from tests.support.process_trees import children_of
+from tests.support.process_trees import children_of, command_line
 from tests.support.servers import gated_instance
 from tests.support.servers.pools import (
-    PATIENCE_S,
     PoolServer,
     Told,
     guides_of,
@@ -93,16 +91,19 @@ def test_every_request_ends_and_nothing_stays_behind(
     with open_alone(model, size) as opened:
         whole = run_alone(opened, requests)
     draw = random.Random(f"{index} {number} {transfer}")
-    with pools(model, size=size, kv_transfer=transfer, silent_s=PATIENCE_S, most_restarts=100) as server:
+    with pools(model, size=size, kv_transfer=transfer, most_restarts=100) as server:
         for _ in range(ROUNDS if number == signal.SIGKILL else 2):
             check_round(server, model, index, number, whole, round(draw.uniform(0, 0.4), 3))
 
 
 def ranks_of(pid: int) -> list[int]:
     """The other ranks of an instance."""
-    return [
-        child for child in children_of(pid) if b"rank_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    return [child for child in children_of(pid) if "rank_worker" in command_line(child)]
+
+
+def any_has_begun(server: PoolServer) -> bool:
+    """True if an instance has said that it computes a prompt."""
+    return any(attempt.given.was_computed for attempt in list(server.front._attempts.values()))
 
 
 @pytest.mark.parametrize("roles", [("mixed",), ("prompt", "token")], ids=["mixed", "divided"])
@@ -115,11 +116,13 @@ def test_all_requests_go_on_where_a_rank_is_killed(model: Path, roles: tuple[str
     ]
     with open_alone(model, size, n_ranks=2) as opened:
         whole = tokens(run_alone(opened, requests))
-    calm: dict[str, Any] = {"silent_s": PATIENCE_S}  # a busy machine's other instances are not lost
-    with pools(model, roles, size, n_ranks=2, most_restarts=100, **calm) as server:  # type: ignore[arg-type]
+    with pools(model, roles, size, n_ranks=2, most_restarts=100) as server:  # type: ignore[arg-type]
+        (rank,) = ranks_of(server.front.pids[0])
+        os.kill(rank, signal.SIGSTOP)  # the first step waits for it, however late it is killed
         for request in requests:
             server.front.send(request)
-        os.kill(ranks_of(server.front.pids[0])[0], signal.SIGKILL)
+        server.wait_until(lambda: any_has_begun(server), "no prompt is begun")
+        os.kill(rank, signal.SIGKILL)
         server.wait_for(len(requests))
 
         assert server.front.recoveries().ranks_replaced == 1
@@ -150,7 +153,7 @@ def test_an_instance_lives_and_answers_others_while_a_grammar_is_compiled(
     ]
     with (
         gated_instance.gate(tmp_path) as opened,
-        pools(model, roles=("mixed",), silent_s=PATIENCE_S, module=gated_instance.MODULE) as server,
+        pools(model, roles=("mixed",), module=gated_instance.MODULE) as server,
     ):
         (member,) = server.front._members
         for number in numbers:

@@ -100,6 +100,7 @@ def test_an_instance_without_a_place_waits_for_one_however_long() -> None:
         patient, supervisor._settings = supervisor._settings, replace(supervisor._settings, start_s=0.2)
         server.launcher.waiting[first.index] = "no node has room for it"
         second = server.replaced(first, "its node is lost")
+        wait_until_states(server, "waiting", "running")
         time.sleep(0.6)
 
         assert states(server) == ["waiting", "running"]

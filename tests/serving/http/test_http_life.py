@@ -39,11 +39,13 @@ class Gate:
     def __init__(self, server: FakeServer) -> None:
         self._open = threading.Event()
         self._open.set()
+        self._holds = threading.Event()
         self._n_before = 0
         server.ranks.before_step = self._pass
 
     def shut(self, after_steps: int = 0) -> None:
         self._n_before = after_steps
+        self._holds.clear()
         self._open.clear()
 
     def lift(self) -> None:
@@ -53,7 +55,12 @@ class Gate:
         if self._n_before > 0:
             self._n_before -= 1
         else:
+            self._holds.set()
             self._open.wait(60)
+
+    def wait_until_it_holds(self) -> None:
+        """Until a step waits for it, or one has, since it was shut."""
+        assert self._holds.wait(60)
 
 
 def test_at_the_end_readiness_goes_first_and_answers_in_progress_are_finished() -> None:
@@ -162,6 +169,7 @@ def test_a_reply_runs_again_and_a_stream_goes_on_when_a_rank_dies() -> None:
         with connect(server.url) as stream:
             stream.sendall(completion(max_tokens=400, stream=True, temperature=0))
             stream.recv(1)
+            gate.wait_until_it_holds()
             asking = threading.Thread(target=lambda: answers.append(post(server, temperature=0)))
             asking.start()
             until(lambda: server.client.n_live == 2, "it was not sent on")

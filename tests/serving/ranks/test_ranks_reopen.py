@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks import process_ranks
+from phasewise.serving.ranks import process_ranks, worker_processes
 from phasewise.serving.ranks.first_rank import KvSettings, RankOptions
 from phasewise.serving.ranks.open_ranks import LocalRanks, open_ranks
 from phasewise.serving.ranks.process_ranks import ProcessRanks
@@ -165,22 +166,21 @@ def test_signals_for_a_whole_service_are_the_engines_to_answer(two: ProcessRanks
     assert two.lost is None
 
 
-def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRanks) -> None:
-    wanted, first = tokens(two), children_of(os.getpid())
+def test_killed_while_it_starts_again_is_an_error_and_not_the_end(
+    two: ProcessRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, start = tokens(two), worker_processes.start_child
     kill(two)
-    stop = threading.Event()
 
-    def kill_what_starts() -> None:
-        while not stop.wait(0.01):
-            for pid in children_of(os.getpid()) - first:
-                os.kill(pid, signal.SIGKILL)
+    def start_and_kill(*arguments: Any, **options: Any) -> Any:
+        process = start(*arguments, **options)
+        process.kill()
+        return process
 
-    killer = threading.Thread(target=kill_what_starts)
-    killer.start()
-    with pytest.raises(RanksError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL while it started"):
-        two.reopen()
-    stop.set()
-    killer.join()
+    with monkeypatch.context() as killing:
+        killing.setattr(worker_processes, "start_child", start_and_kill)
+        with pytest.raises(RanksError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL while it started"):
+            two.reopen()
     two.reopen()
     assert (tokens(two) == wanted).all()
 

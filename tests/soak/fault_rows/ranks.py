@@ -74,14 +74,15 @@ def in_prefill(setting: Setting, server: ServerProcess) -> str:
         ]
         if kill_after_s is not None:
             await asyncio.sleep(kill_after_s)
-            kill(server)
+            kill(server)  # the stopped ones too: no request has ended
         return list(await asyncio.gather(*asked))
 
     begun_s = time.monotonic()
     judge(asyncio.run(storm(None)), wanted)
     alone_s = time.monotonic() - begun_s
-    for share in (0.5, 0.25, 0.7):
-        judge(asyncio.run(storm(share * alone_s)), wanted)
+    for times in (0.5, 2, 8):  # until they have come
+        kill(server, signal.SIGSTOP)
+        judge(asyncio.run(storm(times * alone_s)), wanted)
         wait_until_ready(server)
         if again := n_hit() - before:
             break

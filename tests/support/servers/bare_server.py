@@ -71,6 +71,24 @@ class BareServer:
 
 
 @contextlib.contextmanager
+def loop_held(server: HttpServer) -> Iterator[None]:
+    """Its event loop stands still meanwhile: what clients send lies in their sockets, all of it."""
+    stands, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        stands.set()
+        go_on.wait(ENOUGH_S)
+
+    assert server._loop is not None
+    server._loop.call_soon_threadsafe(hold)
+    assert stands.wait(ENOUGH_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@contextlib.contextmanager
 def bare_server(
     app: Starlette, limits: HttpLimits, *, tls: ssl.SSLContext | None = None, client: Any = None
 ) -> Iterator[BareServer]:

@@ -75,23 +75,6 @@ class FakeServer:
         finally:
             go_on.set()
 
-    @contextlib.contextmanager
-    def loop_held(self) -> Iterator[None]:
-        """The event loop stands still meanwhile: what clients send lies in their sockets, all of it."""
-        stands, go_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            stands.set()
-            go_on.wait(ENOUGH_S)
-
-        assert self.server._loop is not None
-        self.server._loop.call_soon_threadsafe(hold)
-        assert stands.wait(ENOUGH_S)
-        try:
-            yield
-        finally:
-            go_on.set()
-
     def wait_until_submitted(self, n_requests: int) -> None:
         """Until so many requests have been submitted to the engine since the start."""
         until(lambda: self.n_submitted >= n_requests, f"{self.n_submitted} of {n_requests} have come")

@@ -168,8 +168,9 @@ def pools(
     draft: str = "lookup",
     **settings: object,
 ) -> Iterator[PoolServer]:
-    """Instances of the model at `path`, all ready. settings: of `FrontSettings`. db: the tuning database.
-    module: what each runs. draft: what drafts three tokens of each answer in every step, as `--draft` has it.
+    """Instances of the model at `path`, all ready. settings: of `FrontSettings`; without them no instance and
+    no hand-over is given up because the machine is busy. db: the tuning database. module: what each runs.
+    draft: what drafts three tokens of each answer in every step, as `--draft` has it.
 
     cores: the first of each instance, which is pinned to as many as it has ranks; None: none is pinned.
     """
@@ -189,7 +190,7 @@ def pools(
         chosen = FrontSettings(
             f"ipc://{folder}/front",
             lambda index, life: f"ipc://{folder}/kv-{index}-{life}",
-            **settings,  # type: ignore[arg-type]
+            **{"silent_s": PATIENCE_S, "hand_over_s": PATIENCE_S, **settings},  # type: ignore[arg-type]
         )
         launcher = LocalInstances(module, tells)
         server = PoolServer(front=None)  # type: ignore[arg-type]

@@ -170,13 +170,13 @@ class Scenes:
         divided, failed, life = front.n_divided, sum(front.failed.values()), dict(front.pids)
         began_s, patient = time.monotonic(), front.settings
         with slowed("data", TOO_SLOW) if cut else contextlib.nullcontext():
-            if cut == "data" or name == "too slow":
-                front.settings = replace(patient, hand_over_s=HAND_OVER_S)
             for request in named:
                 front.send(request)
             if cut is not None:
                 server.wait_until(self.is_handing_over, "no hand-over begins")
                 ip("link", "set", cut, "down")
+            if cut == "data" or name == "too slow":
+                front.settings = replace(patient, hand_over_s=HAND_OVER_S)
             if cut == "control":
                 server.stopped.add(life[1])  # nothing is heard of it
             server.wait_for(len(named))

@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.transport.connections import ConnectionClocks
 from phasewise.serving.http.transport.listening import TcpAddress, tls_context
-from tests.support.servers.bare_server import bare_server
+from tests.support.servers.bare_server import BareServer, bare_server, loop_held
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import completion, connect, n_descriptors, read_to_end, until
 
@@ -82,7 +82,7 @@ def test_idle_connections_are_in_nobodys_way(server: FakeServer) -> None:
     ids=["nothing", "half a line", "half a head", "half a body", "nothing more", "half a second one"],
 )
 def test_a_sender_that_takes_too_long_is_cut(hasty: FakeServer, sent: bytes) -> None:
-    with hasty.loop_held():  # all that is sent is there when its clock starts
+    with loop_held(hasty.server):  # all that is sent is there when its clock starts
         raw = connect(hasty.url)
         raw.sendall(sent)
     with raw:
@@ -129,7 +129,7 @@ LONG_HEAD = b"GET / HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 8000
 def test_a_head_that_cannot_be_is_told_so_in_our_shape(
     hasty: FakeServer, sent: bytes, status: bytes, code: str
 ) -> None:
-    with hasty.loop_held():
+    with loop_held(hasty.server):
         raw = connect(hasty.url)
         raw.sendall(sent)
     with raw:
@@ -269,20 +269,26 @@ def test_a_reader_that_is_too_far_behind_is_cut_and_the_others_are_not() -> None
 def test_a_reader_that_stands_still_is_cut() -> None:
     """An answer that has ended, and fits what may be unread, must not stay in memory for ever."""
     limits = replace(HASTY, max_pieces_unread=10**6)
-    with fake_server(limits) as server, connect(server.url, receive_bytes=4096) as slow:
-        slow.sendall(completion(max_tokens=490, stream=True, logprobs=5, n=8, temperature=0))
+    with fake_server(limits) as server:
+        with loop_held(server.server):
+            slow = connect(server.url, receive_bytes=4096)
+            slow.sendall(completion(max_tokens=490, stream=True, logprobs=5, n=8, temperature=0))
         until(lambda: metric(server, "phasewise_slow_readers_cut_total") == 1, "it holds its answer")
         wait_until_nothing_is_left(server)
+        slow.close()
 
 
 @pytest.mark.parametrize("end", ["close", "keep-alive"])
 def test_an_answer_that_nobody_fetches_does_not_keep_its_connection(end: str) -> None:
     """Whole, sent and over: what the reader has not taken must not stay in memory for ever."""
-    with fake_server(HASTY) as server, connect(server.url, receive_bytes=4096) as slow:
+    with fake_server(HASTY) as server:
         whole = completion(max_tokens=490, logprobs=5, n=8, temperature=0)
-        slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: " + end.encode()))
+        with loop_held(server.server):
+            slow = connect(server.url, receive_bytes=4096)
+            slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: " + end.encode()))
         wait_until_nothing_is_left(server)
         until(lambda: not server.connections.open, "it waits for ever")
+        slow.close()
 
 
 @given(taken=st.lists(st.integers(0, 3), min_size=1, max_size=20), n_bytes=st.integers(1, 30))
@@ -348,14 +354,21 @@ class Application(Starlette):
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def bare() -> Iterator[BareServer]:
     with bare_server(Application(), HttpLimits(keep_alive_s=0.3)) as running:
-        yield running.url
+        yield running
 
 
-def said(url: str, *sent: bytes) -> bytes:
-    with connect(url) as raw:
+def asked(bare: BareServer, *sent: bytes) -> socket.socket:
+    """A connection on which all of this has come before the time of an idle one begins."""
+    with loop_held(bare.server):
+        raw = connect(bare.url)
         raw.sendall(b"".join(sent))
+    return raw
+
+
+def said(bare: BareServer, *sent: bytes) -> bytes:
+    with asked(bare, *sent) as raw:
         return read_to_end(raw)
 
 
@@ -363,42 +376,40 @@ def request(line: str, *headers: str) -> bytes:
     return "\r\n".join([line, "Host: a", *headers, "", ""]).encode()
 
 
-def test_a_body_is_asked_for_once_it_is_wanted(url: str) -> None:
-    with connect(url) as raw:
-        raw.sendall(request("POST / HTTP/1.1", "Content-Length: 5", "Expect: 100-continue"))
+def test_a_body_is_asked_for_once_it_is_wanted(bare: BareServer) -> None:
+    with asked(bare, request("POST / HTTP/1.1", "Content-Length: 5", "Expect: 100-continue")) as raw:
         assert raw.recv(1000).startswith(b"HTTP/1.1 100 Continue")
         raw.sendall(b"hello")
         assert b"got 5" in read_to_end(raw)
 
 
-def test_a_body_that_nobody_reads_is_not_asked_for(url: str) -> None:
+def test_a_body_that_nobody_reads_is_not_asked_for(bare: BareServer) -> None:
     sent = request("POST /unread HTTP/1.1", "Content-Length: 5", "Expect: 100-continue")
 
-    with connect(url) as raw:
-        raw.sendall(sent)
+    with asked(bare, sent) as raw:
         assert raw.recv(1000).startswith(b"HTTP/1.1 200")
 
 
-def test_head_has_no_body(url: str) -> None:
-    head, _, body = said(url, request("HEAD / HTTP/1.1")).partition(b"\r\n\r\n")
+def test_head_has_no_body(bare: BareServer) -> None:
+    head, _, body = said(bare, request("HEAD / HTTP/1.1")).partition(b"\r\n\r\n")
 
     assert head.startswith(b"HTTP/1.1 200")
     assert b"\r\ndate: " in head
     assert body == b""
 
 
-def test_http_1_0_has_no_chunks_and_ends_with_its_connection(url: str) -> None:
-    head, _, body = said(url, request("GET / HTTP/1.0")).partition(b"\r\n\r\n")
+def test_http_1_0_has_no_chunks_and_ends_with_its_connection(bare: BareServer) -> None:
+    head, _, body = said(bare, request("GET / HTTP/1.0")).partition(b"\r\n\r\n")
 
     assert b"connection: close" in head.lower()
     assert b"chunked" not in head.lower()
     assert body == b"got 0"
 
 
-def test_pipelined_requests_are_answered_in_order(url: str) -> None:
+def test_pipelined_requests_are_answered_in_order(bare: BareServer) -> None:
     sent = [request("POST / HTTP/1.1", f"Content-Length: {n}") + b"x" * n for n in (1, 2, 3)]
 
-    answers = said(url, *sent).split(b"HTTP/1.1 200")
+    answers = said(bare, *sent).split(b"HTTP/1.1 200")
 
     assert [answer[answer.index(b"got") :][:5] for answer in answers[1:]] == [b"got 1", b"got 2", b"got 3"]
 
@@ -408,10 +419,10 @@ def test_pipelined_requests_are_answered_in_order(url: str) -> None:
     [("/fails", b"HTTP/1.1 500"), ("/silent", b"HTTP/1.1 500"), ("/breaks", b"HTTP/1.1 200")],
 )
 def test_an_application_that_fails_is_told_and_logged(
-    url: str, path: str, status: bytes, caplog: pytest.LogCaptureFixture
+    bare: BareServer, path: str, status: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "phasewise.http"):
-        answer = said(url, request(f"GET {path} HTTP/1.1"))
+        answer = said(bare, request(f"GET {path} HTTP/1.1"))
 
     assert answer.startswith(status)
     assert b"secret" not in answer
