@@ -11,7 +11,7 @@ from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GL
 from phasewise.serving.loaders.families.dense import ERNIE4_5, EXAONE4, HUNYUAN, HUNYUAN_MOE, SEED_OSS
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family
-from phasewise.serving.loaders.families.gemma import GEMMA, GEMMA2, GEMMA3
+from phasewise.serving.loaders.families.gemma import EMBEDDING_GEMMA, GEMMA, GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.gemma3n import GEMMA3N
 from phasewise.serving.loaders.families.gemma4 import GEMMA4
 from phasewise.serving.loaders.families.hybrid_mixtures import KIMI_LINEAR, NEMOTRON_H
@@ -57,14 +57,11 @@ FAMILIES: tuple[Family, ...] = (
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
     QWEN2_MOE, QWEN3_VL, QWEN3_VL_MOE, GEMMA, OLMO3, SEED_OSS, EXAONE4, ERNIE4_5,
     HUNYUAN, HUNYUAN_MOE, DOTS1, BAILING2, ERNIE4_5_MOE, LFM2_MOE,
-    APERTUS, PHIMOE, EXAONE_MOE, HY3,
+    APERTUS, PHIMOE, EXAONE_MOE, HY3, EMBEDDING_GEMMA,
 )  # fmt: skip
 
 
-REFUSED = {
-    **dict.fromkeys(("deepseek_v4", "deepseek4"), "attention over positions that an indexer chooses"),
-    "gemma-embedding": "a decoder's layers whose attention looks both ways",
-}
+REFUSED = dict.fromkeys(("deepseek_v4", "deepseek4"), "attention over positions that an indexer chooses")
 """Architectures that users ask for, in names of either format, and what in them has no arithmetic here."""
 
 BY_HF = {name: family for family in FAMILIES for name in family.names(family.hf)}

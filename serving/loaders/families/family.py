@@ -230,7 +230,13 @@ GGUF_LAYER: Names = {
     "ssm_conv1d.weight": OtherForm("taps"), "ssm_conv1d.bias": "taps_bias", "ssm_a": OtherForm("rates"),
     "ssm_dt.bias": "time_offsets", "ssm_d": OtherForm("skips"), "ssm_norm.weight": OtherForm("state_scale"),
 }  # fmt: skip
-GGUF_OUTSIDE = {"token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm"}
+GGUF_DENSE = {"dense_2.weight": "dense.1", "dense_3.weight": "dense.2"}
+GGUF_OUTSIDE = {
+    "token_embd.weight": "embed",
+    "output.weight": "lm_head",
+    "output_norm.weight": "final_norm",
+    **GGUF_DENSE,
+}
 
 HF_NORM_BIASES: Names = {
     "input_layernorm.bias": "attn_norm_bias",
