@@ -48,7 +48,7 @@ class OpenEmbedding:
 
 def width_of(model: PackedModel) -> int:
     """The length of a model's vectors; 1 for a cross-encoder, which gives scores."""
-    return 1 if model.config.scores else model.config.hidden
+    return 1 if model.config.scores else model.config.vector_width
 
 
 def check_commands(model: PackedModel, commands: Mapping[str, Command]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.cython_kernels.packing import numbers
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled
 from phasewise.serving.embedding.protocol import Floats
@@ -98,6 +99,8 @@ class TorchEmbedder:
         gives = self._gives
         chosen = {"mean": rows, "first": rows[:1], "last": rows[-1:]}[gives.embedding.pooling]
         if gives.score_vector is None:
+            for matrix in gives.dense:
+                chosen = chosen @ matrix.T
             return pooled(chosen, gives.embedding)
         return np.array([chosen[0].astype(np.float64) @ gives.score_vector], np.float32)
 
@@ -118,6 +121,8 @@ class _Gives:
     embedding: Embedding
     scores: bool
     score_vector: npt.NDArray[np.float64] | None
+    dense: tuple[Floats, ...]
+    """Matrices of the products that make a vector of a row."""
 
 
 def _what_it_gives(path: Path, device: str) -> _Gives:
@@ -137,4 +142,6 @@ def _what_it_gives(path: Path, device: str) -> _Gives:
             )
         vector = source.tensors["score_out"].rows(0, 1) if source.config.last_row_scores else None
         wide = None if vector is None else np.asarray(vector, np.float64).reshape(-1)
-        return _Gives(source.embedding, source.config.scores, wide)
+        dense = [source.tensors[f"dense.{n}"] for n, _ in enumerate(source.config.dense, start=1)]
+        matrices = tuple(numbers(matrix.rows(0, matrix.shape[0])) for matrix in dense)
+        return _Gives(source.embedding, source.config.scores, wide, matrices)

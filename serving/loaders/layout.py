@@ -117,7 +117,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         shapes = dict.fromkeys(HEAD_PARTS, (config.hidden, config.hidden))
     elif not config.tied_embeddings:
         shapes["lm_head"] = (config.vocab_size, config.hidden)
-    shapes |= dict.fromkeys(_stream_names(config), (config.hidden, config.hidden))
+    shapes |= _shapes_behind(config)
     inputs = config.layer_inputs
     if inputs is not None:
         width = config.n_layers * inputs.size
@@ -128,10 +128,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _stream_names(config: ModelConfig) -> list[str]:
-    """Names of the products from the first stream to the others, and back."""
-    numbers = range(1, config.streams.count if config.streams else 1)
-    return [f"stream_{way}.{number}" for number in numbers for way in ("in", "out")]
+def _shapes_behind(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shapes of the products from the first stream to the others and back, and of those of vectors."""
+    numbers, square = range(1, config.streams.count if config.streams else 1), (config.hidden, config.hidden)
+    shapes = {f"stream_{way}.{number}": square for number in numbers for way in ("in", "out")}
+    inputs = (config.hidden, *config.dense)
+    return shapes | {f"dense.{n}": (width, inputs[n - 1]) for n, width in enumerate(config.dense, start=1)}
 
 
 def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
@@ -232,7 +234,7 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     for i, layer in enumerate(config.layers):
         for product in layer.products:
             plans += _product_plans(source, f"layers.{i}.", product, weight_format)
-    plans += [_plan(name, tensors, weight_format) for name in _stream_names(config)]
+    plans += [_plan(name, tensors, weight_format) for name in _shapes_behind(config)]
     if not (config.tied_embeddings or config.drafts):
         plans.append(_plan("lm_head", tensors, weight_format))
     return plans

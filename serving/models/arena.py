@@ -40,9 +40,8 @@ def lay_out(
     of_experts = [layer.mixture.expert.inner for layer in layers if layer.mixture]
     inner = of_experts or [part.inner for part in dense]
     tasks = config.encoder.tasks if config.encoder else None
-    gate_up = rounded(
-        max(*inner, n_inputs, streams.laurel_rank if streams else 0, tasks.numbers if tasks else 0)
-    )
+    ranks = streams.laurel_rank if streams else 0, tasks.numbers if tasks else 0
+    gate_up = rounded(max(*inner, n_inputs, *ranks, *config.dense[:-1]))
     of_row = max(n_chosen * gate_up, 2 * max((part.width for part in dense if experts), default=0))
 
     stream = _Room(0)

@@ -208,7 +208,7 @@ class DecoderLayer:
         if config.norms_sums or (not config.post_norms and bias is None):
             self._add_product(product, reads, source, self.after, add=True, rows=rows, residual=residual)
             if config.norms_sums:
-                is_end = self.last and half == "ffn"
+                is_end = self.last and half == "ffn" and not config.dense
                 target = (self.arena.logits[0], config.hidden) if is_end else self.after
                 norm, program = f"{site.stem}{half}_norm", self.linears.program
                 add_layer_norm(program, self.model, norm, self.after, target, self._rows(), bias=bias)
@@ -225,6 +225,18 @@ class DecoderLayer:
             residual=residual,
             scale=scale,
         )
+
+
+def add_vectors(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
+    """Add the operations from the stream behind the last layer to rows of which vectors are made. A pooled
+    row's products are the pooled products of rows."""
+    config, source, last = model.config, arena.tail, (arena.logits[0], model.config.vector_width)
+    if not config.norms_sums:
+        add_final_norm(linears.program, model, source, source if config.dense else last)
+    for number, width in enumerate(config.dense, start=1):
+        target = last if number == len(config.dense) else (arena.gate_up[0], rounded(width))
+        linears.add([(model.weight(f"dense.{number}"), 0)], {"source": "rows"}, source, target, rows="logits")
+        source = target
 
 
 def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, is_read: bool) -> None:

@@ -16,7 +16,7 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
-from phasewise.serving.models.decoder_layer import DecoderLayer, add_final_norm, add_logits
+from phasewise.serving.models.decoder_layer import DecoderLayer, add_logits, add_vectors
 from phasewise.serving.models.draft_head import add_head_input, check_feeds
 from phasewise.serving.models.linears import Linears, PlacedProduct, with_default_path
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel
@@ -89,11 +89,13 @@ def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = 
 
 
 def check_generates(model: PackedModel) -> None:
-    """Raise ModelError for an encoder, which generates no text."""
-    if model.config.encoder is not None:
+    """Raise ModelError for a model that makes vectors or scores of texts, and generates none."""
+    if model.config.sees_ahead:
         raise ModelError(
             f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
         )
+    if model.config.last_row_scores:
+        raise ModelError(f"{model.name} scores pairs of texts and generates no text: serve it for /v1/rerank")
 
 
 def build_program(
@@ -124,10 +126,6 @@ def build_program(
         config = model.config
         if gives == "logits":
             check_generates(model)
-        if gives == "logits" and config.last_row_scores:
-            raise ModelError(
-                f"{model.name} scores pairs of texts and generates no text: serve it for /v1/rerank"
-            )
         if gives == "rows" and config.state is not None:
             raise ModelError(f"{model.name} has layers that keep a state, which cannot make vectors of texts")
         shares = any(form.shares for form in config.forms)
@@ -140,7 +138,7 @@ def build_program(
         linears = Linears(
             program, schedules, most_rows, division, model.adapters, [] if placed is None else placed
         )
-        n_outputs = config.hidden if gives == "rows" else None
+        n_outputs = config.vector_width if gives == "rows" else None
         arena = lay_out(model.config, capacity.step_tokens, capacity.logit_rows, n_outputs)
         if embed is not None:
             embed(linears, arena)
@@ -160,8 +158,8 @@ def build_program(
             DecoderLayer(linears, model, layer, arena, kept_as, capacity.feeds).add()
         if gives == "logits":
             add_logits(linears, model, arena, is_read=capacity.feeds)
-        elif not config.norms_sums:
-            add_final_norm(program, model, arena.tail, (arena.logits[0], config.hidden))
+        else:
+            add_vectors(linears, model, arena)
         schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
@@ -184,7 +182,7 @@ def open_program(
     first, inv_freq, magnitude = kinds[0]
     shape = {**_shape(config), "window": first.window or 0, "in_chunks": first.in_chunks}
     if gives == "rows":
-        shape |= {"n_layers": 1, "outputs": config.hidden, "bidirectional": config.encoder is not None}
+        shape |= {"n_layers": 1, "outputs": config.vector_width, "bidirectional": config.sees_ahead}
     if first.heads is not None:
         shape["first_heads"] = _heads(first)
     program = Program(shape, room_of(model, capacity), inv_freq, division, patience_s, magnitude)

@@ -67,6 +67,7 @@ LARGEST = {
     "context_length": MOST_POSITIONS,
 }
 MOST_KINDS = 4
+MOST_DENSE = 2
 
 Form = TypeVar("Form", AttentionForm, FeedForwardForm)
 
@@ -128,7 +129,7 @@ class LayerKind:
     """The settings of attention in which layers of one model differ."""
 
     window: int | None
-    """Positions that a token sees, itself included; None: all. Of an encoder half of them on each side."""
+    """Positions that a token sees, itself included; None: all. Half on each side where `sees_ahead`."""
     rope: RopeSpec | None
     """RoPE of queries and keys; None: queries and keys carry no positions."""
     heads: HeadShape | None = field(default=None, metadata=LATER)
@@ -232,6 +233,10 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     streams: Streams | None = field(default=None, metadata=LATER)
     drafts: str = field(default="", metadata=LATER)
     """"mtp": a head that drafts, one layer over embeddings of tokens and rows of another model."""
+    bidirectional: bool = field(default=False, metadata=LATER)
+    """True if tokens of a decoder's layers see those after them."""
+    dense: tuple[int, ...] = field(default=(), metadata=LATER)
+    """Widths of the products, one behind the other, that make a vector of a text's row."""
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -253,13 +258,19 @@ class ModelConfig(AttentionForm, FeedForwardForm):
             raise ModelError("a model whose layers have states that differ cannot run")
         if self.layer_inputs is not None:
             self.layer_inputs.check(self.n_layers, self.vocab_size)
+        widths = all(type(width) is int and 1 <= width <= LARGEST["hidden"] for width in self.dense)
+        if not widths or len(self.dense) > MOST_DENSE or (self.dense and self.scores):
+            raise ModelError(
+                f"dense layers of {self.dense!r:.80} behind the last norm: at most {MOST_DENSE}, of vectors,"
+                " can run"
+            )
 
     def _check_kinds(self) -> None:
         for kind in self.kinds:
             if kind.window is not None:
                 check_whole("the sliding window", kind.window, 1, 1 << 30)
-            if kind.in_chunks and (kind.window is None or self.encoder is not None):
-                raise ModelError("attention in chunks of no length, or in an encoder, cannot run")
+            if kind.in_chunks and (kind.window is None or self.sees_ahead):
+                raise ModelError("attention in chunks of no length, or of both ways, cannot run")
             if kind.heads is not None:
                 kind.heads.check(self.n_kv_heads, self.head_dim)
             if kind.rope is not None:
@@ -292,6 +303,16 @@ class ModelConfig(AttentionForm, FeedForwardForm):
     def scores(self) -> bool:
         """True if pairs of texts get one score each, rather than a text its vector."""
         return self.last_row_scores or (self.encoder is not None and self.encoder.scores)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """True if tokens see those after them, so that rows can make vectors and no text."""
+        return self.bidirectional or self.encoder is not None
+
+    @property
+    def vector_width(self) -> int:
+        """Numbers of a text's vector."""
+        return self.dense[-1] if self.dense else self.hidden
 
     @property
     def n_layers(self) -> int:

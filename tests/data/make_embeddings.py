@@ -40,6 +40,7 @@ from tests.support.models.jina_v3_reference import NAME as JINA_V3  # noqa: E402
 
 PLAIN = ("jina-bert", "gte-new")
 """Cases that sentence-transformers would run by code of strangers."""
+GEMMA = "gemma3"
 CHECKED = "gte"
 """The case that both compute."""
 
@@ -50,6 +51,27 @@ def vectors_of(directory: Path, texts: Sequence[str], prompt_name: str | None = 
 
     model = SentenceTransformer(str(directory), device="cpu")
     return np.stack([model.encode(text, prompt_name=prompt_name) for text in texts])  # one by one: no padding
+
+
+def gemma_vectors(prompt: str = "") -> np.ndarray:
+    """float32 [texts, width] of GEMMA: rows by transformers in float64, then its modules."""
+    import torch
+    from transformers import AutoModel
+
+    case, weights = CASES[GEMMA], encoder_weights(GEMMA)
+    tokenizer, vectors = tokenizer_of(GEMMA), []
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModel.from_pretrained(
+            write_encoder(Path(folder), GEMMA), dtype=torch.float64, attn_implementation="eager"
+        )
+    for text in case.texts:
+        ids = tokenizer.encode(prompt + text).ids[: case.max_tokens]
+        with torch.inference_mode():
+            row = model(torch.tensor([ids])).last_hidden_state[0].numpy().mean(axis=0)
+        for key, matrix in weights.items():
+            row = matrix.astype(np.float64) @ row if "_Dense/" in key else row
+        vectors.append(row / np.linalg.norm(row))
+    return np.array(vectors, np.float32)
 
 
 def plain_vectors(name: str) -> np.ndarray:
@@ -164,12 +186,16 @@ def main() -> None:
             directory = write_encoder(Path(folder) / name, name)
             if case.pooling is None:
                 vectors[name] = scores_of(directory)
+            elif name == GEMMA:
+                vectors[name] = gemma_vectors()
             elif name in PLAIN:
                 vectors[name] = plain_vectors(name)
             else:
                 vectors[name] = vectors_of(directory, case.texts)
-            for prompt in case.prompts:
-                vectors[f"{name} {prompt}"] = vectors_of(directory, case.texts, prompt)
+            for prompt, text in case.prompts.items():
+                vectors[f"{name} {prompt}"] = (
+                    gemma_vectors(text) if name == GEMMA else vectors_of(directory, case.texts, prompt)
+                )
     assert np.abs(plain_vectors(CHECKED) - vectors[CHECKED]).max() < 1e-6
     if options.minilm is not None:
         vectors["all-minilm-l6-v2"] = vectors_of(options.minilm, TEXTS)

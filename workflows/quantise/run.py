@@ -86,7 +86,7 @@ def quantise(settings: QuantiseSettings, report: Report = silent, progress: Repo
             " and quantise that"
         )
     with open_source(located) as source:  # checks the config and every shape
-        if source.config.encoder is not None:
+        if source.config.sees_ahead:
             raise WorkflowError(f"{located.name} makes vectors: quantise writes language models")
     file, header = open_gguf(located.path)
     with contextlib.closing(file):

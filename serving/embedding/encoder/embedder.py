@@ -272,7 +272,7 @@ class Embedder:
     @property
     def width(self) -> int:
         """The length of a vector; 1 for a cross-encoder."""
-        return 1 if self.scores else self.model.config.hidden
+        return 1 if self.scores else self.model.config.vector_width
 
     @property
     def scores(self) -> bool:

@@ -2,9 +2,9 @@
 and decoders that score a pair of texts by the row of its last token (Qwen3-Reranker and its kind), of GGUF
 files too.
 
-`modules.json` lists the modules, `1_Pooling/config.json` gives the pooling, `sentence_bert_config.json` the
-longest input, `config_sentence_transformers.json` the prompts; an encoder's directory without these files
-gives means of length 1.
+`modules.json` lists the modules, `1_Pooling/config.json` gives the pooling, `2_Dense` a matrix that vectors
+are multiplied by, `sentence_bert_config.json` the longest input, `config_sentence_transformers.json` the
+prompts; an encoder's directory without these files gives means of length 1.
 
 A reranker's score is the logit of "yes" less that of "no", one product with a vector. A pair becomes one text
 by the model's own template, which is rendered once here and filled in for each pair."""
@@ -12,6 +12,7 @@ by the model's own template, which is rendered once here and filled in for each 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -22,14 +23,15 @@ from phasewise._words import counted
 from phasewise.cython_kernels.packing import numbers
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.hf_config import field
-from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory, open_all, tensor_of
 from phasewise.serving.loaders.source import F32, Rows, SourceTensor
 from phasewise.serving.models.encoding import PAIR_PLACES, Embedding
 from phasewise.serving.models.packed_model import ModelConfig
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
-KINDS = ("Transformer", "Pooling", "Normalize", "LogitScore")
+KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+"""Kinds of modules, in the order in which they can run."""
 _MOST_PROMPTS, _MOST_PROMPT_CHARS = 256, 1 << 14
 _MOST_MODULES = 16
 _POOLINGS = {
@@ -110,7 +112,28 @@ def modules_of(directory: ModelDirectory) -> list[tuple[str, str]] | None:
         if not isinstance(path, str) or path.startswith("/") or ".." in path:
             raise ModelError(f"{where} names the folder {path!r:.60}")
         modules.append((kind, path))
+    order = [KINDS.index(kind) for kind, _ in modules]
+    if order != sorted(order):
+        raise ModelError(f"{where} has modules in another order than {', '.join(KINDS)}")
     return modules
+
+
+def dense_of(directory: ModelDirectory, stack: ExitStack) -> dict[str, SourceTensor]:
+    """The matrices of a directory's Dense modules, by our names; `stack` closes their files. Raises
+    ModelError for one with a bias or an activation, whose products of rows have no mean."""
+    folders = [path for kind, path in modules_of(directory) or () if kind == "Dense"]
+    matrices = {}
+    for number, folder in enumerate(folders, start=1):
+        own, name = directory.json(f"{folder}/config.json") or {}, f"{folder}/model.safetensors"
+        activation = str(own.get("activation_function", "Tanh")).rpartition(".")[2]
+        ((file, entries),) = open_all(directory, [name], stack)
+        if activation != "Identity" or list(entries) != ["linear.weight"]:
+            raise ModelError(
+                f"{directory.path / folder} has the activation {activation:.60} and"
+                f" {counted(len(entries), 'tensor')}: Identity and linear.weight alone can run"
+            )
+        matrices[f"dense.{number}"] = tensor_of(file, *entries.popitem())
+    return matrices
 
 
 def _pooling(directory: ModelDirectory, name: str, *, encoder: bool) -> str:

@@ -257,9 +257,11 @@ GGUF_LAYER: Names = {
     "ssm_conv1d.weight": OtherForm("taps"), "ssm_conv1d.bias": "taps_bias", "ssm_a": OtherForm("rates"),
     "ssm_dt.bias": "time_offsets", "ssm_d": OtherForm("skips"), "ssm_norm.weight": OtherForm("state_scale"),
 }  # fmt: skip
+GGUF_DENSE: Names = {"dense_2.weight": "dense.1", "dense_3.weight": "dense.2"}
 GGUF_OUTSIDE: Names = {
     "token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm",
     "cls.output.weight": SCORE_OUT,
+    **GGUF_DENSE,
     **dict.fromkeys((ROPE_FACTORS, *LONG_FACTORS), UNUSED),
 }  # fmt: skip
 

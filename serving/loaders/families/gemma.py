@@ -111,6 +111,7 @@ def _gemma2(get: Get, config: ModelConfig) -> ModelConfig:
 def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
     sliding = layer_types(get, config, get("sliding_window_pattern", int, GEMMA3_PERIOD))
     rope = RopeSpec(local_theta(get, LOCAL_THETA), config.head_dim)
+    config = replace(config, bidirectional=get("use_bidirectional_attention", bool, False))
     return with_windows(_normed(get, config), sliding, get("sliding_window", int), rope)
 
 
@@ -150,7 +151,6 @@ GEMMA3 = Family(
     hf=("gemma3_text", "gemma3"),
     from_hf=_gemma3,
     from_gguf=_gemma3_gguf,
-    hf_only=ONE_WAY,
     hf_defaults={
         **DEFAULTS,
         "vocab_size": 262208,
@@ -163,3 +163,7 @@ GEMMA3 = Family(
     ffn_form=FeedForwardForm("gelu_tanh"),
     hf_unit_norms=True,
 )
+EMBEDDING_GEMMA = replace(
+    GEMMA3, name="gemma-embedding", hf=(), gguf_defaults={"use_bidirectional_attention": True}
+)
+"""GGUF files of a Gemma 3 whose tokens see those after them."""

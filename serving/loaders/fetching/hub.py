@@ -219,7 +219,7 @@ HUB_NAME = re.compile(
     re.ASCII,
 )
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,199}", re.ASCII)
-_WANTED = re.compile(r"(?!consolidated)[^/]*\.safetensors|.*\.json|[^/]*\.jinja")
+_WANTED = re.compile(r"([^/]*_Dense/|(?!consolidated))[^/]*\.safetensors|.*\.json|[^/]*\.jinja")
 """Files to fetch, without the same weights in other forms: in folders, or under their author's own names."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

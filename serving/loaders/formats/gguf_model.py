@@ -26,6 +26,7 @@ from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
 from phasewise.serving.loaders.families.family import (
     GGUF_DEFAULTS,
+    GGUF_DENSE,
     GGUF_KEYS,
     GGUF_NONE,
     LONG_FACTORS,
@@ -85,7 +86,7 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
         family = family_of_gguf(architecture, str(file.path))
         config = config_of_gguf(file, header, family)
         tensors = tensors_in(file, header, family, config)
-    embedding = gguf_embedding(architecture, read, config.context_length, encoder=encoder is not None)
+    embedding = gguf_embedding(architecture, read, config.context_length, encoder=config.sees_ahead)
     if encoder is None and embedding is not None and pooling_type(architecture, read) == RANK:
         stated = read("tokenizer.chat_template.rerank", str, None)
         template, instruction = gguf_template(stated, architecture, str(file.path))
@@ -221,6 +222,7 @@ def _config(
         add_bos=adds_bos(metadata),
         **vars(family.ffn_form),
         out_bias="blk.0.attn_output.bias" in infos,
+        dense=tuple(infos[theirs].shape[0] for theirs in GGUF_DENSE if theirs in infos),
     )
     config = (family.from_gguf or family.from_hf)(get, plain)
     return family.from_gguf_tensors(config, {theirs: info.shape for theirs, info in infos.items()})

@@ -15,6 +15,7 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import one_more
 from phasewise.serving.loaders.encoders.embedding_spec import (
+    dense_of,
     embedding_of,
     most_tokens,
     reranker_of,
@@ -72,7 +73,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             if reranker is not None:
                 embedding = scoring_embedding(reranker, most_tokens(directory, config.context_length))
             else:
-                embedding = embedding_of(directory, config.context_length, encoder=False)
+                embedding = embedding_of(directory, config.context_length, encoder=config.sees_ahead)
             if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
                 config = replace(config, tied_embeddings=True)
             if config.tied_embeddings and _has_own_head(opened, family):
@@ -80,11 +81,14 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             tensors = tensors_of(opened, family, config, directory, fields)
             if reranker is not None:
                 config, tensors = with_score(reranker, config, tensors, path)
+        dense = dense_of(directory, stack)
+        if dense:
+            config = replace(config, dense=tuple(matrix.shape[0] for matrix in dense.values()))
         return ModelSource(
             name=name,
             path=path,
             config=config,
-            tensors=tensors,
+            tensors=tensors | dense,
             tokenizer_json=lambda: directory.text("tokenizer.json", MAX_TOKENIZER_BYTES),
             tokenizer_kind="tokenizer.json",
             chat_template=_chat_template(directory, tokenizer_config),

@@ -34,8 +34,8 @@ from phasewise.serving.loaders.source import (
 
 _SOURCE_SUFFIXES = (".json", ".safetensors", ".jinja")
 """Suffixes of files that a model is read from."""
-_MODULE_FILES = "*_*/config.json"
-"""Pattern of the settings of sentence-transformers' modules, such as 1_Pooling."""
+_MODULE_FILES = "*_*/config.json", "*_*/model.safetensors"
+"""Patterns of the files of sentence-transformers' modules, such as 1_Pooling and 2_Dense."""
 _README = "README.md"
 _MOST_ENTRIES = 100_000
 
@@ -82,7 +82,8 @@ class ModelDirectory:
     def source_files(self) -> list[Path]:
         """Every file that a model is read from, sorted. Raises ModelError for a link out of the directory."""
         own = [path for path in self.path.iterdir() if path.suffix in _SOURCE_SUFFIXES]
-        own += [path for path in (*self.path.glob(_MODULE_FILES), self.path / _README) if path.is_file()]
+        of_modules = [path for pattern in _MODULE_FILES for path in self.path.glob(pattern)]
+        own += [path for path in (*of_modules, self.path / _README) if path.is_file()]
         files = sorted(own)
         for path in files:
             self._refuse_link_out(path)

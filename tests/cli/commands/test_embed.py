@@ -107,17 +107,19 @@ def test_kinds_of_input_and_vectors_of_fewer_bits(tmp_path: Path) -> None:
     [
         ("generate", "MODEL", "-p", "a"),
         ("chat", "MODEL"),
+        ("generate", "BOTH_WAYS", "-p", "a"),
         ("generate", "TEXTS", "-p", "a", "--draft", "MODEL"),
     ],
 )
 def test_a_command_for_texts_says_that_an_encoder_makes_vectors(
     model: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    places = {"MODEL": model, "TEXTS": write_tiny_gguf(tmp_path / "m.gguf")}
+    gemma = write_encoder(tmp_path / "gemma", "gemma3")
+    places = {"MODEL": model, "BOTH_WAYS": gemma, "TEXTS": write_tiny_gguf(tmp_path / "m.gguf")}
     done = command.run(*(places.get(word, word) for word in words), stdin="hello\n")
 
     assert done.exit_code == 1
-    assert "bert is an encoder and generates no text: `phasewise embed` makes vectors of it" in done.stderr
+    assert " is an encoder and generates no text: `phasewise embed` makes vectors of it" in done.stderr
 
 
 def test_a_task_is_one_of_the_model_s(model: Path, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_vectors_agree_on_every_instruction_set(models: Path, which: str) -> Non
     "name",
     [
         *("bert", "xlm-roberta", "nomic-bert", "modernbert", "jina-bert", "jina-v3", "gte-new", "qwen3"),
+        "gemma3",
         *("qwen3-reranker", "cross-bert", "cross-modernbert"),
     ],
 )

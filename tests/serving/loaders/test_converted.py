@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phasewise.serving.embedding.encoder.embedder import Embedder
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText
 from phasewise.serving.loaders import load_model, open_source
 from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.formats.gguf_file import open_gguf
@@ -23,9 +25,11 @@ from tests.support.models import family_models as families
 from tests.support.models.converted_models import (
     CONVERTED,
     converted,
+    sentence_pieces,
     transformers_classes,
     write_convertible,
 )
+from tests.support.models.encoder_models import CASES, write_encoder
 from tests.support.models.family_cases import ALL_CASES, SHAPE
 from tests.support.models.mixed_text import mixed_lines
 from tests.support.models.reference_models import FIXTURES
@@ -62,6 +66,24 @@ def test_a_converted_family_answers_as_transformers_does(name: str, tmp_path: Pa
     for ours, theirs in zip(answers(file, name, tmp_path / "cache"), expected, strict=True):
         assert (np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max(axis=1)).max() <= BOUND
         assert ours.argmax(axis=1).tolist() == theirs.argmax(axis=1).tolist()
+
+
+def test_a_converted_embedding_gemma_gives_the_vectors_of_its_directory(tmp_path: Path) -> None:
+    """Which are transformers' (tests/serving/embedding/test_encoder_vectors.py), Dense modules included."""
+    name, file = "gemma3", tmp_path / "gemma.gguf"
+    slides = {"layer_types": ["sliding_attention"] * 4}  # files tell of no other pattern
+    directory = write_encoder(tmp_path / "gemma", name, slides)
+    (directory / "tokenizer.model").write_bytes(sentence_pieces())
+    options = ["--outtype", "f32", "--sentence-transformers-dense-modules"]
+    asked = {"source": str(llama_cpp_source()), "folder": str(directory), "gguf": str(file)}
+    ask("converted", "torch", **asked, pre=None, options=options)
+
+    model = load_model(str(directory), "f32", cache_dir=tmp_path / "cache")
+    inputs = EncoderText(model).tokens(CASES[name].texts)
+    with Embedder(model, (0,), pinned=False) as embedder:
+        expected = embedder.embed(inputs)
+    with Embedder(load_model(str(file), "f32", cache_dir=tmp_path / "cache"), (0,), pinned=False) as embedder:
+        assert np.abs(embedder.embed(inputs) - expected).max() <= BOUND * np.abs(expected).max()
 
 
 def _run(tool: str, *arguments: str | Path) -> None:

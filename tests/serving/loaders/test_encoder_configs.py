@@ -14,6 +14,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import ModelConfig
 from tests.support.models.encoder_gguf_files import write_encoder_gguf
 from tests.support.models.encoder_models import write_encoder
+from tests.support.models.tiny_models import safetensors_bytes
 
 INFINITY = float("inf")
 NTK = {"type": "ntk", "factor": 8.0}
@@ -74,7 +75,54 @@ def test_an_absurd_config_is_one_clear_error(tmp_path: Path, case: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["Dense", "WeightedLayerPooling", "Asym"])
+def _with_tensors(path: Path, **tensors: tuple[int, ...]) -> None:
+    matrices = {name.replace("_", "."): np.ones(shape, np.float32) for name, shape in tensors.items()}
+    path.write_bytes(safetensors_bytes(matrices))
+
+
+def _with_fields(path: Path, **fields: str) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _reverse(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text())[::-1]))
+
+
+DENSE = {
+    "tanh": (lambda of: _with_fields(of / "config.json", activation_function="x.Tanh"), "activation Tanh"),
+    "bias": (
+        lambda of: _with_tensors(of / "model.safetensors", linear_weight=(96, 48), linear_bias=(96,)),
+        "2 tensors",
+    ),
+    "other inputs": (
+        lambda of: _with_tensors(of / "model.safetensors", linear_weight=(96, 47)),
+        "dense.1 in",
+    ),
+    "no file": (lambda of: (of / "model.safetensors").unlink(), "model.safetensors"),
+    "no weights": (lambda of: (of / "model.safetensors").write_bytes(b"x" * 9), "2_Dense/model.safetensors"),
+    "behind lengths of 1": (lambda of: _reverse(of.parent / "modules.json"), "another order"),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_a_dense_module_that_cannot_run_is_refused(tmp_path: Path, case: str) -> None:
+    directory = write_encoder(tmp_path / "model", "gemma3")
+    change, says = DENSE[case]
+    change(directory / "2_Dense")
+
+    with pytest.raises(ModelError, match=says):
+        load_model(str(directory), "f32", tmp_path / "cache")
+
+
+def test_a_changed_dense_module_is_packed_anew(tmp_path: Path) -> None:
+    directory = write_encoder(tmp_path / "model", "gemma3")
+    before = load_model(str(directory), "f32", tmp_path / "cache").content_hash
+    _with_tensors(directory / "3_Dense" / "model.safetensors", linear_weight=(40, 96))
+
+    assert load_model(str(directory), "f32", tmp_path / "cache").content_hash != before
+
+
+@pytest.mark.parametrize("kind", ["WeightedLayerPooling", "Asym"])
 def test_modules_that_cannot_run_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     directory = write_encoder(tmp_path / "m", "modernbert")
     modules = json.loads((directory / "modules.json").read_text())

@@ -101,12 +101,13 @@ def test_a_directory_of_safetensors_is_fetched_whole(stand_in: StandInHub, tmp_p
         "consolidated.safetensors": b"x",
         "onnx/model.safetensors": b"x",
         "1_Pooling/config.json": b"{}",
+        "2_Dense/model.safetensors": b"x",
     }
 
     path = pull("org/tiny", tmp_path / "cache")
 
     wanted = {name for name in files if name.endswith((".safetensors", ".json", ".jinja"))}
-    assert {file.name for file in path.iterdir()} - {".whole"} == wanted | {"1_Pooling"}
+    assert {file.name for file in path.iterdir()} - {".whole"} == wanted | {"1_Pooling", "2_Dense"}
     assert (path / "1_Pooling" / "config.json").read_bytes() == b"{}"
     assert load_model("org/tiny", "native", tmp_path / "cache").name == "org/tiny"
 

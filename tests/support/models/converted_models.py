@@ -98,11 +98,11 @@ def write_convertible(folder: Path, name: str, architecture: str | None) -> Path
     settings = {"tokenizer_class": kind, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if name in ("gemma", "gemma2", "ernie4.5", "ernie4.5-moe"):
-        (folder / "tokenizer.model").write_bytes(_sentence_pieces())
+        (folder / "tokenizer.model").write_bytes(sentence_pieces())
     return folder
 
 
-def _sentence_pieces() -> bytes:
+def sentence_pieces() -> bytes:
     """A model of SentencePiece with a character for each token."""
     kinds = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]
     kinds += [(chr(ord("\u4e00") + index), 1) for index in range(SHAPE.vocab_size - len(kinds))]

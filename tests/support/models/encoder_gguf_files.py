@@ -34,6 +34,7 @@ GGUF_OF = {
     "modernbert": "modern-bert",
     "jina-bert": "jina-bert-v2",
     "qwen3": "qwen3",
+    "gemma3": "gemma-embedding",
     "qwen3-reranker": "qwen3",
 }
 RERANK_TEXT = "the is it? what {query} dog {document} is not one?"
@@ -55,7 +56,7 @@ def write_encoder_gguf(path: Path, name: str, changes: Mapping[str, Any] | None 
     writer.add_head_count(f["num_attention_heads"])
     pooling = {"mean": 1, "cls": 2, "lasttoken": 3, None: 4}[case.pooling]
     writer.add_uint32(f"{arch}.pooling_type", pooling)
-    if arch == "qwen3":
+    if "rms_norm_eps" in f:
         writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
         writer.add_head_count_kv(f["num_key_value_heads"])
         writer.add_key_length(f["head_dim"])
@@ -71,6 +72,11 @@ def write_encoder_gguf(path: Path, name: str, changes: Mapping[str, Any] | None 
         writer.add_sliding_window(f["local_attention"])
         writer.add_uint32(f"{arch}.attention.sliding_window_pattern", f["global_attn_every_n_layers"])
         writer.add_string(f"{arch}.hidden_activation", f["hidden_activation"])
+    if name == "gemma3":
+        writer.add_rope_freq_base(f["rope_theta"])
+        writer.add_sliding_window(f["sliding_window"])
+        pattern = [kind == "sliding_attention" for kind in f["layer_types"]]
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", pattern)
     if name == "qwen3-reranker":
         writer.add_string("tokenizer.chat_template.rerank", RERANK_TEXT)
         embedded = weights["embed_tokens.weight"]
@@ -122,6 +128,10 @@ def _gguf_tensor(name: str, theirs: str, values: np.ndarray, names: Any) -> tupl
         return None
     if key == "embeddings.position_embeddings.weight" and has_pieces(name):
         values = values[2:]
+    if "_Dense/" in key:
+        return f"dense_{key[0]}.weight", values
+    if name == "gemma3" and key.endswith("norm.weight"):
+        values = values + np.float32(1)
     stem, _, part = key.rpartition(".")
     of_ends = {"pooler.dense": f"cls.{part}", "classifier": f"cls.output.{part}"}
     listed = (names.get_name(prefix + key, (".weight", ".bias")) for prefix in ("", "model."))

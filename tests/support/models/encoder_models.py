@@ -30,6 +30,8 @@ TEXTS = (
 )
 LONG = "a cat is not a dog, and seven of one, two or three unusual words. " * 9
 """More tokens than one chunk of attention holds."""
+EDGES = tuple("cat " * n_words for n_words in (9, 10, 11, 12, 21, 22, 23))
+"""Texts of 2 tokens more, about as long as a window of 24 tokens, or half of it."""
 PAIRS = (("the cat", "sat on a mat"), ("what is a dog?", "a dog is not a cat. " * 4), ("", "cat"))
 
 
@@ -54,7 +56,8 @@ class EncoderCase:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return TEXTS if self.max_tokens == MAX_TOKENS else (*TEXTS, LONG)
+        edges = EDGES if self.model_type == "gemma3_text" else ()
+        return TEXTS if self.max_tokens == MAX_TOKENS else (*TEXTS, LONG, *edges)
 
 
 CASES = {
@@ -150,6 +153,7 @@ def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = N
     weights = encoder_weights(name)
     if name == "bert":  # as old checkpoints have it
         weights["embeddings.position_ids"] = np.arange(CONTEXT, dtype=np.int64).reshape(1, -1)
+    dense = {key: weights.pop(key) for key in list(weights) if "_Dense/" in key}
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
     (folder / "tokenizer.json").write_text(tokenizer_of(name).to_str(), encoding="utf-8")
     marks = ROBERTA_SPECIAL if has_pieces(name) else SPECIAL
@@ -164,7 +168,7 @@ def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = N
         },
     )
     if case.pooling is not None:
-        _write_modules(folder, case)
+        _write_modules(folder, case, dense)
     if case.prompts:
         prompts = {"prompts": dict(case.prompts), "default_prompt_name": case.default_prompt}
         _write(folder / "config_sentence_transformers.json", prompts)
@@ -213,13 +217,31 @@ def _write_reranker(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(RERANK_TEMPLATE, encoding="utf-8")
 
 
-def _write_modules(folder: Path, case: EncoderCase) -> None:
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if case.normalised else [])]
-    paths = ["", "1_Pooling", "2_Normalize"]
+def _write_modules(folder: Path, case: EncoderCase, dense: Arrays) -> None:
+    """dense: matrices by folder and name."""
+    kinds = ["Transformer", "Pooling", *("Dense" for _ in dense), *(["Normalize"] if case.normalised else [])]
     entries = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (kind, path) in enumerate(zip(kinds, paths, strict=False))
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
     ]
+    for name, matrix in dense.items():
+        path, key = name.split("/")
+        (folder / path).mkdir(exist_ok=True)
+        (folder / path / "model.safetensors").write_bytes(safetensors_bytes({key: matrix}))
+        _write(
+            folder / path / "config.json",
+            {
+                "in_features": matrix.shape[1],
+                "out_features": matrix.shape[0],
+                "bias": False,
+                "activation_function": "torch.nn.modules.linear.Identity",
+            },
+        )
     (folder / "modules.json").write_text(json.dumps(entries), encoding="utf-8")
     _write(folder / "sentence_bert_config.json", {"max_seq_length": case.max_tokens, "do_lower_case": False})
     (folder / "1_Pooling").mkdir(exist_ok=True)
