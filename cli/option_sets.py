@@ -70,11 +70,11 @@ def _made(settings: Any, given: dict[str, Any]) -> Any:
     return settings(**own)
 
 
-def _parameters(settings: Any) -> list[inspect.Parameter]:
-    parameters = []
+def _parameters(settings: Any, *, with_variables: bool = False) -> list[inspect.Parameter]:
+    parameters, with_variables = [], with_variables or getattr(settings, "VARIABLES", False)
     for field, hint in _fields(settings):
         if OPTION not in field.metadata:
-            parameters += _parameters(hint)
+            parameters += _parameters(hint, with_variables=with_variables)
             continue
         option: Option = field.metadata[OPTION]
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
@@ -84,8 +84,11 @@ def _parameters(settings: Any) -> list[inspect.Parameter]:
         if option.written is not None:
             default = _checked(option, default)
         own = info(option, getattr(settings, "PANEL", None))
+        flag = (option.flags or (f"--{field.name.replace('_', '-')}",))[0]
         if not option.flags:
-            own.param_decls = (f"--{field.name.replace('_', '-')}",)
+            own.param_decls = (flag,)
+        if with_variables and "envvar" not in option.settings:
+            own.envvar = f"PHASEWISE_{flag.partition('/')[0][2:].replace('-', '_').upper()}"
         parameters.append(
             inspect.Parameter(
                 field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, own]

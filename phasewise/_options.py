@@ -1,4 +1,5 @@
-"""Options of commands: a field of a settings dataclass carries what its flag, help and reference say."""
+"""Options of commands: a field of a settings dataclass carries what its flag, help and reference say. A class
+with VARIABLES = True, and those within it, have a variable for each: PHASEWISE_ and the flag's name."""
 
 from __future__ import annotations
 
