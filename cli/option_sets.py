@@ -75,18 +75,24 @@ def _made(settings: Any, given: dict[str, Any]) -> Any:
     return settings(**own)
 
 
-def _parameters(settings: Any) -> list[inspect.Parameter]:
-    parameters = []
+def _parameters(settings: Any, *, with_variables: bool = False) -> list[inspect.Parameter]:
+    parameters, with_variables = [], with_variables or getattr(settings, "VARIABLES", False)
     for field, hint in _fields(settings):
-        if OPTION in field.metadata:
-            parameters.append(_parameter(field, hint, getattr(settings, "PANEL", None)))
-        else:
-            parameters += _parameters(hint)
+        if OPTION not in field.metadata:
+            parameters += _parameters(hint, with_variables=with_variables)
+            continue
+        panel = getattr(settings, "PANEL", None)
+        parameters.append(_parameter(field, hint, panel, with_variable=with_variables))
     return parameters
 
 
 def _parameter(
-    field: dataclasses.Field[Any], hint: Any, panel: str | None = None, name: str | None = None
+    field: dataclasses.Field[Any],
+    hint: Any,
+    panel: str | None = None,
+    name: str | None = None,
+    *,
+    with_variable: bool = False,
 ) -> inspect.Parameter:
     """Make a parameter with the field's option, of the field's name unless another is given."""
     option: Option = field.metadata[OPTION]
@@ -98,8 +104,11 @@ def _parameter(
     if option.written is not None:
         default = _checked(option, default)
     own = info(option, panel)
+    flag = (option.flags or (f"--{name.replace('_', '-')}",))[0]
     if not option.flags and not option.is_argument:
-        own.param_decls = (f"--{name.replace('_', '-')}",)
+        own.param_decls = (flag,)
+    if with_variable and "envvar" not in option.settings:
+        own.envvar = f"PHASEWISE_{flag.partition('/')[0][2:].replace('-', '_').upper()}"
     annotation = Annotated[kind, own]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

@@ -6,6 +6,7 @@ A test fails when it is stale.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from starlette.routing import BaseRoute
 
-from phasewise.serving.embedding.metrics import EmbeddingMetrics
+from phasewise.serving.embedding.lane import Lane
 from phasewise.serving.embedding.queues import UNLIMITED, DeviceQueue
 from phasewise.serving.engine.engine_host import InstanceState
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
@@ -101,7 +102,7 @@ def page() -> str:
 
 def _routes() -> Sequence[BaseRoute]:
     """Those of a server that generates text and embeds, and does neither."""
-    nothing: Any = SimpleNamespace(lanes=list, observe=lambda _observer: None, shelf=None, scores=False)
+    nothing: Any = SimpleNamespace(observe=lambda _observer: None, shelf=None, scores=False)
     nothing.model = nothing.models = nothing.client = nothing.batches = nothing.generates = nothing
     app = create_app(HttpLimits(), nothing, Metrics(Gauges()), ServerContext(), nothing, nothing)
     return app.routes
@@ -243,6 +244,8 @@ def registry() -> CollectorRegistry:
     models = ("one", "other")
     load = LOAD._replace(by_model=dict.fromkeys(models, LOAD))
     products = {"one": {"tuned": 0}}
+    none: Any = None
+    lane = Lane.over(DeviceQueue("cpu:0", 1, UNLIMITED), none, none, math.inf)
     gauges = Gauges(
         lambda: load,
         models=ShelfCounts,
@@ -250,11 +253,9 @@ def registry() -> CollectorRegistry:
         products=products,
         adapters=lambda: [("one:adapter",)],
         threads=lambda: {"prefill": 0},
+        lanes=lambda: [lane],
     )
-    metrics, queue = Metrics(gauges, models), DeviceQueue("cpu:0", 1, UNLIMITED)
-    metrics.registry.register(
-        EmbeddingMetrics(lambda: [SimpleNamespace(queue=queue, n_batches=0, n_inputs=0, n_restarts=0)])  # type: ignore[list-item]
-    )
+    metrics = Metrics(gauges, models)
     life = RequestLife(Submit("a", (1,), model="one"), reason="stop")
     metrics.sent(life)
     metrics.came(life, Answer("a", "", (), 1, 0, "stop"))

@@ -1,5 +1,6 @@
 """Options and arguments of commands: a field of a settings dataclass, or the default of a command's
-parameter, carries what its flag, help and reference say."""
+parameter, carries what its flag, help and reference say. A class with VARIABLES = True, and those within it,
+have a variable for each: PHASEWISE_ and the flag's name."""
 
 from __future__ import annotations
 

@@ -79,6 +79,7 @@ def run_service(
             gauges,
             adapters=lambda: [model.names for model in served if model.adapter],
             models=lambda: None if shelf is None else shelf.counted(),
+            lanes=tuple if table.embedding is None else table.embedding.client.lanes,
         )
         metrics = Metrics(gauges, None if shelf else [row.names[0] for row in table.models])
         connections = Connections(limits, metrics)

@@ -59,10 +59,10 @@ serving.drafts: serving.drafts serving.ranks serving.models serving.sampling ser
     serving.processes serving.batch serving.errors
 serving.engine: serving.engine serving.drafts serving.prefix_store serving.ranks serving.models
     serving.sampling serving.grammar serving.scheduling serving.pools serving.text serving.processes
-    serving.batch serving.errors cython_kernels tuner.plans
-serving.embedding: serving.embedding serving.engine.engine_host serving.loaders serving.ranks.rank_teams
-    serving.models serving.scheduling.waiting_line serving.text serving.processes serving.errors
-    cython_kernels topology _files _places
+    serving.batch serving.errors cython_kernels tuner.plans topology
+serving.embedding: serving.embedding serving.engine.engine_host serving.engine.core_watch serving.loaders
+    serving.ranks.rank_teams serving.models serving.scheduling.waiting_line serving.text serving.processes
+    serving.errors cython_kernels topology _files _places
 # The HTTP layer knows the engine by its messages. It never sees the scheduler, ranks or loaders.
 serving.http: serving.http serving.batches serving.embedding serving.engine serving.sampling serving.tools
     serving.grammar serving.pools.contract serving.scheduling.waiting_line serving.text serving.sandbox

@@ -118,7 +118,7 @@ class _Instance:
             self._share.shape.n_layers,
             lambda: engine.ranks.progress,
             self._begun,
-            self._failed_hand_over,
+            lambda *why: self._put(HandOverFailed(*why)),
             len(parts_of(self._share.shape.state_bytes)),
         )
         self._posts = _Posts(sockets)
@@ -268,9 +268,6 @@ class _Instance:
 
     def _begun(self, request_id: str) -> None:
         self._put(PromptBegun(request_id))
-
-    def _failed_hand_over(self, request_id: str, reason: str, words: str) -> None:
-        self._put(HandOverFailed(request_id, reason, words))
 
     def _lost(self) -> None:
         self._is_lost.set()

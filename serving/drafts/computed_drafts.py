@@ -310,7 +310,7 @@ class ModelDrafter(ComputedDrafter[_Computed]):
         left, ready, slices = _CATCH_UP_TOKENS, [], []
         for row in rows:
             n_late = row.lag - 1
-            if not self._is_readable(row):
+            if max(row.missing(_CATCH_UP_TOKENS)) >= self._ranks.vocab_size:  # which it cannot read
                 continue
             if n_late > _LEAST_LATE and left:
                 slices.append(row.catching_up(min(left, n_late), wants_logits=False))
@@ -320,10 +320,6 @@ class ModelDrafter(ComputedDrafter[_Computed]):
         if slices:
             self._ranks.forward(Batch("prefill", tuple(slices)))
         return ready
-
-    def _is_readable(self, row: _ModelRow) -> bool:
-        """True if the row's next missing tokens are in the draft model's vocabulary."""
-        return max(row.missing(_CATCH_UP_TOKENS)) < self._ranks.vocab_size
 
     def _as_wide(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Logits cut, or padded with -inf, to the served model's vocabulary."""
@@ -363,11 +359,6 @@ class _Followed(DraftState):
         """Keep the first of the waiting rows, and drop the others."""
         if n_rows < self.n_waiting:
             self.rows = [np.concatenate(self.rows)[:n_rows].copy()] if n_rows else []
-
-    def skip_to(self, position: int) -> None:
-        """Drop waiting rows before `position`: their tokens are not at hand."""
-        if self.n_computed < position:
-            self.advance(position - self.n_computed)
 
     def advance(self, n_rows: int) -> RowVectors | None:
         """Take the first waiting rows, to be computed next; None: no row waits."""
@@ -442,7 +433,8 @@ class HeadDrafter(ComputedDrafter[_Followed]):
         self._copy(batch)
         computable = []
         for piece, followed in self._taken(batch):
-            followed.skip_to(piece.start - 1)
+            if followed.n_computed < piece.start - 1:  # tokens of waiting rows are not at hand
+                followed.advance(piece.start - 1 - followed.n_computed)
             n_rows = piece.start + len(piece.token_ids) - 1 - followed.n_computed
             if n_rows > 0:
                 start = followed.n_computed

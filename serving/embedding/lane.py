@@ -241,7 +241,7 @@ class Lane:
 
     def end_of_all(self, now_s: float) -> float:
         """The time at which all inputs of the lane are computed."""
-        return self.end_of(self._waiting_tokens, now_s)
+        return self.end_of(max(0, self.queue.tokens - self.running_tokens), now_s)
 
     def end_of_placed(self, n_inputs: int, now_s: float, end_s: float) -> float:
         """The time from which `n_inputs` inputs placed now are late: `end_s`, or inf for inputs that an idle
@@ -295,10 +295,6 @@ class Lane:
     def running_tokens(self) -> int:
         """Tokens of the batches that the worker has."""
         return sum(batch.tokens for batch in self.running.values())
-
-    @property
-    def _waiting_tokens(self) -> int:
-        return max(0, self.queue.tokens - self.running_tokens)
 
     @property
     def has_dear_batches(self) -> bool:

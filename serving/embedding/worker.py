@@ -33,9 +33,9 @@ from phasewise.serving.embedding.protocol import (
     read_frame,
     vectors_to_bytes,
 )
-from phasewise.serving.errors import RanksError
+from phasewise.serving.engine.core_watch import LOOK_S, CoreChanges
 from phasewise.serving.loaders import load_model
-from phasewise.topology import Machine, TopologyError, read_machine
+from phasewise.topology import Machine, read_machine
 from phasewise.topology.process_limits import read_limits
 
 NICENESS = 10
@@ -98,14 +98,9 @@ def serve(sock: socket.socket, backend: Backend, facts: dict[str, Any]) -> None:
         sock.sendall(frame(answer[0], got.batch, answer[1]))
 
 
-def yield_to_the_front() -> None:
-    """Lower this process's priority: the front comes first where both want a core."""
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
-
-
 def _cpu_backend(spec: WorkerSpec) -> Backend:
-    yield_to_the_front()
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)  # the front comes first where both want a core
     model = load_model(spec.model, spec.weight_format, Path(spec.cache) if spec.cache else None)
 
     def open_embedder(cores: Sequence[int]) -> Embedder:
@@ -143,9 +138,6 @@ def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _back
         return  # the front has gone
 
 
-LOOK_S = 0.5
-"""Seconds between two checks of the cores, each of which reads some small files."""
-
 log = logging.getLogger(__name__)
 
 
@@ -173,13 +165,12 @@ class OnOwnCores:
         every_s: float = LOOK_S,
     ) -> None:
         """`open_embedder`: opens an embedder on the given cores, with room for a thread on each of `own`.
-        `n_others`: cores of the server's other computing parts. `look`: reads the limits of this process;
-        another value than the last means that they changed. Errors of these functions are raised."""
+        `n_others`: cores of the server's other computing parts. `look`: as for `CoreChanges`. Errors of these
+        functions are raised."""
         self._own, self._n_others = tuple(own), n_others
-        self._look, self._machine_now = look, machine_now
+        self._machine_now = machine_now
         self._every_s, self._next_s = every_s, 0.0
-        self._said = ""
-        self._seen = look()
+        self._changes = CoreChanges(look, "embeddings keep theirs")
         self.cores = cores_now(self._own, machine_now(), n_others)
         """The cores on which the next batch is computed."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phasewise-embedder")
@@ -202,32 +193,18 @@ class OnOwnCores:
 
     def _follow(self) -> None:
         now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + self._every_s
-        try:
-            seen = self._look()
-            if seen == self._seen:
-                return
-            self._move(cores_now(self._own, self._machine_now(), self._n_others))
-        except (RanksError, TopologyError, OSError, ValueError) as error:
-            self._say(f"the cores of this process have changed, and embeddings keep theirs for now: {error}")
-            return
-        self._seen, self._said = seen, ""
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._every_s
+            self._changes.follow(self._move)
 
-    def _move(self, cores: tuple[int, ...]) -> None:
+    def _move(self) -> None:
+        cores = cores_now(self._own, self._machine_now(), self._n_others)
         if cores == self.cores:
             return
         self._thread.submit(self._embedder.move, cores).result()
         self.cores = cores
         named = ",".join(map(str, cores))
         log.warning("the cores of this process have changed: embeddings on cores %s", named)
-
-    def _say(self, line: str) -> None:
-        """Log a line unless it was the last one logged."""
-        if line != self._said:
-            self._said = line
-            log.warning("%s", line)
 
 
 if __name__ == "__main__":

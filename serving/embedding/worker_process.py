@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from typing import Any
 
 from phasewise._json import read_json
@@ -28,13 +27,13 @@ from phasewise.serving.embedding.protocol import (
 )
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.errors import RanksError, StepFailed
+from phasewise.serving.processes.children import END_S, end_children
 from phasewise.serving.processes.secrets import environment_for_children
 
 log = logging.getLogger(__name__)
 
 COMMAND = ("-P", "-m", "phasewise.serving.embedding.worker")
 START_S = 300.0
-END_S = 3.0
 MOST_SAID_BYTES = 500
 
 
@@ -142,10 +141,8 @@ class WorkerProcess:
                 self._writer.close()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + END_S
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.kill()
+        end_children([self._process])
+        self._socket.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ServingError
+from phasewise.topology import TopologyError
 from phasewise.tuner.plans import Phase, ServicePlan
 
 LOOK_S = 0.5
@@ -35,10 +36,36 @@ class CorePlans:
         }
 
 
+class CoreChanges:
+    """Changes of the cores that this process may use. `look`: reads them, changed if the value differs;
+    ValueError or OSError: not readable now. `kept`: says what stays while a change cannot be followed."""
+
+    def __init__(self, look: Callable[[], object], kept: str) -> None:
+        self._look, self._kept = look, kept
+        self._seen = look()
+        self._said = ""
+
+    def follow(self, change: Callable[[], None]) -> None:
+        """Call `change` if the cores have changed since it last succeeded; its error is logged, but not twice
+        in succession."""
+        try:
+            seen = self._look()
+            if seen == self._seen:
+                return
+            change()
+        except (ServingError, TopologyError, OSError, ValueError) as error:
+            line = f"the cores of this process have changed, and {self._kept} for now: {error}"
+            if line != self._said:
+                self._said = line
+                log.warning("%s", line)
+            return
+        self._seen, self._said = seen, ""
+
+
 class CoreWatch:
-    """Watches the cores of one engine. `take` and `moved` are called on the engine's thread, `look` and
-    `replan` on the watch's. `look`: reads the usable cores, changed if the value differs; ValueError or
-    OSError: not readable now. `replan`: makes plans for the present cores, or raises ServingError."""
+    """Watches the cores of one engine. `take` and `moved` are called on the engine's thread, `look` (as for
+    `CoreChanges`) and `replan` on the watch's. `replan`: makes plans for the present cores, or raises
+    ServingError."""
 
     def __init__(
         self,
@@ -48,14 +75,12 @@ class CoreWatch:
         every_s: float = LOOK_S,
     ) -> None:
         self._replan = replan
-        self._look = look
         self._every_s = every_s
-        self._seen = look()
+        self._changes = CoreChanges(look, "the plans stay")
         self._in_use = CorePlans(plans)
         self.waiting: CorePlans | None = None
         """Plans that the engine has not taken yet; readable from any thread."""
         self._lock = threading.Lock()
-        self._said = ""
         self._on_change: Callable[[], None] = lambda: None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phasewise-cores", daemon=True)
@@ -91,21 +116,10 @@ class CoreWatch:
 
     def _run(self) -> None:
         while not self._ending.wait(self._every_s):
-            try:
-                seen = self._look()
-                if seen == self._seen:
-                    continue
-                planned = self._replan()
-            except (ServingError, OSError, ValueError) as error:
-                self._say(f"the cores of this process have changed, and the plans stay for now: {error}")
-                continue
-            self._seen, self._said = seen, ""
-            with self._lock:
-                self.waiting = planned
-            self._on_change()
+            self._changes.follow(self._plan)
 
-    def _say(self, line: str) -> None:
-        """Log a line, unless it repeats the last one."""
-        if line != self._said:
-            self._said = line
-            log.warning("%s", line)
+    def _plan(self) -> None:
+        planned = self._replan()
+        with self._lock:
+            self.waiting = planned
+        self._on_change()

@@ -212,33 +212,25 @@ class EngineThread(EngineHost):
         wait = self._is_idle or not self._engine.has_work or self._gives_way()
         while True:
             try:
-                message = self._next_message(wait)
+                message = self._inbox.get(wait, LOOKS_AGAIN_S if wait and self._gives_way() else None)
             except queue.Empty:
                 return True
             wait = False
-            if message == "stop":
-                return False
-            if callable(message):
-                message()
-            elif message != "look":
-                self._handle(message)
-
-    def _next_message(self, wait: bool) -> Message | Literal["look", "stop"] | Callable[[], None]:
-        """The next message. queue.Empty: there is none, and waiting was not asked for or timed out."""
-        if wait and self._gives_way():
-            return self._inbox.get(timeout=LOOKS_AGAIN_S)
-        return self._inbox.get(block=wait)
-
-    def _handle(self, message: Message) -> None:
-        match message:
-            case Submit():
-                self._take_on(message)
-            case KvTargetReady(request_id):
-                self._engine.hand_over.target_ready(request_id)
-            case Abort(request_id):
-                self._engine.abort(request_id)
-            case Arrived(request_id, logits):
-                self._deliver(self._engine.arrived(request_id, logits))
+            match message:
+                case "stop":
+                    return False
+                case Submit():
+                    self._take_on(message)
+                case KvTargetReady(request_id):
+                    self._engine.hand_over.target_ready(request_id)
+                case Abort(request_id):
+                    self._engine.abort(request_id)
+                case Arrived(request_id, logits):
+                    self._deliver(self._engine.arrived(request_id, logits))
+                case "look":
+                    pass
+                case act:
+                    act()
 
     def _take_on(self, request: Submit) -> None:
         try:

@@ -154,16 +154,6 @@ class _Holding(SlotHolding):
     bounds: tuple[int, ...]
     """The buckets' bounds when the block was taken."""
 
-    @property
-    def n_to_come(self) -> int:
-        """Expected number of positions beyond the block."""
-        return max(0, self.size.end_positions - self.block.n_slots)
-
-    @property
-    def n_at_most_to_come(self) -> int:
-        """Largest possible number of positions beyond the block."""
-        return max(0, self.demand.most_tokens - self.block.n_slots)
-
 
 class ContiguousPool(BlockPool[_Holding]):
     """A KvPool whose placements are one contiguous block each."""
@@ -243,14 +233,13 @@ class ContiguousPool(BlockPool[_Holding]):
             raise PoolError(f"{self._shelves.n_free} free + {n_used} used slots are not {self.n_slots}")
 
     def _is_room_for(self, size: Size, n_positions: int, most_tokens: int) -> bool:
-        running = self._held.values()
-        promised = peak(
-            [
-                (size.end_positions - n_positions, n_positions),
-                *((held.n_to_come, held.block.n_slots) for held in running),
-            ]
-        )
-        at_most = most_tokens - n_positions + sum(held.n_at_most_to_come for held in running)
+        to_come = [(size.end_positions - n_positions, n_positions)]
+        at_most = most_tokens - n_positions  # to come, at their longest possible ends
+        for held in self._held.values():
+            n_slots = held.block.n_slots
+            to_come.append((max(0, held.size.end_positions - n_slots), n_slots))
+            at_most += max(0, held.demand.most_tokens - n_slots)
+        promised = peak(to_come)
         return promised <= self.n_slots - min(self.n_slots * self._sizes.reserve_share, max(0, at_most))
 
     def _enlarge(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:

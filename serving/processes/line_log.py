@@ -53,21 +53,18 @@ class LineLog:
             target=self._run, name=f"phasewise-{name.replace(' ', '-')}", daemon=True
         )
 
-    def write(self, line: MakeLine) -> None:
+    def write(self, what: MakeLine | Literal["reopen"]) -> None:
         """Queue a line, from any thread, without waiting."""
-        self._ask(line)
+        try:
+            self._waiting.put_nowait(what)
+        except queue.Full:
+            self._lose("lines come faster than they are written")
 
     def reopen(self) -> None:
         """Reopen the log's path, after the old file was moved away."""
         if self.path is not None:
             self._report(f"the {self._name} is opened anew: {self.path}")
-            self._ask("reopen")
-
-    def _ask(self, what: MakeLine | Literal["reopen"]) -> None:
-        try:
-            self._waiting.put_nowait(what)
-        except queue.Full:
-            self._lose("lines come faster than they are written")
+            self.write("reopen")
 
     def __enter__(self: Log) -> Log:
         self._thread.start()

@@ -174,7 +174,6 @@ class FirstRank:
     def forward(self, batch: Batch) -> Logits:
         """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call.
         ValueError: a token, position or slot is out of range, or slices overlap or are too many."""
-        self._running(self.table_of(batch))  # or say why not, however few its tokens
         self._fed_parts.clear()
         if batch.phase == "decode" or batch.n_tokens <= self._step_tokens:
             return self._logits[: self._run(batch.slices, batch.phase)]
@@ -186,7 +185,6 @@ class FirstRank:
 
     def all_logits(self, batch: Batch) -> Logits:
         """Logits after every token of the batch, float32 [tokens, vocab]; valid until the next call."""
-        self._running(self.table_of(batch))  # or say why not, however few its tokens
         self._fed_parts.clear()
         if batch.n_tokens <= min(self._step_tokens, self._logit_rows):
             return self._logits[: self._run(batch.slices, batch.phase, every_row=True)]
@@ -250,10 +248,6 @@ class FirstRank:
         self._logits = np.empty((0, 0), np.float32)
         if not self._is_guest:
             self.teams.close()
-
-    def table_of(self, batch: Batch) -> int:
-        """Index of the schedule table that the batch runs by."""
-        return self.teams.table_of(batch.phase, len(batch.slices))
 
     def _running(self, table: int) -> tuple[Program, Team]:
         program = self.program

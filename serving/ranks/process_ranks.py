@@ -261,7 +261,7 @@ class ProcessRanks(Ranks):
         try:
             logits = compute(batch)
             if not self._warned:
-                self._check_places(self._first.table_of(batch))
+                self._check_places(self._first.teams.table_of(batch.phase, len(batch.slices)))
             return logits
         except GroupFailed as error:
             said = str(error)

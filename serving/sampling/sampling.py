@@ -171,32 +171,11 @@ class Sampler:
                 self._answer.add(token_id)
                 self._seen.add(token_id)
 
-    def sample(self, logits: FloatVector) -> SampledToken:
-        """Sample a token from `logits` (float32 [vocab], unchanged). StepFailed: they are not numbers."""
-        return self._sample(logits, None)
-
-    def sample_against(self, logits: FloatVector, drafted: int, chances: FloatVector) -> SampledToken:
-        """Sample a token where `drafted` was drawn from the probabilities `chances` (float32 [vocab]): accept
-        the draft as often as the target distribution allows, else draw from the positive part of target minus
-        `chances`. The result has the distribution of `sample` (Leviathan et al. 2023, section 2.3 and
-        appendix A.1)."""
-        return self._sample(logits, (drafted, chances))
-
-    def propose(
-        self, logits: FloatVector, n_ahead: int, rng: np.random.Generator
-    ) -> tuple[int, FloatVector | None]:
-        """Draft the token that will be sampled after `n_ahead` others, from a draft model's logits. Greedy:
-        the likeliest token. With a seed: the token at the number that the generator will draw. Else: a token
-        drawn by `rng`, and the probabilities (float32 [vocab]) it was drawn from."""
-        params = self.params
-        if params.is_greedy:
-            return int(logits.argmax()), None
-        if params.seed is not None:
-            return _draw(logits, params, self._uniform_ahead(n_ahead)), None
-        chances = _probabilities(logits, params)
-        return _place(chances, float(rng.random())), chances
-
-    def _sample(self, logits: FloatVector, against: tuple[int, FloatVector] | None) -> SampledToken:
+    def sample(self, logits: FloatVector, against: tuple[int, FloatVector] | None = None) -> SampledToken:
+        """Sample a token from `logits` (float32 [vocab], unchanged). StepFailed: they are not numbers.
+        `against`: a draft, and the probabilities (float32 [vocab]) that it was drawn from: accept the draft
+        as often as the target distribution allows, else draw from the positive part of target minus these,
+        which has the same distribution (Leviathan et al. 2023, section 2.3 and appendix A.1)."""
         params = self.params
         if self.witness is not None:
             self.witness.add(logits)
@@ -211,6 +190,20 @@ class Sampler:
         if params.top_logprobs is None:
             return SampledToken(token_id)
         return _with_logprobs(logits, token_id, params.top_logprobs)
+
+    def propose(
+        self, logits: FloatVector, n_ahead: int, rng: np.random.Generator
+    ) -> tuple[int, FloatVector | None]:
+        """Draft the token that will be sampled after `n_ahead` others, from a draft model's logits. Greedy:
+        the likeliest token. With a seed: the token at the number that the generator will draw. Else: a token
+        drawn by `rng`, and the probabilities (float32 [vocab]) it was drawn from."""
+        params = self.params
+        if params.is_greedy:
+            return int(logits.argmax()), None
+        if params.seed is not None:
+            return _draw(logits, params, self._uniform_ahead(n_ahead)), None
+        chances = _probabilities(logits, params)
+        return _place(chances, float(rng.random())), chances
 
     def _choose(self, shaped: FloatVector, against: tuple[int, FloatVector] | None) -> int:
         token_id = int(shaped.argmax())
@@ -332,10 +325,7 @@ def sample_run(
     by_chance = bool(chances) and sampler.params.seed is None and not sampler.params.is_greedy
     for n, row in enumerate(logits):
         is_drafted = n < len(draft)
-        if is_drafted and by_chance:
-            token = sampler.sample_against(row, draft[n], chances[n])
-        else:
-            token = sampler.sample(row)
+        token = sampler.sample(row, (draft[n], chances[n]) if is_drafted and by_chance else None)
         run.append(token)
         if not is_drafted or token.token_id != draft[n] or token.token_id in end_token_ids:
             break

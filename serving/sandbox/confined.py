@@ -161,15 +161,12 @@ class ConfinedProcess:
         if cancel is not None:
             waiting.register(cancel, select.POLLIN)
         answers = process.stdout.fileno()
-        ready = [descriptor for descriptor, _ in waiting.poll(self._longest_ms())]
+        ready = [descriptor for descriptor, _ in waiting.poll(1000 * (self._bounds.wall_s + 5.0))]
         if answers not in ready:  # abandoned, or the process that should have kept the time does not
             if not ready:
                 raise EOFError("it does not keep its time")
             os.write(process.stdin.fileno(), _CANCEL)
         return read_frame(process.stdout)
-
-    def _longest_ms(self) -> float:
-        return 1000 * (self._bounds.wall_s + 5.0)
 
     def _running(self) -> subprocess.Popen[bytes]:
         process = self._process  # of its own: another thread may close this meanwhile

@@ -78,8 +78,8 @@ def plain(value: Any) -> Any:
 def everywhere(patch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     """Replace what `MODULE.NAME` is, in each of our modules that has it by this name too."""
     module, _, attribute = name.rpartition(".")
-    ours = [each for each in sys.modules.values() if each.__name__.startswith("phasewise.")]
     own = getattr(importlib.import_module(module), attribute)
+    ours = [each for each in sys.modules.values() if each.__name__.startswith("phasewise.")]
     for each in ours:
         if vars(each).get(attribute) is own:
             patch.setattr(each, attribute, value)

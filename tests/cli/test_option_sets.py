@@ -49,6 +49,25 @@ def test_each_option_reaches_its_field() -> None:
 
 
 @dataclass(frozen=True)
+class Filled:
+    VARIABLES = True
+
+    tank: Tank = Tank()
+    taps: bool = option(True, "with taps", "--taps/--no-taps")
+    hose: list[str] | None = option(None, "command of a hose [repeatable]", envvar=None)
+
+
+def test_each_option_within_a_class_with_variables_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(filled: Filled) -> None:
+        print(filled)
+
+    for name, text in {"SIZE": "1k", "OPEN_LID": "1", "NAME": "a b", "TAPS": "0", "HOSE": "a b"}.items():
+        monkeypatch.setenv(f"PHASEWISE_{name}", text)
+    assert _run_command(command, []) == (0, f"{Filled(Tank(1024, True, ['a', 'b']), False)}\n")
+    assert _run_command(command, ["--taps", "--size", "2"])[1] == f"{Filled(Tank(2, True, ['a', 'b']))}\n"
+
+
+@dataclass(frozen=True)
 class Lid:
     own: Literal["round", "square"] = option("round", "own")
     text: str = option("round", "text", kind=Literal["round", "square"])

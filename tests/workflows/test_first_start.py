@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,8 +38,11 @@ from phasewise.workflows.opening import first_start
 from phasewise.workflows.opening.first_start import fight_first, products_of, pull_what_fits
 from phasewise.workflows.opening.open_model import OpenModel, open_model
 from phasewise.workflows.opening.settings import NATIVE, Remote
+from phasewise.workflows.serve import instance_process
+from phasewise.workflows.serve.instance_process import InstanceSpec
 from phasewise.workflows.tune_kernels.run import rounds_of_model
 from tests.cli import command
+from tests.support.engine_sizes import engine_size
 from tests.support.models.tiny_models import tiny_gguf
 
 MOST_S = 600.0
@@ -207,3 +211,26 @@ def test_a_bundle_too_large_for_a_start_is_left(
 def test_a_remote_needs_a_reason_to_be_believed() -> None:
     with pytest.raises(UsageError, match="--remote-digest"):
         Remote("folder").trust()
+
+
+@pytest.mark.slow
+def test_an_instance_on_a_node_of_a_cluster_learns_there(
+    tmp_path: Path, model: OpenModel, remote: Remote
+) -> None:
+    db = str(tmp_path / "here.db")
+    spec = InstanceSpec(
+        str(tmp_path / "tiny.gguf"),
+        NATIVE,
+        engine_size(64, 64, 1),
+        tuple(model.plans.values()),
+        db,
+        pinned=False,
+        remote=remote,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(instance_process._open(spec, stack))
+
+    with open_store(db) as store:
+        rows = [*store.stream(Measurement)]
+    assert any(row.origin.verified for row in rows)
+    assert any(not row.origin.verified for row in rows)

@@ -17,7 +17,7 @@ from phasewise.serving.processes.behind_others import NICENESS
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, default_plan, rank_on
 from phasewise.workflows.opening.open_model import OpenModel, open_under
-from phasewise.workflows.opening.settings import Weights
+from phasewise.workflows.opening.settings import Remote, Weights
 from phasewise.workflows.serve import instance_process as serve_instance
 from phasewise.workflows.serve.instance_process import InstanceSpec
 from tests.support.engine_sizes import engine_size
@@ -69,6 +69,27 @@ def test_weights_reach_the_instance_s_loader_and_its_engine_whole(
     serve_instance._open(spec, ExitStack())
     assert opened == [WEIGHTS]
     assert multiplied == [{"prefill": "blocks", "decode": "blocks"}]
+
+
+@pytest.mark.parametrize("named", [None, "https://learnt.example"])
+def test_an_instance_on_a_node_learns_before_it_opens_and_fights_on_its_own_plans(
+    spec: InstanceSpec, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    remote, done = Remote(named, "0" * 64 if named else None), list[object]()
+
+    def pull(*arguments: Any) -> None:
+        done.append(arguments[:2])
+
+    def fight(opened: OpenModel, plans: Any, *rest: Any) -> OpenModel:
+        done.append((plans, rest[1]))
+        return opened
+
+    monkeypatch.setattr("phasewise.workflows.opening.first_start.pull_what_fits", pull)
+    monkeypatch.setattr("phasewise.workflows.opening.first_start.fight_first", fight)
+    monkeypatch.setattr("phasewise.serving.engine.open_engine.open_engine", lambda *_, **__: None)
+    serve_instance._open(replace(spec, remote=remote, db="here.db"), ExitStack())
+    plans = {plan.phase: plan for plan in spec.plans or ()}
+    assert done == [(remote, "here.db"), *([([plans], "here.db")] if named else [])]
 
 
 @pytest.mark.parametrize("is_told", [True, False])

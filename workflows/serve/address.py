@@ -108,8 +108,6 @@ def tls_of(listening: Listening, report: Report) -> TlsContext | None:
         return None
     if certificate is None:
         raise UsageError("--tls-key needs --tls-cert")
-    if listening.unix_socket is not None:
-        raise UsageError("TLS is for ports; leave --tls-cert out, or --unix-socket")
     context = tls_context(certificate, key)
     _warn_readable(key or certificate, "TLS key", report)
     return context

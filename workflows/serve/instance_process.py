@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.opening.settings import Weights
+    from phasewise.workflows.opening.settings import Remote, Weights
     from phasewise.workflows.report import Report
 
 MODULE = "phasewise.workflows.serve.instance_process"
@@ -47,7 +48,8 @@ class InstanceSpec:
     that no other instance of `node` has, else one rank on as many free cores. node: id of what shares cores
     and memory. other_cores: number of cores of the server's other instances on this host, which share a
     cgroup quota. size: as planned for the node; shrinks where less memory is free. db: URL or file of the
-    tuning database. draft, draft_tokens: as for `find_drafts`.
+    tuning database. draft, draft_tokens: as for `find_drafts`. remote: what the instance learns from as it
+    starts; None: nothing, or its server has learnt for it.
     """
 
     model: str
@@ -62,6 +64,7 @@ class InstanceSpec:
     other_cores: int = 0
     draft: str | None = "off"
     draft_tokens: int | None = None
+    remote: Remote | None = None
 
     def tell(self, orders: Orders) -> bytes:
         """The bytes that `main` reads: a line of JSON with own cores, if known, and places that a node of Ray
@@ -104,29 +107,34 @@ def main() -> int:
         try:
             opened = stack.enter_context(_open(spec, stack))
         except Exception as error:
-            if not _is_expected(error):
+            is_told = isinstance(getattr(error, "exit_code", None), int)
+            if not (is_told or isinstance(error, (OSError, MemoryError))):
                 logging.getLogger(__name__).exception("the instance cannot start")
             say_cannot_start(orders, str(error) or type(error).__name__)
             return 1
         return run_instance(opened, orders, n_without_database())
 
 
-def _is_expected(error: Exception) -> bool:
-    return isinstance(getattr(error, "exit_code", None), int) or isinstance(error, (OSError, MemoryError))
-
-
 def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
     """Open the engine. stack: keeps the claims to its cores."""
     from phasewise.serving.engine.open_engine import ModelText, open_engine
     from phasewise.topology import read_machine
+    from phasewise.tuner.first_duels import FIRST_S
     from phasewise.workflows.opening.drafts import find_drafts
+    from phasewise.workflows.opening.first_start import fight_first, pull_what_fits
     from phasewise.workflows.report import silent
     from phasewise.workflows.serve.core_plans import watch_of_instance
 
     machine = read_machine()  # before a thread keeps to some of its cores
+    report, deadline_s = logging.getLogger(__name__).warning, time.monotonic() + FIRST_S
     with behind_others(_own_cores(spec.plans or (), spec.pinned)) as run:
+        if spec.remote is not None:
+            run(pull_what_fits, spec.remote, spec.db, FIRST_S, report)
         own: dict[Phase, ServicePlan] = run(_own_plans, spec, machine, stack)
         opened: OpenModel = run(_open_model, own, spec, machine)
+        if spec.remote is not None and spec.remote.remote is not None:
+            left_s, learnt_on = deadline_s - time.monotonic(), [opened.plans]
+            opened = run(fight_first, opened, learnt_on, spec.weights, spec.db, machine, left_s, report)
         drafts: DraftSource | None = run(find_drafts, spec.draft, opened, spec.db, silent, spec.draft_tokens)
     size = spec.size if spec.cores is None else _size_that_fits(spec.size, opened, drafts)
     most_threads = max(len(rank.cores) for plan in own.values() for each in plan.each for rank in each.ranks)

@@ -64,9 +64,11 @@ class Opener:
         openers = [self, *[plain] * len(refs[1:])]  # adapters are the first model's
         for ref, own in zip(refs, openers, strict=False):
             check_settings(ref, own.settings.weights, settings.kv.kv_format, self.report)
-        pull_what_fits(settings.remote, settings.db, FIRST_S, self.report)
+        learns = settings.remote.remote is not None and not isinstance(self.way, OnNodes)  # which learn there
+        if learns:
+            pull_what_fits(settings.remote, settings.db, FIRST_S, self.report)
         opened = [own.loaded(ref) for ref, own in zip(refs, openers, strict=False)]
-        if settings.remote.remote is not None:
+        if learns:
             opened = [self._fought(model, deadline_s - time.monotonic()) for model in opened]
         budgets = _budgets(opened, settings.kv)
         return [
@@ -91,14 +93,15 @@ class Opener:
     def sized(self, ref: str, opened: OpenModel, kv_bytes: int | None) -> SizedModel:
         """The model with its engine's size. kv_bytes: for keys and values; None: a default."""
         settings, running = self.settings, self.settings.running
-        is_whole = {role for role, _ in settings.pools.named} <= {"mixed"} and not settings.prefixes.is_asked
+        is_whole = {role for role, _ in settings.pools.named} <= {"mixed"}
+        has_head = is_whole and settings.prefixes.prefix_cache is None
         drafts = find_drafts(
-            running.draft, opened, settings.db, self.report, running.draft_tokens, with_head=is_whole
+            running.draft, opened, settings.db, self.report, running.draft_tokens, with_head=has_head
         )
         return SizedModel(ref, opened, drafts, self._size(opened, kv_bytes, drafts))
 
     def _size(self, opened: OpenModel, kv_bytes: int | None, drafts: DraftSource | None) -> EngineSize:
-        running, kv = self.settings.running, self.settings.kv
+        running, kv, kept = self.settings.running, self.settings.kv, self.settings.prefixes.prefix_cache
         is_alone = self.way == ALONE  # instances have plans of their own, and nodes memory of their own
         is_elsewhere = isinstance(self.way, OnNodes)
         size = EngineSize.for_many(
@@ -108,7 +111,7 @@ class Opener:
             None if is_elsewhere else kv_bytes,
             kv.kv_format,
             None if drafts is None else drafts.model,
-            kv_shared=not is_alone or self.settings.prefixes.is_asked,  # they leave what computed them
+            kv_shared=not is_alone or kept is not None,  # they leave what computed them
             free=(lambda: None) if is_elsewhere else None,
             teams=teams_of(opened.plans) if is_alone else (),
         )

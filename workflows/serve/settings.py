@@ -27,38 +27,21 @@ class Listening:
 
     PANEL = "Where it listens"
 
-    host: str = option(
-        "127.0.0.1", "address to listen on", envvar="PHASEWISE_HOST", metavar="HOST", panel=MOST_USED
-    )
+    host: str = option("127.0.0.1", "address to listen on", metavar="HOST", panel=MOST_USED)
     port: int = option(
-        8000,
-        "port to listen on; 0: any free port",
-        min=0,
-        max=65535,
-        envvar="PHASEWISE_PORT",
-        metavar="N",
-        panel=MOST_USED,
+        8000, "port to listen on; 0: any free port", min=0, max=65535, metavar="N", panel=MOST_USED
     )
     unix_socket: Path | None = option(
-        None,
-        "listen on this Unix socket, mode 0660, instead of a port",
-        envvar="PHASEWISE_UNIX_SOCKET",
-        metavar="PATH",
+        None, "listen on this Unix socket, mode 0660, instead of a port", metavar="PATH"
     )
-    tls_cert: Path | None = option(
-        None, "PEM certificate chain: serve HTTPS", envvar="PHASEWISE_TLS_CERT", metavar="FILE"
-    )
+    tls_cert: Path | None = option(None, "PEM certificate chain: serve HTTPS", metavar="FILE")
     tls_key: Path | None = option(
-        None,
-        "the certificate's PEM key [default: in the file of --tls-cert]",
-        envvar="PHASEWISE_TLS_KEY",
-        metavar="FILE",
+        None, "the certificate's PEM key [default: in the file of --tls-cert]", metavar="FILE"
     )
     allowed_host: Sequence[str] | None = option(
         None,
         "host name that requests may address [repeatable]; *: any [default: the loopback names if "
         "the address is a loopback one, else any]",
-        envvar="PHASEWISE_ALLOWED_HOST",
         metavar="NAME",
     )
 
@@ -77,16 +60,11 @@ class Accepting:
         None,
         "API key that requests must carry [repeatable]; other users of this machine can see "
         "command lines, so prefer PHASEWISE_API_KEY or --api-key-file",
-        envvar="PHASEWISE_API_KEY",
         metavar="KEY",
         repr=False,
     )
     api_key_file: Path | None = option(
-        None,
-        "file with more API keys, one per line; SIGHUP reads it again",
-        envvar="PHASEWISE_API_KEY_FILE",
-        metavar="FILE",
-        panel=MOST_USED,
+        None, "file with more API keys, one per line; SIGHUP reads it again", metavar="FILE", panel=MOST_USED
     )
     max_sequences: int = option(
         DEFAULT_SEQUENCES, "answers computed at the same time", min=1, max=512, metavar="N", panel=MOST_USED
@@ -106,7 +84,6 @@ class Accepting:
         "memory for all incomplete request bodies; beyond it the oldest of them is dropped",
         "--max-unfinished",
         config_only=True,
-        envvar="PHASEWISE_MAX_UNFINISHED",
     )
     max_connections: int = option(
         8192,
@@ -129,7 +106,6 @@ class Accepting:
         min=1,
         metavar="N",
         config_only=True,
-        envvar="PHASEWISE_MAX_SEQUENCES_PER_KEY",
     )
     max_response_bytes: int = size(
         "64M",
@@ -169,7 +145,6 @@ class Running:
     predictor: str = option(
         "off",
         "predictor of answer lengths; auto: the one that predict-len trained for the model",
-        envvar="PHASEWISE_PREDICTOR",
         metavar="auto|off|FILE",
     )
     max_batch_tokens: int = option(
@@ -190,7 +165,6 @@ class Running:
         "serve this model too, chosen by the requests' model field; the KV budget is divided among all "
         "[repeatable]",
         metavar="MODEL",
-        envvar="PHASEWISE_ALSO",
         panel=MOST_USED,
     )
 
@@ -205,20 +179,17 @@ class Residency:
         None,
         "serve the GGUF files and Hugging Face directories of this folder, each loaded when a request "
         "names it",
-        envvar="PHASEWISE_MODELS",
         metavar="DIR",
     )
     models_memory: int | None = size(
         None,
         "most memory of all loaded models, with KV caches, scratch and vocabularies; the least recently "
         "used one goes first [default: three quarters of the free memory]",
-        envvar="PHASEWISE_MODELS_MEMORY",
     )
     keep_alive: float = option(
         300,
         "time without a request after which a model is unloaded; 0: at once",
         parser=parse_time,
-        envvar="PHASEWISE_KEEP_ALIVE",
         metavar="TIME",
         written="5m",
     )
@@ -240,12 +211,11 @@ class KeysAndValues:
         "memory for keys and values, e.g. 4G, allocated at the start, with --cluster on each node "
         "[default: a quarter of the free memory]",
         "--kv-budget",
-        envvar="PHASEWISE_KV_BUDGET",
         panel=MOST_USED,
     )
     kv_format: str = KV_FORMAT("auto")
     kv_policy: Literal["odma", "paged"] = option(
-        "odma", "how KV slots are given to requests", envvar="PHASEWISE_KV_POLICY", config_only=True
+        "odma", "how KV slots are given to requests", config_only=True
     )
     no_prefix_reuse: bool = option(
         False,
@@ -264,20 +234,11 @@ class Prefixes:
         None,
         "keep beginnings of prompts in this folder, for the next start and other servers of this host; "
         "its files reveal prompts [default: none are kept]",
-        envvar="PHASEWISE_PREFIX_CACHE",
         metavar="DIR",
     )
     prefix_cache_bytes: int = size(
-        "8G",
-        "most bytes of that folder; what saves least time for its bytes leaves",
-        envvar="PHASEWISE_PREFIX_CACHE_BYTES",
-        config_only=True,
+        "8G", "most bytes of that folder; what saves least time for its bytes leaves", config_only=True
     )
-
-    @property
-    def is_asked(self) -> bool:
-        """True if a prompt's beginning may come from disk."""
-        return self.prefix_cache is not None
 
     def for_engines(self) -> PrefixSettings | None:
         """The settings of engines, here and on other hosts; None where no prefixes are kept."""
@@ -300,7 +261,6 @@ class Answering:
         min=0,
         max=100,
         metavar="T",
-        envvar="PHASEWISE_TEMPERATURE",
         config_only=True,
     )
     top_p: float | None = option(
@@ -320,30 +280,21 @@ class Answering:
         config_only=True,
     )
     tool_format: Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"] = option(
-        "auto",
-        "how the model writes tool calls; auto: as its chat template does",
-        envvar="PHASEWISE_TOOL_FORMAT",
-        config_only=True,
+        "auto", "how the model writes tool calls; auto: as its chat template does", config_only=True
     )
     cors_origin: Sequence[str] | None = option(
         None,
         "origin whose web pages may call the server, e.g. https://chat.example [repeatable]; *: any",
         metavar="ORIGIN",
-        envvar="PHASEWISE_CORS_ORIGIN",
     )
     served_model_name: Sequence[str] | None = option(
         None,
         "what requests call MODEL, in place of its own name; the first is its id [repeatable]",
         metavar="NAME",
-        envvar="PHASEWISE_SERVED_MODEL_NAME",
     )
-    no_page: bool = option(
-        False, "serve no page with a chat at /", envvar="PHASEWISE_NO_PAGE", config_only=True
-    )
+    no_page: bool = option(False, "serve no page with a chat at /", config_only=True)
     receipts: bool = option(
-        False,
-        'give a receipt of each answer whose request has "receipt": true; phasewise replay checks it',
-        envvar="PHASEWISE_RECEIPTS",
+        False, 'give a receipt of each answer whose request has "receipt": true; phasewise replay checks it'
     )
 
 
@@ -357,15 +308,13 @@ class Logged:
         None,
         "file for the log of requests, a line each; SIGHUP opens it anew [default: stderr]",
         metavar="FILE",
-        envvar="PHASEWISE_ACCESS_LOG",
     )
     log_level: Literal["debug", "info", "warning", "error", "off"] = option(
         "info",
         "debug: every request; info: without health checks; warning: those refused; error: those that failed",
-        envvar="PHASEWISE_LOG_LEVEL",
     )
     log_format: Literal["text", "json"] = option(
-        "text", "form of its lines, and of all others that the server writes", envvar="PHASEWISE_LOG_FORMAT"
+        "text", "form of its lines, and of all others that the server writes"
     )
 
     def __post_init__(self) -> None:
@@ -384,12 +333,9 @@ class Batches:
         "folder of the files and batches of /v1/files and /v1/batches, one server's alone "
         "[default: $XDG_STATE_HOME/phasewise/batches]",
         metavar="DIR",
-        envvar="PHASEWISE_BATCH_DIR",
     )
     batch_bytes: int = size(
-        "4G",
-        "most bytes of all files of batches, their answers and records; 0: no batches are taken",
-        envvar="PHASEWISE_BATCH_BYTES",
+        "4G", "most bytes of all files of batches, their answers and records; 0: no batches are taken"
     )
 
 
@@ -417,13 +363,9 @@ class Pools:
         min=0,
         metavar="N",
         config_only=True,
-        envvar="PHASEWISE_SPLIT_ABOVE",
     )
     cluster: str | None = option(
-        None,
-        "a Ray cluster whose nodes run the instances: its address, or auto",
-        metavar="auto|ADDRESS",
-        envvar="PHASEWISE_CLUSTER",
+        None, "a Ray cluster whose nodes run the instances: its address, or auto", metavar="auto|ADDRESS"
     )
     spread: bool = option(False, "with --cluster: place instances on different nodes")
 
@@ -445,11 +387,7 @@ class Embeddings:
     PANEL = "Embeddings"
 
     embed_model: str | None = option(
-        None,
-        "embedding model to serve beside MODEL",
-        envvar="PHASEWISE_EMBED_MODEL",
-        metavar="MODEL",
-        panel=MOST_USED,
+        None, "embedding model to serve beside MODEL", metavar="MODEL", panel=MOST_USED
     )
     embed_instances: int | None = option(
         None,
@@ -469,18 +407,12 @@ class Embeddings:
     embed_accelerators: bool = option(
         True, "also embed on GPUs, by torch (phasewise[cuda])", "--embed-accelerators/--no-embed-accelerators"
     )
-    embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND")
+    embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND", envvar=None)
     embed_cpu: bool = option(
-        True,
-        "embed on the CPU what accelerators cannot hold",
-        "--embed-cpu/--no-embed-cpu",
-        config_only=True,
-        envvar="PHASEWISE_EMBED_CPU",
+        True, "embed on the CPU what accelerators cannot hold", "--embed-cpu/--no-embed-cpu", config_only=True
     )
 
 
-ALONE = Pools()
-"""No pools: one engine computes both phases."""
 NO_BATCHES = Batches(batch_bytes=0)
 
 
@@ -489,8 +421,10 @@ class ServeSettings:
     """All settings of a server.
 
     `pools`: cores or nodes of instances; none: one engine computes both phases. `remote`: source of schedules
-    at a start.
+    at a start. Each option can also be set by a variable: PHASEWISE_ and the flag's name.
     """
+
+    VARIABLES = True
 
     listening: Listening = Listening()
     accepting: Accepting = Accepting()
@@ -501,14 +435,13 @@ class ServeSettings:
     prefixes: Prefixes = Prefixes()
     answering: Answering = Answering()
     logged: Logged = Logged(log_level="off")
-    pools: Pools = ALONE
+    pools: Pools = Pools()
     embeddings: Embeddings = Embeddings()
     remote: Remote = NO_REMOTE
     batches: Batches = NO_BATCHES
     length_log: Path | None = option(
         None,
         "append prompts (token ids) and answer lengths, for predict-len; without it no prompt is stored",
-        envvar="PHASEWISE_LENGTH_LOG",
         metavar="FILE",
     )
     db: str | None = DB(None)

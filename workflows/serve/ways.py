@@ -230,7 +230,7 @@ class OnNodes:
 
     where: ClassVar = "with --cluster"
     instead: ClassVar = "hosts of a cluster choose cores and schedules; leave that out"
-    unused: ClassVar = ("threads", "ranks", *_names(Remote), "explain")
+    unused: ClassVar = ("threads", "ranks", "explain")
     instances: ClassVar[tuple[PlannedInstance, ...]] = ()
 
     pools: tuple[NodePool, ...]
@@ -270,9 +270,10 @@ class OnNodes:
             closing(RayInstances(MODULE, instances, spread=self.asked.spread)) as launcher,
         ):
             sizes = sizes_on_nodes(each, launcher, sized, settings)
+            own = partial(_spec, sized, settings=settings, node=NODE_ID, remote=settings.remote)
             launcher.tell_with(
                 [
-                    _spec(sized, size, settings, pool.role, cores=pool.cores, node=NODE_ID).tell
+                    own(size, role=pool.role, cores=pool.cores).tell
                     for pool, size in zip(each, sizes, strict=True)
                 ]
             )

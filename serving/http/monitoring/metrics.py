@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 from prometheus_client import (
@@ -22,6 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from phasewise.serving.embedding.lane import Lane
 from phasewise.serving.engine.engine_host import InstanceState, Recoveries
 from phasewise.serving.engine.messages import Answer, EngineLoad, HandOverCounts, StepStats
 from phasewise.serving.http.answers.client import Observer, RequestLife
@@ -59,6 +61,8 @@ class Gauges:
     """Products in the tuning database at the start: model to state to count."""
     adapters: Callable[[], Sequence[Sequence[str]]] = tuple
     """Reads, for each adapter in memory, the names that requests may give it."""
+    lanes: Callable[[], Sequence[Lane]] = tuple
+    """Reads the lanes of the devices that embed; empty where none does."""
 
 
 class Metrics(Observer):
@@ -90,10 +94,10 @@ class Metrics(Observer):
         self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
 
     def sent(self, life: RequestLife) -> None:
-        _child(self._prompt, self._labels_of(life)).inc(len(life.request.prompt_token_ids))
+        _child(self._prompt, self._labels(life.request.model)).inc(len(life.request.prompt_token_ids))
 
     def came(self, life: RequestLife, piece: Answer) -> None:
-        labels = self._labels_of(life)
+        labels = self._labels(life.request.model)
         if life.request.in_shadow:
             pass  # nobody waits for its tokens
         elif life.first_ns is None:
@@ -104,7 +108,7 @@ class Metrics(Observer):
             _child(self._generated, labels).inc(piece.n_generated - life.n_generated)
 
     def ended(self, life: RequestLife) -> None:
-        labels, last = self._labels_of(life), life.last
+        labels, last = self._labels(life.request.model), life.last
         if last.finish_reason is not None and last.n_generated > 1 and not life.request.in_shadow:
             answering_s = (last.at_ns - (life.first_ns or 0)) / 1e9
             _child(self._tpot, labels).observe(answering_s / (last.n_generated - 1))
@@ -134,9 +138,6 @@ class Metrics(Observer):
 
     def _labels(self, model: str) -> Labels:
         return (model,) if self._is_by_model else ()
-
-    def _labels_of(self, life: RequestLife) -> Labels:
-        return self._labels(life.request.model)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
@@ -216,12 +217,14 @@ class _Read(Collector):
                 yield from _of_hand_overs(load.hand_overs)
         if instances := gauges.instances():
             yield from _of_instances({(state.name, state.role): state for state in instances})
+        lanes: dict[Labels, Lane] = {(lane.queue.name,): lane for lane in gauges.lanes()}
+        yield from _of_rows(_OF_LANES, lanes, ("device",), "embedding_")
 
 
 Family = CounterMetricFamily | GaugeMetricFamily
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 Row = tuple[type[Family], str, str, str]
-"""A metric's type, name and help text, and the name of the attribute that its value is read from."""
+"""A metric's type, name and help text, and the attribute that its value is read from: `a`, or `a.b`."""
 
 
 def _metric(
@@ -239,7 +242,7 @@ def _of_rows(
 ) -> Iterator[Family]:
     """The metrics of `rows`, each with one value per state. `names`: label names of the states."""
     for kind, name, meaning, read_from in rows if states else ():
-        values = {labels: getattr(state, read_from) for labels, state in states.items()}
+        values = {labels: attrgetter(read_from)(state) for labels, state in states.items()}
         yield _metric(kind, f"{prefix}{name}", meaning, values, names)
 
 
@@ -292,6 +295,16 @@ _OF_MODELS: tuple[Row, ...] = (
     (COUNTER, "model_load_failures", "models that could not be loaded", "failures"),
     (COUNTER, "model_unloads", "models unloaded", "unloads"),
     (COUNTER, "model_load_seconds", "time of all loads", "load_seconds"),
+)
+_OF_LANES: tuple[Row, ...] = (
+    (GAUGE, "up", "1 where the worker takes inputs", "queue.is_up"),
+    (GAUGE, "inputs", "inputs in progress", "queue.inputs"),
+    (GAUGE, "tokens", "tokens in progress", "queue.tokens"),
+    (GAUGE, "depth_inputs", "inputs it may hold now", "queue.usable.inputs"),
+    (GAUGE, "depth_tokens", "tokens it may hold now", "queue.usable.tokens"),
+    (COUNTER, "batches", "batches sent to the worker", "n_batches"),
+    (COUNTER, "embedded", "inputs embedded", "n_inputs"),
+    (COUNTER, "restarts", "starts of the worker beside the first", "n_restarts"),
 )
 
 

@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.http import errors
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.openai_objects import ChatWriter, CompletionWriter
@@ -84,7 +83,6 @@ def create_app(
         _add_generation(routes, generation, bodies, life, metrics, surroundings)
     if embeddings is not None:
         generates = None if generation is None else generation.models.generates
-        metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
         own = EmbeddingRoutes(embeddings, bodies, life, limits.max_response_bytes, generates)
         add_embedding_routes(routes, own)
     _add_models(routes, generation, embeddings)

@@ -35,14 +35,9 @@ _TOKENS_WORTH_A_THREAD = 256
 
 async def respond(client: EngineClient, reply: Reply, writer: AnswerWriter, request: Request) -> Response:
     """Send a reply's requests and return the response. If the client leaves, the requests are aborted."""
-    if reply.streamed:
-        return await _streamed(client, reply, writer, request)
-    return Response(
-        await while_there(request, _body(client, reply, writer, request.scope)), media_type="application/json"
-    )
-
-
-async def _streamed(client: EngineClient, reply: Reply, writer: AnswerWriter, request: Request) -> Response:
+    if not reply.streamed:
+        body = await while_there(request, _body(client, reply, writer, request.scope))
+        return Response(body, media_type="application/json")
     connection = connection_of(request.scope)
     assert connection is not None, "lines of batches are answered whole"
     stream = client.open(reply.requests, connection, tells_progress=reply.tells_progress)

@@ -135,7 +135,7 @@ def embedding_server(
     client = client_over(own, depths)
     limits = limits or HttpLimits()
     life = Lifecycle(client)
-    metrics = Metrics(Gauges(is_ready=lambda: life.is_ready))
+    metrics = Metrics(Gauges(is_ready=lambda: life.is_ready, lanes=client.lanes))
     connections = Connections(limits, metrics)
     served = EmbeddingModel(("tiny", "alias"), text, own[0].width, model.config.scores, client, 1_700_000_000)
     app = create_app(limits, life, metrics, embeddings=served)

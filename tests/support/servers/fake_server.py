@@ -137,6 +137,7 @@ def fake_server(
             n_connections=lambda: len(connections.open),
             is_ready=lambda: life.is_ready,
             recoveries=thread.recoveries,
+            lanes=tuple if embeddings is None else embeddings.client.lanes,
         )
     )
     connections = Connections(limits, metrics)
