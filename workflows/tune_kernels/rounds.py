@@ -42,15 +42,21 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
 
 
+def _native_evaluator(cores: Sequence[int], total_bytes: int) -> NativeEvaluator:
+    return NativeEvaluator(cores, total_bytes, weighed_team)
+
+
+def _limits(cores: Sequence[int], formats: Iterable[str], total_bytes: int) -> Roofline:
+    return measure_roofline(cores, formats, total_bytes)
+
+
 @dataclass(frozen=True)
 class TuningBench:
     """The clock of a tuning run, and the timers of kernels and of cores' limits."""
 
     clock: Callable[[], float] = time.monotonic
-    evaluator: Callable[[Sequence[int], int], NativeEvaluator] = lambda cores, total_bytes: NativeEvaluator(
-        cores, total_bytes, weighed_team
-    )
-    limits: Callable[[Sequence[int], Iterable[str], int], Roofline] = measure_roofline
+    evaluator: Callable[[Sequence[int], int], NativeEvaluator] = _native_evaluator
+    limits: Callable[[Sequence[int], Iterable[str], int], Roofline] = _limits
 
 
 HERE = TuningBench()

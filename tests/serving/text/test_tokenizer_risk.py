@@ -24,7 +24,7 @@ from phasewise.serving.text.confined_tokenizer import (
 )
 from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
 from phasewise.serving.text.tokenizer import TextCutter, Tokenizer
-from tests.serving.sandbox.test_confined import descendants, peak_bytes
+from tests.serving.sandbox.test_confined import descendants, peaks
 from tests.support.models.encoder_models import CASES, tokenizer_of
 from tests.support.models.tiny_models import tokenizer_json
 from tests.support.models.tiny_vocabs import TINY_VOCABULARIES
@@ -223,7 +223,7 @@ def test_a_few_characters_do_not_become_gigabytes(name: str) -> None:
     with pytest.raises((ModelError, RequestError)):
         Tokenizer.from_json(text, Facts(bos_token_id=0, add_bos=True)).encode("aé", add_special=True)
 
-    grown = [peak_bytes(pid) for pid in set(descendants()) - before]
+    grown = [peak for pid, peak in peaks().items() if pid not in before]
     assert all(peak < BOUNDS.memory_bytes + 300 * MIB for peak in grown)
 
 
