@@ -162,9 +162,8 @@ def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = Fal
 def _provision_row(answer: Provisioned) -> dict[str, str]:
     name, spec = on_one_line(answer.design.name), answer.spec
     if spec is None:
-        cells = dict.fromkeys(
-            ("machines", "requests/s", "total", "cost/h", "power, kW", "bound used"), NOTHING
-        )
+        titles = ("machines", "requests/s", "total", "cost/h", "power, kW", "bound used")
+        cells: dict[str, str] = dict.fromkeys(titles, NOTHING)
     else:
         cells = {
             "machines": " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
