@@ -280,4 +280,4 @@ def _shelf(
             alone = {adapter.name for adapter in adapters}  # another model may have one of the same name
             return LoadedModel(served, with_adapters(served, adapters, alone), stack.pop_all())
 
-    return ModelShelf(replace(folder, files=files), load, report, client.end_shadows)
+    return ModelShelf(replace(folder, files=files), load, report, client.admit_shadows)

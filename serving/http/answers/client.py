@@ -284,6 +284,8 @@ class EngineClient:
         """True once every answer was told that the server is stopping; no request is taken from then on."""
         self.load: EngineLoad | None = None
         """The load that the engine reported last."""
+        self._making_way: set[str] = set()
+        """Models that are about to be unloaded, and answer no requests of batches."""
 
     @property
     def n_live(self) -> int:
@@ -325,6 +327,8 @@ class EngineClient:
         in_shadow = requests[0].in_shadow
         if not in_shadow:
             self._find_places(len(requests), owner)
+        elif requests[0].model in self._making_way:
+            raise _makes_way(requests[0].model)
         most_unread = self.limits.max_pieces_unread * len(requests)
         stream = AnswerStream(self, requests, most_unread, reader, tells_progress=tells_progress)
         if in_shadow:
@@ -431,12 +435,16 @@ class EngineClient:
         for stream in others:
             stream.give_way(full)
 
-    def end_shadows(self, model: str) -> None:
-        """End the batch answers of a model that is about to be unloaded; their lines are sent again later."""
-        refusal = QueueFull(f"the model {model} makes room for another", 1)
+    def admit_shadows(self, model: str, admitted: bool) -> None:
+        """Admit batch answers of a model, or end them, as the model is about to be unloaded; their lines are
+        sent again later."""
+        if admitted:
+            self._making_way.discard(model)
+            return
+        self._making_way.add(model)
         for stream in list(self._answers):
             if stream.in_shadow and stream.model == model:
-                stream.give_way(refusal)
+                stream.give_way(_makes_way(model))
 
     def _route_delivered(self) -> None:
         while self._delivered:
@@ -486,6 +494,10 @@ class EngineClient:
         self._n_of_owner[stream.owner] -= 1
         if not self._n_of_owner[stream.owner]:
             del self._n_of_owner[stream.owner]
+
+
+def _makes_way(model: str) -> QueueFull:
+    return QueueFull(f"the model {model} makes room for another", 1)
 
 
 def displaced(

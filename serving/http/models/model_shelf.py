@@ -166,15 +166,15 @@ class ShelfCounts:
 
 class ModelShelf:
     """Loads and unloads the models of `folder`. `load`: brings one into memory; it may raise ServingError,
-    and its second argument is called once the model's engine is lost. `end_shadows`: ends the batch requests
-    that hold a model whose room is needed."""
+    and its second argument is called once the model's engine is lost. `admit_shadows`: ends and refuses the
+    batch requests of a model whose room is needed, or admits them again."""
 
     def __init__(
         self,
         folder: ModelFolder[Made],
         load: Callable[[MeasuredModel[Made], Callable[[], None]], LoadedModel],
         report: Callable[[str], None],
-        end_shadows: Callable[[str], None] = lambda _name: None,
+        admit_shadows: Callable[[str, bool], None] = lambda _name, _admitted: None,
     ) -> None:
         self.keep_s = folder.keep_s
         self.counts = ShelfCounts()
@@ -182,7 +182,7 @@ class ModelShelf:
         self._folder: ModelFolder[Any] = folder
         self._load_measured: Callable[[MeasuredModel[Any], Callable[[], None]], LoadedModel] = load
         self._report = report
-        self._end_shadows = end_shadows
+        self._admit_shadows = admit_shadows
         self._loaded: dict[str, LoadedModel] = {}
         self._failed: dict[str, tuple[float, ApiError]] = {}
         self._waiting: dict[str, dict[asyncio.Future[None], bool]] = {}
@@ -285,6 +285,7 @@ class ModelShelf:
             del self._tasks[name]
             for resident in self.room.residents.values():  # room enough was made
                 resident.is_leaving = resident.name in self._lost
+                self._admit_shadows(resident.name, True)
         self._look()
 
     async def _bring(self, name: str) -> None:
@@ -302,7 +303,7 @@ class ModelShelf:
             leaving = self.room.makes_way(n_bytes)
             for resident in leaving:
                 resident.is_leaving = True
-                self._end_shadows(resident.name)
+                self._admit_shadows(resident.name, False)
             await self._when_unused([resident.name for resident in leaving])
         loop, has_given_up = asyncio.get_running_loop(), threading.Event()
 

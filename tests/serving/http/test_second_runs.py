@@ -1,9 +1,10 @@
-"""An answer that is sent whole and runs again: what is left of its first run is no part of it."""
+"""Answers that run again, and those that do not: what is left of a first run is no part of a second."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from starlette.requests import Request
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message as AsgiMessage
 
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
-from phasewise.serving.errors import RankLost, Stopping
+from phasewise.serving.errors import QueueFull, RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.openai_objects import Choice, CompletionWriter, Reply
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
@@ -94,3 +95,23 @@ def test_nothing_is_sent_once_all_were_told_that_the_server_stops() -> None:
 
     asyncio.run(asks())
     assert sent == []
+
+
+def test_a_model_that_makes_way_answers_no_line_of_a_batch() -> None:
+    """Nor one that held the model before, and whose prompt was read meanwhile."""
+    sent: list[Message] = []
+    client = EngineClient(sent.append, HttpLimits())
+    line = Submit("a-1", (1,), model="a", in_shadow=True)
+    others = [replace(line, request_id="b-1", model="b"), replace(line, request_id="a-2", in_shadow=False)]
+    again = replace(line, request_id="a-3")
+    client.open([line])
+
+    client.admit_shadows("a", False)
+    with pytest.raises(QueueFull, match="makes room"):
+        client.open([again])
+    for other in others:
+        client.open([other])
+    client.admit_shadows("a", True)
+    client.open([again])
+
+    assert sent == [line, Abort("a-1"), *others, again]

@@ -170,7 +170,7 @@ def fake_folder(
     def load(measured: MeasuredModel[FakeModel], on_lost: Callable[[], None]) -> LoadedModel:
         return measured.open(ExitStack()).open(on_lost)
 
-    shelf = ModelShelf(source, load, lines.append, client.end_shadows)
+    shelf = ModelShelf(source, load, lines.append, client.admit_shadows)
     life = Lifecycle(folder.host)
     metrics = Metrics(Gauges(load=lambda: client.load), None)
     connections = Connections(limits, metrics)
