@@ -191,8 +191,8 @@ def test_an_answer_that_has_begun_ends_with_its_connection(tmp_path: Path) -> No
                 pieces.append(line)
                 if len(pieces) == 1:
                     serving = max(behind.servers, key=lambda server: len(server.ranks.batches))
-                    serving.server.end(at_once=True)
-                    held.set()
+                    serving.server.end(at_once=True)  # of an answer that cannot end meanwhile
+        held.set()
         (other,) = (server for server in behind.servers if server is not serving)
 
     assert pieces
