@@ -315,7 +315,7 @@ def test_a_power_is_correctly_rounded(base: float, numerator: int, denominator: 
 
 
 def test_known_bits() -> None:
-    """Of another libm, numpy or CPU they would be these too."""
+    """The expected numbers do not depend on the libm, numpy or CPU."""
     frequencies = np.array([power(500000.0, -pair, 128) for pair in range(0, 128, 2)])
     logarithms = np.array([logarithm(1.0 + 7.0 * index) for index in range(64)])
 

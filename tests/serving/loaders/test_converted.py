@@ -69,7 +69,7 @@ def test_a_converted_family_answers_as_transformers_does(name: str, tmp_path: Pa
 
 
 def test_a_converted_embedding_gemma_gives_the_vectors_of_its_directory(tmp_path: Path) -> None:
-    """Which are transformers' (tests/serving/embedding/test_encoder_vectors.py), Dense modules included."""
+    """The directory's vectors are transformers' (tests/serving/embedding/test_encoder_vectors.py)."""
     name, file = "gemma3", tmp_path / "gemma.gguf"
     slides = {"layer_types": ["sliding_attention"] * 4}  # files tell of no other pattern
     directory = write_encoder(tmp_path / "gemma", name, slides)

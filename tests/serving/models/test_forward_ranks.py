@@ -338,7 +338,7 @@ def test_ranks_without_a_query_head_do_no_harm() -> None:
 
 @pytest.mark.parametrize(("fields", "n_ranks"), SHAPES, ids=str)
 def test_each_rank_has_one_kv_head_in_its_memory(fields: dict[str, int], n_ranks: int) -> None:
-    """So keys and values take as much as max(ranks, KV heads) heads, and programs take what is told."""
+    """Keys and values take the memory of max(ranks, KV heads) heads, and programs take the stated memory."""
     model = model_of(fields)
     of_one_head = kv_bytes_per_slot(model) // fields["n_kv_heads"]
     teams = ((1,), (1,) * n_ranks)

@@ -280,7 +280,7 @@ def test_a_chunk_computes_prompts_nearly_as_fast_as_larger_ones(fixed_ms: float,
 
 @given(times=st.lists(st.floats(1, 1000), min_size=32, max_size=32), n_answering=st.integers(2, 32))
 def test_as_many_rows_as_give_most_tokens_a_second(times: list[float], n_answering: int) -> None:
-    """Among all answers, powers of two and the middles between them: whatever steps of so many rows take."""
+    """The number is all answers, a power of two or a middle between two, whatever steps take."""
     pacing = Pacing(100 * MS, 2048)
     pacing.observe("prefill", 100, 100 * MS)
     for _ in range(40):
