@@ -63,6 +63,8 @@ PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
 MOST_TEXT_BYTES = MAX_TOKENIZER_BYTES + MAX_JSON_BYTES  # of a tokenizer and a chat template
 TELL_EVERY_S = 5.0
+RUN_BYTES = 4 << 20  # written at once, whole large pages
+MOST_ARRAYS = 4  # of a weight
 STALE_S = 3600  # a temporary file this old belongs to a run that died
 
 _NAME, _HASH = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,512}"), re.compile("[0-9a-f]{64}")
@@ -397,8 +399,6 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
     try:
         yield fd
         os.fsync(fd)
-        # Written bit by bit, it lies in small pages; a process that maps it reads it anew into large ones.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -423,10 +423,11 @@ def _write_arrays(
 
     Returns the SHA-256 over names, shapes and arrays, and top exponents by the names of weights."""
     content, tops = hashlib.sha256(), {}
+    buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(MOST_ARRAYS)]
     total, done, begun_s = sum(plan.nbytes for plan in weights), 0, time.monotonic()
     told_s = begun_s
     for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
-        tops[slot.name] = _write_weight(fd, slot, weight, content.update)
+        tops[slot.name] = _write_weight(fd, slot, weight, content.update, buffers)
         done += weight.nbytes
         now_s = time.monotonic()
         if now_s >= told_s + TELL_EVERY_S:
@@ -441,12 +442,17 @@ def _write_arrays(
 
 
 def _write_weight(
-    fd: int, slot: _Slot, plan: WeightPlan, digest: Callable[[bytes | memoryview], None]
+    fd: int,
+    slot: _Slot,
+    plan: WeightPlan,
+    digest: Callable[[bytes | memoryview], None],
+    buffers: list[memoryview],
 ) -> int:
     """Write a weight a few rows at a time, so that memory stays small; returns its top exponent. The digest
-    is over the dense weight, whatever its storage."""
+    is over the dense weight, whatever its storage. `buffers`: one of RUN_BYTES for each array."""
     digest(_label(slot))
-    places, top, stream_bytes = list(slot.offsets), 0, 0
+    top, stream_bytes = 0, 0
+    runs = [_Run(fd, offset, buffer) for offset, buffer in zip(slot.offsets, buffers, strict=False)]
     for packed in made_ahead(packed_chunks(plan)):
         for array in packed.arrays:
             digest(_bytes_of(array))
@@ -455,12 +461,34 @@ def _write_weight(
             stream, offsets, _ = _sparse_chunk(packed, stream_bytes)
             stream_bytes += stream.nbytes
             arrays = replace(packed, values=stream, offsets=offsets).arrays
-        for i, array in enumerate(arrays):
-            places[i] += _write(fd, places[i], _bytes_of(array))
+        for run, array in zip(runs, arrays, strict=True):
+            run.add(_bytes_of(array))
         top = max(top, packed.top_exponent)
+    for run in runs:
+        run.write_out()
     if stream_bytes != (slot.stream_bytes or 0):
         raise ModelError(f"{plan.name} changed while it was read: pack it again")
     return top
+
+
+class _Run:
+    """Writes an array in runs that end at multiples of RUN_BYTES of the file: the page cache then holds them
+    in large pages, as a file written in small pieces is not."""
+
+    def __init__(self, fd: int, place: int, buffer: memoryview) -> None:
+        self._fd, self._place, self._buffer, self._filled = fd, place, buffer, 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            n = min(len(data), RUN_BYTES - (self._place + self._filled) % RUN_BYTES)
+            self._buffer[self._filled : self._filled + n] = data[:n]
+            self._filled, data = self._filled + n, data[n:]
+            if (self._place + self._filled) % RUN_BYTES == 0:
+                self.write_out()
+
+    def write_out(self) -> None:
+        self._place += _write(self._fd, self._place, self._buffer[: self._filled])
+        self._filled = 0
 
 
 def _label(slot: _Slot) -> bytes:
