@@ -54,6 +54,12 @@ TEXT = SHIPPED_TEXT.read_text(encoding="utf-8")
 STORY = SamplingParams(temperature=1.0, top_p=0.95, seed=1)
 
 
+def prompt_of(opened: OpenEngine, message: str) -> list[int]:
+    """A message as the model reads it: base models have no conversations."""
+    text = opened.text
+    return text.chat_prompt(message) if text.has_template else list(text.encode(message, True))
+
+
 def excerpt(number: int, n_chars: int = 1100) -> str:
     """Whole sentences of the bundled text."""
     start = TEXT.index(". ", (2000 + 9000 * number) % (len(TEXT) - 4000)) + 2
@@ -176,7 +182,7 @@ def written(model: Model = MODEL, n: Tokens = 192, rounds: Rounds = 3) -> Yielde
     with opened_with_drafts(model) as opened:
         pairs, said = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n), Written(opened)
         for name, repeats, prompt, answer in written_answers():
-            prompt_ids = opened.text.chat_prompt(prompt)
+            prompt_ids = prompt_of(opened, prompt)
             said.answer = prompt_ids + opened.text.encode(answer, False)[:n]
             pairs.n_tokens = len(said.answer) - len(prompt_ids)
             yield kinds.row(name, repeats, *pairs.ratio(prompt_ids, GREEDY, rounds))
@@ -191,7 +197,7 @@ def lookup(model: Model = MODEL, n: Tokens = 192, rounds: Rounds = 3) -> Yielded
         for repeats, prompts, sampling in ((True, REPEATING, GREEDY), (False, STORIES, STORY)):
             for (name, prompt), number in itertools.product(prompts.items(), range(2)):
                 own = replace(sampling, seed=number) if sampling.seed is not None else sampling
-                prompt_ids = opened.text.chat_prompt(prompt.format(excerpt(number)))
+                prompt_ids = prompt_of(opened, prompt.format(excerpt(number)))
                 yield kinds.row(name, repeats, *pairs.ratio(prompt_ids, own, rounds))
     yield from kinds.summaries()
 
