@@ -430,7 +430,7 @@ static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t 
     if (a == BF16_FMA || a == F16_WIDENED) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
     if (a == IN_BLOCKS) return rows > most_block_rows(w);
-    if (a == BLOCKWISE) return rows > BLOCKWISE_MR;
+    if (a == BLOCKWISE) return rows > BLOCKWISE_ROWS;
     return is_grouped(a) && rows > (a == Q4 ? 3 : 2) * mr;
 }
 
@@ -570,7 +570,7 @@ static tile_size dense_size(arithmetic a, int64_t m) {
 static tile_size size_for(arithmetic a, int64_t m) {
     if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) return (tile_size){32, 2};
     if (a == BLOCKWISE_TILE) return (tile_size){32, 1};
-    if (a == STAGED_BLOCKWISE) return (tile_size){BLOCKWISE_MOST_MR, 1};
+    if (a == STAGED_BLOCKWISE) return (tile_size){BLOCKWISE_MR, 1};
     tile_size size = {COLUMN_MR, COLUMN_PANELS};
     if (a != Q8_COLUMN) size = is_grouped(a) ? quant_size(a, m) : dense_size(a, m);
     if (m <= 2) size.panels = STREAM_PANELS;

@@ -95,7 +95,7 @@ PW_INLINE void blockwise_tops(pw_block_format f, const panel_block *b, block_top
 
 /* ---- one block of a tile of one panel ---------------------------------------------------------------------------- */
 
-typedef vi blockwise_sums[BLOCKWISE_MOST_MR][VECTORS];
+typedef vi blockwise_sums[BLOCKWISE_MR][VECTORS];
 
 PW_INLINE void blockwise_row(pw_block_format f, vi *dot, const vi *w, const uint8_t *row, int64_t quad) {
     if (PW_DOT_OPERANDS) {
@@ -285,8 +285,8 @@ PW_INLINE void plane_tile(const tile_call *t, int kind) {
 
 /* Rows of tiles of one panel: as the blocks are, and staged. Few, because each is compiled for every kind. */
 #if LANES == 16
-#define BLOCKWISE_TILES(X, of...) PW_ROWS_2(X, 1, of) X(4, 1, of)
-#define STAGED_BLOCKWISE_TILES(X, of...) BLOCKWISE_TILES(X, of) X(8, 1, of)
+#define BLOCKWISE_TILES(X, of...) PW_ROWS_8(X, 1, of)
+#define STAGED_BLOCKWISE_TILES(X, of...) PW_ROWS_2(X, 1, of) X(4, 1, of) X(8, 1, of)
 #elif LANES == 8
 #define BLOCKWISE_TILES(X, of...) PW_ROWS_4(X, 1, of)
 #define STAGED_BLOCKWISE_TILES(X, of...) BLOCKWISE_TILES(X, of)
