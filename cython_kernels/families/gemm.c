@@ -417,7 +417,7 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
  * columns reads at little cost, tables and sub-scales; none gains anything where unpacking is beside dots, and where such a
  * core has no byte dots any number of rows is faster so. */
 static int64_t most_block_rows(const pw_weight *w) {
-    if (w->kind == PW_FP8) return BLOCK_ROWS;
+    if (w->kind == PW_FP8) return BLOCK_MR;
     if (LANES >= 8 && pw_core()->unpacks_beside_dots) return PW_DOT_OPERANDS ? 8 * BLOCK_MR : INT64_MAX;
     int looked_up = pw_block_format_of(w->kind).table != PW_NO_TABLE, nibbles = pw_arithmetic_kind(w->kind) == PW_Q4;
     int gains_less = LANES == 16 ? nibbles : LANES == 8 && (looked_up || pw_has_subs(w->kind));
@@ -584,11 +584,15 @@ int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
     return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && (*tiles_of(kernels, w))[mr][panels];
 }
 
+enum { FP8_FEW = LANES == 16 ? 4 : 2, NVFP4_MR = 6 }; /* eight rows and their scales spill */
+
 /* Few rows stream weights through as many panels at once as their tile has; more share out evenly among large tiles. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = in_tile_of(arithmetic_of(w), w, m);
-    tile_size size = {BLOCK_MR, w->kind == PW_FP8 && m <= 2 ? 4 : 1};
+    tile_size size = {w->kind == PW_NVFP4 ? at_most(NVFP4_MR, BLOCK_MR) : BLOCK_MR, 1};
     if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
+    else if (w->kind == PW_FP8 && m <= FP8_FEW) size = (tile_size){2, 4};
+    if (w->kind == PW_FP8 && m > BLOCK_MR) size.rows = at_most(size.rows, pieces(m, 2)); /* the first asks for the next strip */
     *panels = size.panels;
     int whole = size.panels > 1 && leaves_few(m); /* run_tiles */
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows && !whole ? pieces(m, pieces(m, size.rows)) : at_most(m, size.rows));
