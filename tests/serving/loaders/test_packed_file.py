@@ -189,6 +189,17 @@ def test_rows_that_are_packed_at_once_change_no_hash(
     assert len(hashes) == 1
 
 
+@pytest.mark.parametrize("run_bytes", [1, 64, 4096, 40960])
+def test_the_length_of_runs_changes_no_byte_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int
+) -> None:
+    source = write_tiny_gguf(tmp_path / "tiny.gguf", types="Q4_1")
+    pack(str(source), "native", "never", tmp_path / "whole")
+    monkeypatch.setattr("phasewise.serving.loaders.packed_file.RUN_BYTES", run_bytes)
+    pack(str(source), "native", "never", tmp_path / "cut")
+    assert (tmp_path / "cut").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
 def test_a_failed_packing_leaves_nothing_and_the_old_file_alone(tmp_path: Path) -> None:
     source = write_tiny_gguf(tmp_path / "tiny.gguf")
     load_model(str(source), "native", tmp_path)
