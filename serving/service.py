@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phasewise.kerneldb.start_reads import n_without_database
-from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost, SeveralEngines
 from phasewise.serving.http.answers.client import EngineClient, RequestLife
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
@@ -30,6 +30,9 @@ from phasewise.serving.http.transport.listening import Address, TlsContext
 from phasewise.serving.http.transport.server import Clients, HttpServer, Lifecycle, Service
 from phasewise.serving.model_table import ModelTable, Predictor, TextRow, served_model, with_adapters
 from phasewise.serving.processes.line_log import LineLog
+
+if TYPE_CHECKING:
+    from phasewise.serving.embedding.client import EmbeddingClient
 
 SWITCH_INTERVAL_S = 0.0005
 """Seconds between Python's thread switches. The default, 5 ms, is longer than a decode step."""

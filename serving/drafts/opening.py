@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from phasewise.serving.drafts.computed_drafts import GuestHead, GuestRank, HeadDrafter, ModelDrafter
 from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter, StepCosts
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.errors import ModelError
@@ -43,6 +42,8 @@ def open_drafter(
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
         return LookupDrafter(costs, most_rows, source.n_tokens)
+    from phasewise.serving.drafts.computed_drafts import GuestHead, GuestRank, HeadDrafter, ModelDrafter
+
     own = replace(options, kv=replace(options.kv, rings=None), feeds=False)
     if source.is_head:
         head = GuestHead(source.model, first_rank, own)

@@ -98,7 +98,8 @@ class Boundary:
         self.opened.setdefault(kind, []).append(plain(value))
 
     def _replace(self) -> None:
-        importlib.import_module("phasewise.workflows.serve.run")
+        for late in ("run", "embedding", "model_folder", "instance_process"):
+            importlib.import_module(f"phasewise.workflows.serve.{late}")
         set_ = partial(everywhere, self._patch)
         set_("phasewise.topology.read_machine", lambda *_: self._machine)
         set_("phasewise.serving.processes.headroom.use_one_heap", lambda: None)

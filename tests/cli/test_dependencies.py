@@ -19,6 +19,7 @@ from tests.support.servers.served_command import own_places
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FOR_SERVING = 14
+MOST_OF_OURS = 300
 LATER = {"alembic", "huggingface-hub"}
 """Dependencies that serving imports when they are needed: to make the database, to fetch."""
 
@@ -72,6 +73,8 @@ def test_serving_needs_few_direct_dependencies(tmp_path: Path) -> None:
     needed = (loaded | LATER) & _names(_settings()["options"]["install_requires"])
     assert {"typer", "tokenizers", "jinja2", "llguidance", "prometheus-client"} <= needed
     assert len(needed) <= MOST_FOR_SERVING, sorted(needed)
+    own = {name for name in modules.read_text().split() if name.startswith("phasewise")}
+    assert len(own) <= MOST_OF_OURS, sorted(own)
 
 
 def test_what_an_extra_has_is_no_dependency() -> None:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from phasewise._files import read_input, write_file
 from phasewise._json import read_json
-from phasewise._places import user_folder
 from phasewise._safetensors import LENGTH_BYTES, entries_of, header_bytes
 from phasewise._safetensors import METADATA_KEY as TABLES_METADATA
 from phasewise.tuner.errors import PredictorError
@@ -27,15 +26,8 @@ from phasewise.tuner.predictor.network import Params
 KIND = "phasewise length predictor"
 SCHEMA_VERSION = 1
 METADATA_KEY = "phasewise"
-SUFFIX = ".predictor.safetensors"
 MAX_FILE_BYTES = 256 << 20
 MAX_MEMBERS = 64
-
-
-def default_file(model_name: str) -> Path:
-    """The path of a model's predictor, in the XDG data directory."""
-    safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in model_name)
-    return user_folder("data") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
 
 
 def save_predictor(predictor: LengthPredictor, path: Path) -> None:

@@ -17,9 +17,7 @@ from phasewise.serving.models.forward import check_generates
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.storage_modes import PackMode
 from phasewise.topology import read_machine
-from phasewise.tuner.config.recorded import configurations
 from phasewise.tuner.plans import machine_key, model_key
-from phasewise.tuner.topotree import Configuration
 from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.report import Report, silent
 
@@ -137,6 +135,9 @@ def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     """Recorded nanoseconds of the plan's decode steps by number of rows, at the shortest context."""
     if locate_database(db).is_absent:
         return {}
+    from phasewise.tuner.config.recorded import configurations
+    from phasewise.tuner.topotree import Configuration
+
     machine, plan = read_machine(), opened.plans["decode"]
     with open_start_reads(db) as reads:
         key = model_key(opened.model.name, opened.model.format)

@@ -90,10 +90,10 @@ def products_of(
     opened: OpenModel, plans: Sequence[Plans], db: str | None, machine: Machine
 ) -> ProductCounts | None:
     """Numbers of products of the model: tuned, imported, verified; None where no database can be read."""
-    from phasewise.kerneldb.product_counts import count_products
-
     if locate(db).is_absent:
         return None
+    from phasewise.kerneldb.product_counts import count_products
+
     products = {
         (problem, machine_key(machine, tuning_round.cores))
         for own in plans

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise._json import read_json
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.files import default_file
+from phasewise.tuner.predictor import default_file
 from phasewise.tuner.predictor.log import Log, lines_of, read_log
 from phasewise.workflows.report import Report, silent
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
 from phasewise.serving.engine.fingerprint import arithmetic_of
@@ -32,12 +33,12 @@ from phasewise.tuner.plans import (
     pus_by_preference,
     rank_on,
 )
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.open_model import OpenModel, schedules_under, suited_default
 from phasewise.workflows.opening.settings import Weights
 from phasewise.workflows.opening.tuned_schedules import Plans
 from phasewise.workflows.report import silent
-from phasewise.workflows.serve.embedding import cores_of_embeddings
-from phasewise.workflows.serve.settings import ServeSettings
+from phasewise.workflows.serve.settings import Embeddings, ServeSettings
 
 _log = logging.getLogger(__name__)
 
@@ -160,3 +161,30 @@ def _one_rank(plan: ServicePlan, machine: Machine, most: int) -> ServicePlan:
         return plan.with_bands_that(lambda band: len(band.cores) <= most)
     threads = min(most, default_thread_count(machine))
     return replace(default_plan(machine, plan.phase, threads), source="default")
+
+
+def threads_beside(settings: Embeddings, threads: int | None) -> int:
+    """Cores of a language model beside embeddings: `threads`, or the cores that embeddings leave.
+
+    UsageError where there are too few for both.
+    """
+    n_cores = default_thread_count(read_machine())
+    own = cores_of_embeddings(settings, n_cores)
+    left = n_cores - own if threads is None else threads
+    if left < 1 or left + own > n_cores:
+        raise UsageError(
+            f"{counted(own, 'core')} for embeddings and {max(left, 1)} for the language model: "
+            f"{n_cores} are there; choose fewer with embed_cores of the configuration file, or with --threads"
+        )
+    return left
+
+
+def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
+    """Number of `n_cores` that embeddings have beside a language model: a quarter, unless it is given."""
+    return settings.embed_cores or max(1, n_cores // 4)
+
+
+def cores_beside(settings: Embeddings) -> int:
+    """Cores of embeddings beside a language model here; 0 where no embedding model is asked for."""
+    is_asked = settings.embed_model is not None
+    return cores_of_embeddings(settings, default_thread_count(read_machine())) if is_asked else 0

@@ -18,6 +18,7 @@ from phasewise.workflows.embed.accelerators import Accelerators, accelerators_he
 from phasewise.workflows.embed.kept_plan import kept_plan
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report
+from phasewise.workflows.serve.core_plans import cores_of_embeddings
 from phasewise.workflows.serve.settings import Embeddings, ServeSettings
 
 
@@ -143,33 +144,6 @@ def open_embeddings(
         what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
     return opened
-
-
-def threads_beside(settings: Embeddings, threads: int | None) -> int:
-    """Cores of a language model beside embeddings: `threads`, or the cores that embeddings leave.
-
-    UsageError where there are too few for both.
-    """
-    n_cores = default_thread_count(read_machine())
-    own = cores_of_embeddings(settings, n_cores)
-    left = n_cores - own if threads is None else threads
-    if left < 1 or left + own > n_cores:
-        raise UsageError(
-            f"{counted(own, 'core')} for embeddings and {max(left, 1)} for the language model: "
-            f"{n_cores} are there; choose fewer with embed_cores of the configuration file, or with --threads"
-        )
-    return left
-
-
-def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
-    """Number of `n_cores` that embeddings have beside a language model: a quarter, unless it is given."""
-    return settings.embed_cores or max(1, n_cores // 4)
-
-
-def cores_beside(settings: Embeddings) -> int:
-    """Cores of embeddings beside a language model here; 0 where no embedding model is asked for."""
-    is_asked = settings.embed_model is not None
-    return cores_of_embeddings(settings, default_thread_count(read_machine())) if is_asked else 0
 
 
 def _room_beside(

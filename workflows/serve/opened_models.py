@@ -19,9 +19,7 @@ from phasewise.serving.processes.headroom import available_bytes
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.topology import read_machine
 from phasewise.tuner.first_duels import FIRST_S
-from phasewise.tuner.predictor.files import default_file, load_predictor
-from phasewise.tuner.predictor.live import LiveEstimator
-from phasewise.tuner.predictor.log import PromptFacts
+from phasewise.tuner.predictor import default_file
 from phasewise.workflows.opening.drafts import find_drafts
 from phasewise.workflows.opening.first_start import fight_first, pull_what_fits
 from phasewise.workflows.opening.open_model import OpenModel, check_settings, open_model, open_under
@@ -160,6 +158,10 @@ def open_predictor(text: str, model_name: str, report: Report = silent) -> Predi
     if text == "auto" and not default_file(model_name).exists():
         report(f"there is no predictor of {model_name} at {path}: answers' lengths are not predicted")
         return None
+    from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.tuner.predictor.live import LiveEstimator
+    from phasewise.tuner.predictor.log import PromptFacts
+
     trained = load_predictor(path)
     n_answers = counted(int(trained.trained_on.get("answers", 0)), "answer")
     report(f"answers' lengths are predicted by {path}, trained on {n_answers}")

@@ -21,7 +21,6 @@ from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.model_table import ModelTable
 from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
 from phasewise.serving.prefix_store.folder import PrefixFolder
-from phasewise.serving.processes.core_claims import claimed_on_host
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.serving.service import ServiceSettings, run_service
 from phasewise.topology import read_machine
@@ -40,8 +39,7 @@ from phasewise.workflows.serve.address import (
     tls_of,
     warn_of_strangers,
 )
-from phasewise.workflows.serve.embedding import open_embeddings, threads_beside
-from phasewise.workflows.serve.model_folder import model_folder
+from phasewise.workflows.serve.core_plans import threads_beside
 from phasewise.workflows.serve.opened_models import OpenedModel, Opener
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
 from phasewise.workflows.serve.ways import InThisProcess, OnNodes, VectorsAlone, Way, way_of
@@ -93,13 +91,19 @@ def serve_models(
                 opened = opener.open_models(refs, names, stack)
                 service, taken = _told(opened, opener, service, explain), opened[0].cores
             if settings.coming.models is not None:
+                from phasewise.workflows.serve.model_folder import model_folder
+
                 folder = model_folder(opener)
         embedding = None
         if embed_ref is not None:
+            from phasewise.workflows.serve.embedding import open_embeddings
+
             beside = None if way is None else taken
             embeds = stack.enter_context(open_embeddings(embed_ref, settings, beside, report))
             embedding = EmbeddingModel(embed_names, embeds.text, embeds.width, embeds.scores, embeds.client)
             if isinstance(way, OnNodes):
+                from phasewise.serving.processes.core_claims import claimed_on_host
+
                 own_cores = (core for instance in embeds.plan.instances for core in instance.cores)
                 stack.enter_context(claimed_on_host(own_cores))
         table = ModelTable([each.row for each in opened], folder, embedding)

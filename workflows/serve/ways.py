@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from phasewise._options import changed, refuse_unused
 from phasewise._words import counted
-from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.routing import Role
 from phasewise.serving.drafts.opening import DraftSource
-from phasewise.serving.embedding.devices import free_cores
 from phasewise.serving.engine.engine_host import Deliver, EngineHost, OpenHost, SharedCores
 from phasewise.serving.engine.engine_size import EngineSize, default_kv_bytes, engine_bytes
 from phasewise.serving.engine.engine_thread import EngineThread
@@ -28,7 +25,6 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.models.forward import kv_bytes_per_slot
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import ALIGNMENT
-from phasewise.serving.processes.sockets import Keys
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.plans import (
@@ -45,9 +41,7 @@ from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.drafts import LOOKUP, OFF
 from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.opening.settings import Remote
-from phasewise.workflows.serve.core_plans import watch_of_server
-from phasewise.workflows.serve.embedding import cores_beside
-from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
+from phasewise.workflows.serve.core_plans import cores_beside, watch_of_server
 from phasewise.workflows.serve.settings import (
     Answering,
     Batches,
@@ -60,6 +54,8 @@ from phasewise.workflows.serve.settings import (
 
 if TYPE_CHECKING:
     from phasewise.cluster.real.ray_cluster import RayInstances
+    from phasewise.cluster.routing import Role
+    from phasewise.workflows.serve.instance_process import InstanceSpec
 
 MAX_INSTANCES = 1000
 DEFAULT_KEY = "phasewise"
@@ -191,6 +187,8 @@ class OnCores:
         from phasewise.cluster.real.front import Front
         from phasewise.cluster.real.local_instances import LocalInstances
         from phasewise.cluster.real.supervisor import FrontSettings
+        from phasewise.serving.embedding.devices import free_cores
+        from phasewise.workflows.serve.instance_process import MODULE
 
         model = sized.open_model.model
         size = _that_hold(sized.size, model, self.instances)
@@ -260,6 +258,8 @@ class OnNodes:
         from phasewise.cluster.real.ray_connection import ray_connection
         from phasewise.cluster.real.ray_desk import DeskThread
         from phasewise.cluster.real.supervisor import FrontSettings
+        from phasewise.serving.processes.sockets import Keys
+        from phasewise.workflows.serve.instance_process import MODULE
 
         assert self.asked.cluster is not None
         model = sized.open_model.model
@@ -326,6 +326,8 @@ def _spec(
     sized: SizedModel, size: EngineSize, settings: ServeSettings, role: Role, **places: Any
 ) -> InstanceSpec:
     """The spec of an instance. One for prompts drafts by lookup: a draft model would compute them as well."""
+    from phasewise.workflows.serve.instance_process import InstanceSpec
+
     running, drafts = settings.running, sized.drafts
     draft = OFF if drafts is None else LOOKUP if drafts.model is None or role == "prompt" else running.draft
     places |= {"draft": draft, "draft_tokens": running.draft_tokens}
@@ -459,6 +461,8 @@ def _size_on(
     pool: NodePool, free: int | None, n_sharing: int, sized: SizedModel, settings: ServeSettings
 ) -> EngineSize:
     """free: bytes of the instance's node. n_sharing: instances of this server on that node."""
+    from phasewise.cluster.errors import ClusterError
+
     model, size = sized.open_model.model, sized.size
     of_node = settings.kv.kv_budget_bytes or default_kv_bytes(model, free)
     try:

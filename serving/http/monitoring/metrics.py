@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,7 +23,6 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from phasewise.serving.embedding.lane import Lane
 from phasewise.serving.engine.engine_host import InstanceState, Recoveries
 from phasewise.serving.engine.messages import Answer, EngineLoad, HandOverCounts, StepStats
 from phasewise.serving.http.answers.client import Observer, RequestLife
@@ -32,6 +31,9 @@ from phasewise.serving.http.models.model_shelf import ShelfCounts
 from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
+
+if TYPE_CHECKING:
+    from phasewise.serving.embedding.lane import Lane
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText, InputKind, Text, Tokens, too_long
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, truncated
 from phasewise.serving.errors import QueueFull, ServingError
@@ -33,6 +32,9 @@ from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.http.transport.connection import Connection, connection_of
 from phasewise.serving.http.transport.server import Lifecycle
+
+if TYPE_CHECKING:
+    from phasewise.serving.embedding.client import Asker, EmbeddingClient
 
 Floats = npt.NDArray[np.float32]
 
@@ -355,6 +357,8 @@ def _came_s(connection: Connection) -> float:
 
 def _asker(request: Request) -> Asker:
     """The sender of a request whose body has been read."""
+    from phasewise.serving.embedding.client import Asker
+
     name, connection = client_of(request.scope).name, connection_of(request.scope)
     if connection is None:
         return Asker(name)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.files import METADATA_KEY, default_file, load_predictor, save_predictor
+from phasewise.tuner.predictor import default_file
+from phasewise.tuner.predictor.files import METADATA_KEY, load_predictor, save_predictor
 from phasewise.tuner.predictor.live import LiveEstimator
 from phasewise.tuner.predictor.log import Example, PromptFacts
 from phasewise.tuner.predictor.model import Forecast, LengthPredictor
