@@ -15,7 +15,7 @@
 #include "families/gemm_expand.h"
 #include "families/gemm_tiles.h"
 
-enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16, SPARSE_HELD_MR = 8, BLOCKWISE_VECTOR_ROWS = 8 };
+enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16, SPARSE_HELD_MR = 8 };
 enum { HELD_TILES = 4 }; /* of rows: their sums are 16 KiB */
 
 static const tile_table no_tiles;
@@ -130,7 +130,7 @@ static arithmetic arithmetic_of(const pw_weight *w) {
 /* Blocks whose sub-scales apply in integers have tiles of the unit for more rows than AVX-512 has tiles for: the same bits, so
  * that a schedule chooses by its number of rows. */
 static arithmetic in_tile_of(arithmetic a, const pw_weight *w, int64_t mr) {
-    return a == BLOCKWISE && mr > BLOCKWISE_VECTOR_ROWS && (*tiles_of(BLOCKWISE_TILE, w))[1][1] ? BLOCKWISE_TILE : a;
+    return a == BLOCKWISE && mr > BLOCKWISE_MR && (*tiles_of(BLOCKWISE_TILE, w))[1][1] ? BLOCKWISE_TILE : a;
 }
 
 /* Whose micro-kernels read the weights once they are staged; all others read them as they are. */
@@ -430,7 +430,7 @@ static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t 
     if (a == BF16_FMA || a == F16_WIDENED) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
     if (a == IN_BLOCKS) return rows > most_block_rows(w);
-    if (a == BLOCKWISE) return rows > BLOCKWISE_ROWS;
+    if (a == BLOCKWISE) return rows > (LANES == 16 && !(*tiles_of(BLOCKWISE_TILE, w))[1][1] ? 3 : 1) * BLOCKWISE_MR;
     return is_grouped(a) && rows > (a == Q4 ? 3 : 2) * mr;
 }
 
@@ -584,14 +584,12 @@ int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
     return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && (*tiles_of(kernels, w))[mr][panels];
 }
 
-enum { FP8_FEW = LANES == 16 ? 4 : 2, NVFP4_MR = 6 }; /* eight rows and their scales spill */
-
 /* Few rows stream weights through as many panels at once as their tile has; more share out evenly among large tiles. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = in_tile_of(arithmetic_of(w), w, m);
-    tile_size size = {w->kind == PW_NVFP4 ? at_most(NVFP4_MR, BLOCK_MR) : BLOCK_MR, 1};
+    tile_size size = {w->kind == PW_NVFP4 ? at_most(6, BLOCK_MR) : BLOCK_MR, 1}; /* more rows and their scales spill */
     if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
-    else if (w->kind == PW_FP8 && m <= FP8_FEW) size = (tile_size){2, 4};
+    else if (w->kind == PW_FP8 && m <= (LANES == 16 ? 4 : 2)) size = (tile_size){2, 4};
     if (w->kind == PW_FP8 && m > BLOCK_MR) size.rows = at_most(size.rows, pieces(m, 2)); /* the first asks for the next strip */
     *panels = size.panels;
     int whole = size.panels > 1 && leaves_few(m); /* run_tiles */

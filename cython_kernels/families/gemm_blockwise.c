@@ -103,9 +103,7 @@ PW_INLINE void blockwise_row(pw_block_format f, vi *dot, const vi *w, const uint
         return;
     }
     va4 x = va4_load(row + 4 * quad, 0);
-    PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
-        dot[v] = f.table ? wide_dot(dot[v], w[v], x) : q4_dot(dot[v], w[v], x);
-    }
+    PW_UNROLL for (int v = 0; v < VECTORS; ++v) dot[v] = f.table ? wide_dot(dot[v], w[v], x) : q4_dot(dot[v], w[v], x);
 }
 
 /* total += s_g times the dots of group `half` of a slot. */

@@ -165,14 +165,8 @@ PW_INLINE int stages_nibbles(void) {
     return Q8_ACTIVATION_BYTES == 1 && !(PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots);
 }
 
-/* Blocks that apply sub-scales in integers (gemm_blockwise.c): most rows of a tile, and of several that meet blocks in
- * registers; more are worth staging, or the tile unit's. */
-#ifdef PW_AMX
-enum { BLOCKWISE_MR = 8, BLOCKWISE_ROWS = BLOCKWISE_MR };
-#else
-enum { BLOCKWISE_MR = LANES == 16 ? 8 : 4, BLOCKWISE_ROWS = LANES == 16 ? 3 * BLOCKWISE_MR : BLOCKWISE_MR };
-#endif
-enum { STAGED_CODES_BYTES = PW_BLOCK_INPUTS * PW_PANEL };
+/* Most rows of a tile of blocks that apply sub-scales in integers (gemm_blockwise.c). */
+enum { BLOCKWISE_MR = LANES == 16 ? 8 : 4, STAGED_CODES_BYTES = PW_BLOCK_INPUTS * PW_PANEL };
 PW_INLINE int64_t staged_block_bytes(pw_block_format f) {
     int64_t groups = f.inputs / f.group;
     return STAGED_CODES_BYTES + (groups + groups / 2 + 2) * VECTOR_ROW_BYTES;
