@@ -19,7 +19,7 @@ from tests.support.servers.served_command import own_places
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FOR_SERVING = 14
-MOST_OF_OURS = 300
+MOST_OF_OURS = 310  # 297 on two cores of one node; other hosts may read more of their topology
 LATER = {"alembic", "huggingface-hub"}
 """Dependencies that serving imports when they are needed: to make the database, to fetch."""
 
