@@ -403,6 +403,19 @@ class ProgramBuilder:
         kind: int = 0,
         cap: float = 0,
     ) -> None: ...
+    def choose(
+        self,
+        layer: int,
+        queries: tuple[int, int],
+        keys: tuple[int, int],
+        weights: tuple[int, int],
+        heads: int,
+        norm: npt.ArrayLike,
+        norm_bias: npt.ArrayLike,
+        eps: float,
+        rows: _Rows = "every",
+        kind: int = 0,
+    ) -> None: ...
     def heads(
         self,
         packed: PackedWeight,

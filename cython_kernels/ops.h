@@ -12,6 +12,7 @@ enum {
     PW_MAX_HEAD_DIM = 512,
     PW_ROW_STRIDE = 528,    /* floats between rows of attention's scratch: a head or a padded chunk; no power of two */
     PW_MAX_LATENT_DIM = 576, /* numbers of a latent vector */
+    PW_MAX_INDEX_DIM = 128,  /* numbers of an indexer's key behind it */
     PW_LATENT_STRIDE = 592, /* floats between such vectors in scratch; no power of two */
     PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
 };
@@ -60,15 +61,15 @@ typedef struct {
     int32_t format;                   /* pw_kv_format */
     int32_t head_dim;
     int32_t value_dim;
-    bool is_latent;
+    int32_t stride; /* numbers from one latent vector to the next; 0: keys and values are of their own */
 } pw_kv_head;
 
 /* Elements of a slot among keys, and among values. */
 static inline int64_t pw_key_elements(const pw_kv_head *head) {
-    return head->is_latent ? 0 : pw_kv_elements(head->format, head->head_dim);
+    return head->stride ? 0 : pw_kv_elements(head->format, head->head_dim);
 }
 static inline int64_t pw_value_elements(const pw_kv_head *head) {
-    return pw_kv_elements(head->format, head->is_latent ? head->head_dim : head->value_dim);
+    return pw_kv_elements(head->format, head->stride ? head->stride : head->value_dim);
 }
 
 static inline int64_t pw_value_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
@@ -94,8 +95,8 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
 }
 
 /* Latent vectors that begin at `memory`. */
-static inline pw_kv_head pw_latent_at(char *memory, int32_t format, int32_t head_dim, int32_t value_dim) {
-    pw_kv_head head = {memory, memory, NULL, NULL, format, head_dim, value_dim, true};
+static inline pw_kv_head pw_latent_at(char *memory, int32_t format, int32_t head_dim, int32_t value_dim, int32_t stride) {
+    pw_kv_head head = {memory, memory, NULL, NULL, format, head_dim, value_dim, stride};
     return head;
 }
 
@@ -143,6 +144,8 @@ typedef struct {
     const float *slopes;      /* [rows]: a score loses this much for each position between (ALiBi); NULL: nothing */
     const int64_t *positions; /* [rows], where there are slopes */
     const void *next_keys; /* what is read after the chunk, to be asked for meanwhile; NULL: nothing */
+    const int32_t *chosen; /* ascending: of latent vectors the positions that all rows see; NULL: first to last */
+    int64_t n_chosen;
 } pw_queries;
 
 /* Softmax-weighted values, unfinished: the maximum score, the sum of weights, the weighted sum [rows][value_dim]. */
@@ -265,6 +268,11 @@ typedef struct {
      * it change nothing in a merge. scratch: pw_attention_scratch floats. */
     void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t slot,
                          float *scratch, pw_partial out);
+
+    /* What an indexer says of `count` <= PW_CHUNK positions, in the slots from `slot` on: sums over queries of weight[rows]
+     * times max(0, query . key), queries and scratch as attend_chunk has them for latent vectors. */
+    void (*score_keys)(const pw_kv_head *head, const pw_queries *queries, const float *weights, int64_t slot, int64_t count,
+                       float *scratch, float *scores);
 
     /* A partial that has seen nothing. */
     void (*begin)(int32_t rows, int32_t value_dim, pw_partial out);

@@ -210,7 +210,7 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
             f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{_experts(config)}",
         ),
         ("heads", _heads(config)),
-        ("context", f"{counted(config.context_length, 'token')}{window}{config.context_end}"),
+        ("context", f"{counted(config.context_length, 'token')}{window}"),
         ("rope", f"theta {number(config.rope.theta)}{scaling}"),
         (
             "vocabulary",

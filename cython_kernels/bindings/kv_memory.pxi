@@ -36,12 +36,12 @@ cdef class KvMemory:
         cdef unsigned char[::1] view = memory
         cdef pw_shape *shape = &self.memory.shape
         cdef int64_t states_at
-        cdef int32_t most = PW_MAX_LATENT_DIM if latent else PW_MAX_HEAD_DIM
+        cdef int32_t most = PW_MAX_LATENT_DIM + PW_MAX_INDEX_DIM if latent else PW_MAX_HEAD_DIM
         if min(n_layers, n_kv_heads) < 1 or not 2 <= head_dim <= most or head_dim % 2:
             raise ValueError(f"{n_layers} layers of {n_kv_heads} KV heads of {head_dim} dimensions")
         if not 0 < kv_slots <= 1 << 30 or kv_slots % 16:
             raise ValueError(f"{kv_slots} KV slots: a multiple of 16 expected")
-        shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.latent = n_layers, n_kv_heads, head_dim, latent
+        shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.latent, shape.index = n_layers, n_kv_heads, head_dim, latent, 0
         self.memory.room.kv_slots = kv_slots
         self.memory.room.kv_format = kv_format_code(kv_format)
         if latent and not pw_latent_can_be(self.memory.room.kv_format):

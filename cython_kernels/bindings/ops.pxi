@@ -37,6 +37,7 @@ cdef extern from "ops.h" nogil:
         PW_CHUNK
         PW_MAX_HEAD_DIM
         PW_MAX_LATENT_DIM
+        PW_MAX_INDEX_DIM
         PW_ROW_STRIDE
         PW_GATES
         PW_ACTIVATIONS

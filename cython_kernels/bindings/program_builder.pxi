@@ -41,8 +41,11 @@ def default_attention(shape, int64_t tokens, int64_t positions, int threads):
 
     shape: as for a Program. What its numbers mean: Program.set_attention_schedules.
     """
-    cdef pw_shape s = {"latent": 0, **shape}
+    cdef pw_shape s = {**UNUSED_SHAPE, **shape}
     return fields_of(pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads))
+
+
+UNUSED_SHAPE = {"latent": 0, "index": 0, "chosen": 0}
 
 
 cdef class ProgramBuilder:
@@ -53,7 +56,8 @@ cdef class ProgramBuilder:
     adds others.
     Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
 
-    shape may also have `latent`, the numbers of a value of latent attention (attend_latent), `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
+    shape may also have `latent`, the numbers of a value of latent attention (attend_latent), `index`, those of an indexer's key
+    behind each vector, which are numbers of head_dim too, and `chosen`, positions that it leaves to a token (choose), `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
     those after them; then every slice is a whole sequence.
 
     division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
@@ -67,10 +71,12 @@ cdef class ProgramBuilder:
     cdef bint has_segments
 
     def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
-        cdef pw_shape s = {"latent": 0, **shape}
+        cdef pw_shape s = {**UNUSED_SHAPE, **shape}
         cdef pw_capacity c = {"ring_slots": 0, "state_places": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
         if s.latent:
-            check_latent(s.latent, s.n_kv_heads, s.head_dim, c.kv_format)
+            check_latent(s.latent, s.n_kv_heads, s.head_dim - s.index, c.kv_format)
+            if s.index and not (2 <= s.index <= PW_MAX_INDEX_DIM and s.index % 2 == 0 and 1 <= s.chosen <= 1 << 20):
+                raise ProgramError(f"an indexer's keys of {s.index} numbers, of which {s.chosen} positions are chosen")
         elif not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
             raise ProgramError(
                 f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
@@ -359,8 +365,8 @@ cdef class ProgramBuilder:
         if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds or not shape.latent:
             raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
         pairs = 2 * self.program.kinds[kind].half
-        if pairs != shape.head_dim - shape.latent:
-            raise ProgramError(f"{pairs} turned numbers of {shape.head_dim - shape.latent} behind the latent ones")
+        if pairs != shape.head_dim - shape.index - shape.latent:
+            raise ProgramError(f"{pairs} turned numbers of {shape.head_dim - shape.index - shape.latent} behind the latent ones")
         op.latent.query, op.latent.query_stride, op.latent.step, op.latent.at = queries
         op.latent.vector, op.latent.vector_stride = vectors
         op.latent.norm = self._vector(norm, shape.latent, "norm weights")
@@ -368,8 +374,31 @@ cdef class ProgramBuilder:
         if op.latent.at < 0 or op.latent.step < op.latent.at + pairs:
             raise ProgramError(f"{pairs} turned numbers from number {op.latent.at} of {op.latent.step}")
         self._reserve(op.latent.query, op.latent.query_stride, tokens, op.latent.step * shape.n_heads)
-        self._reserve(op.latent.vector, op.latent.vector_stride, tokens, shape.head_dim)
+        self._reserve(op.latent.vector, op.latent.vector_stride, tokens, shape.head_dim - shape.index)
         self._add(&op, [], shape.n_heads * shape.latent, shape.n_heads * shape.latent)
+
+    def choose(self, int32_t layer, queries, keys, weights, int64_t heads, norm, norm_bias, double eps, rows="every", int32_t kind=0):
+        """The positions that rows see in attend_latent behind this op, of this layer and of those after it (DeepSeek-V3.2,
+        2025, eq. 1): those of the `chosen` largest sums over heads of weight * max(0, query . key), the earlier of equals.
+
+        queries, keys, weights (offset, stride): of a row `heads` queries of `index` numbers, a key before its LayerNorm (norm,
+        norm_bias, eps), and a weight of each head. The first numbers of queries and keys are turned as `kind` says.
+        """
+        cdef pw_op op = _op_of(PW_INDEX, rows, queries[0], queries[1], queries[0], queries[1])
+        cdef pw_shape *shape = &self.program.shape
+        tokens = self.program.capacity.max_tokens
+        if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds or self.program.kinds[kind].window:
+            raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}, which sees all")
+        if not 0 < heads <= 1 << 10 or not 2 * self.program.kinds[kind].half <= shape.index:
+            raise ProgramError(f"an indexer of {heads} heads of {shape.index} numbers")
+        op.layer, op.kind, op.eps, op.latent.step = layer, kind, eps, heads
+        op.norm = self._vector(norm, shape.index, "norm weights")
+        op.norm_bias = self._vector(norm_bias, shape.index, "norm biases")
+        op.latent.vector, op.latent.vector_stride = keys
+        op.latent.query, op.latent.query_stride = weights
+        self._reserve(op.latent.vector, op.latent.vector_stride, tokens, shape.index)
+        self._reserve(op.latent.query, op.latent.query_stride, tokens, heads)
+        self._add(&op, [], heads * shape.index, 0)
 
     def heads(self, packed, int32_t count, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
               int64_t step, arithmetic=(None, 1)):
@@ -510,7 +539,7 @@ cdef class ProgramBuilder:
             raise ProgramError("a sealed program takes no more ops")
         cdef pw_capacity *room = &self.program.capacity
         tokens, logit_rows = room.max_tokens, room.max_logit_rows
-        whole = op.rows == PW_EVERY_ROW or op.code == PW_ATTEND
+        whole = op.rows == PW_EVERY_ROW or op.code in (PW_ATTEND, PW_INDEX)
         own_rows = op.rows == PW_LOGIT_ROWS or (op.rows == PW_GATHERED_ROWS and op.code == PW_ADJUST)
         pairs = op.experts.chosen if op.code == PW_EXPERTS else 1
         self._reserve(op.out_at, op.out_stride, (tokens if whole else logit_rows) * pairs, out_width)

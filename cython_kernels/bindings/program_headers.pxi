@@ -13,6 +13,7 @@ cdef extern from "program/program.h" nogil:
         PW_EMBED
         PW_LINEAR
         PW_ATTEND
+        PW_INDEX
         PW_ADJUST
         PW_ROUTE
         PW_EXPERTS
@@ -144,8 +145,8 @@ cdef extern from "program/program.h" nogil:
         int32_t n_kv_heads, head_dim
 
     ctypedef struct pw_shape:
-        int32_t n_layers, n_heads, n_kv_heads, head_dim, latent
-        int64_t hidden, ffn, vocab
+        int32_t n_layers, n_heads, n_kv_heads, head_dim, latent, index
+        int64_t chosen, hidden, ffn, vocab
         float norm_eps
 
     ctypedef struct pw_capacity:

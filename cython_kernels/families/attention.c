@@ -210,7 +210,7 @@ void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_
     int64_t bytes = pw_kv_element_bytes(head->format);
     for (int row = 0; row < queries->rows; ++row) all = seen_by_either(all, seen_by_row(queries, row, chunk));
     int most = queries->tile_rows > 0 && queries->tile_rows < ATTEND_ROWS ? queries->tile_rows : ATTEND_ROWS;
-    if (head->is_latent) {
+    if (head->stride) {
         attend_chunk_latent(head, queries, most, all, chunk, origin, scratch, out);
         return;
     }

@@ -11,7 +11,7 @@
 #define PW_OP_SLOTS(X)                                                                              \
     X(rmsnorm) X(layernorm) X(add) X(sum) X(rope) X(cap) X(add_scaled) X(add_low_rank) X(scale) X(exponential) \
     X(convolve) X(multiply) X(recur) X(softmax) X(store_key) \
-    X(store_value) X(prepare_queries) X(attend_chunk) X(begin) X(merge) X(finish) X(argmax) X(logsumexp) X(top_k)
+    X(store_value) X(prepare_queries) X(attend_chunk) X(score_keys) X(begin) X(merge) X(finish) X(argmax) X(logsumexp) X(top_k)
 
 #define PW_GEMM_FUNCTION(name) __typeof__(*((pw_gemm_kernels *)0)->name) ISA(name);
 #define PW_LIMIT_FUNCTION(name) __typeof__(*((pw_limit_kernels *)0)->name) ISA(limit_##name);

@@ -13,6 +13,8 @@ typedef struct {
     int32_t n_layers, n_heads, n_kv_heads, head_dim;
     int32_t latent; /* numbers of a value of latent attention, a multiple of 16, head_dim being those of a key; 0: keys and
                      * values are of their own */
+    int32_t index;  /* numbers of an indexer's key, the last of a latent vector's head_dim; 0: there is no indexer */
+    int64_t chosen; /* positions that an indexer leaves to a token */
     int64_t hidden, ffn, vocab;
     float norm_eps;
 } pw_shape;
@@ -25,7 +27,7 @@ static inline int64_t pw_slot_bytes_of(const pw_shape *shape, int32_t format) {
 
 /* The KV head whose `slots` slots begin at `memory`. */
 static inline pw_kv_head pw_kv_head_in_memory(const pw_shape *shape, char *memory, int64_t slots, int32_t format) {
-    if (shape->latent) return pw_latent_at(memory, format, shape->head_dim, shape->latent);
+    if (shape->latent) return pw_latent_at(memory, format, shape->head_dim - shape->index, shape->latent, shape->head_dim);
     return pw_kv_head_at(memory, slots, format, shape->head_dim);
 }
 

@@ -4,7 +4,7 @@ enum { BLOCK_ROWS = 96 }; /* query rows that share one widened chunk of keys */
 
 int64_t pw_block_tokens(const pw_shape *shape) {
     int64_t tokens = BLOCK_ROWS / pw_group_of(shape);
-    return tokens < 1 ? 1 : tokens;
+    return tokens < 1 || shape->index ? 1 : tokens; /* each token has its own choice */
 }
 
 /* Carves the scratch out of `memory`; returns the floats used. */

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "program/attend_scratch.h"
+#include "program/index.h"
 #include "memory/pages.h"
 
 #define LINE 64
@@ -268,7 +269,7 @@ static int64_t split_floats(const pw_program *program) {
 /* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
  * arena), and of a process's own within program->memory. */
 typedef struct {
-    int64_t orders, tokens, logit_rows, slices, runs, keeps, arena, angles, prepared, pairs, low, rows_end, kv, shared_end;
+    int64_t orders, tokens, logit_rows, slices, runs, keeps, arena, angles, prepared, pairs, low, chosen, index_scores, rows_end, kv, shared_end;
     int64_t partials, own_prepared, split, scratch, end;
     int64_t angles_each, split_each, private_row, prepared_each, own_prepared_each, scratch_each;
     int32_t forms;
@@ -342,14 +343,16 @@ static layout lay_out(const pw_program *program) {
     l.own_prepared_each = program->n_ranks > 1 ? aligned(row_bytes * PW_OWN_ROWS) : 0;
     int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
     pw_shape widest = pw_widest_shape(program);
-    l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&widest) * 4));
+    l.scratch_each = aligned(larger(linear, larger(pw_attend_scratch_floats(&widest), pw_index_floats(program)) * 4));
     lay_out_step(program, &l);
     l.angles = l.arena + aligned(program->arena_floats * 4);
     l.angles_each = angles;
     l.prepared = l.angles + 2 * program->n_kinds * angles;
     l.pairs = l.prepared + l.forms * l.prepared_each;
     l.low = l.pairs + program->experts.chosen * l.prepared_each;
-    l.rows_end = l.low + low_rank_bytes(program);
+    l.chosen = l.low + aligned(low_rank_bytes(program));
+    l.index_scores = l.chosen + aligned(room->max_tokens * program->shape.chosen * (int64_t)sizeof(int32_t));
+    l.rows_end = l.index_scores + (program->shape.index ? program->partial_room * PW_CHUNK * (int64_t)sizeof(float) : 0);
     l.kv = whole_pages(l.rows_end);
     l.shared_end = whole_pages(l.kv + pw_program_kv_bytes(program));
     l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
@@ -429,6 +432,8 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
         program->sines[kind] = (float *)(program->rows + l.angles + (2 * kind + 1) * l.angles_each);
     }
     program->pairs = program->rows + l.pairs;
+    program->chosen = (int32_t *)(program->rows + l.chosen);
+    program->index_scores = (float *)(program->rows + l.index_scores);
     program->partials = (float *)program->memory;
     for (int32_t i = 0; i < l.forms; ++i) {
         program->prepared[i] = program->rows + l.prepared + i * l.prepared_each;

@@ -34,6 +34,7 @@ typedef enum {
     PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE,
     PW_HEADS, PW_CONVOLVE, PW_STATE_GATES, PW_RECUR, PW_GATE_ROWS, /* state/run_state.h */
     PW_LAYER_INPUTS, PW_STREAMS, /* state/streams.h */
+    PW_INDEX, /* program/index.h */
 } pw_opcode;
 
 /* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias).
@@ -122,7 +123,8 @@ typedef struct {
     int64_t step, n;
 } pw_heads;
 
-/* Latent attention: `in` has of each head what meets the first numbers of latent vectors. */
+/* Latent attention: `in` has of each head what meets the first numbers of latent vectors. Of PW_INDEX `in` has the queries of
+ * `step` heads, `query` their weights, `vector` the keys. */
 typedef struct {
     int64_t query, query_stride; /* rows of queries; of each head, */
     int64_t step, at;            /* `step` after the one before, the pairs that are turned begin at number `at` */
@@ -306,6 +308,8 @@ typedef struct {
     float *arena, *partials;
     float *cosines[PW_MAX_KINDS], *sines[PW_MAX_KINDS]; /* [max_tokens][half] */
     char *pairs;               /* prepared rows of experts' products */
+    int32_t *chosen;           /* [max_tokens][shape.chosen], ascending: positions that rows see, where an indexer chooses */
+    float *index_scores;       /* [partial_room][PW_CHUNK], of a step that is split; shared by ranks, as those are */
     int64_t partial_room;      /* chunks that may be split off in one step */
     char *prepared[PW_MAX_PARTS];     /* by form: rows of a step */
     char *own_prepared[PW_MAX_PARTS]; /* up to PW_OWN_ROWS, which this rank prepares for itself */

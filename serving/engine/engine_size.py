@@ -65,7 +65,7 @@ class EngineSize:
         context = model.config.context_length
         if n_prompt + max_tokens > context:
             raise ContextLengthExceeded(
-                f"{model.name} has a context of {context} tokens{model.config.context_end}, but"
+                f"{model.name} has a context of {context} tokens, but"
                 f" {n_prompt + max_tokens} are asked for: "
                 f"{n_prompt} in the prompt and {max_tokens} for the answer"
             )
@@ -196,9 +196,7 @@ def _rings_of(
 def _context(model: PackedModel, asked: int | None) -> int:
     own = model.config.context_length
     if asked is not None and asked > own:
-        raise ServingError(
-            f"{model.name} has a context of {own} tokens{model.config.context_end}; {asked} are too many"
-        )
+        raise ServingError(f"{model.name} has a context of {own} tokens; {asked} are too many")
     return asked or own
 
 

@@ -232,27 +232,30 @@ class HeadStack(Cut):
 
 
 @dataclass(frozen=True)
-class TurnedTail(Cut):
-    """Reorders rotated rows of latent attention, the last ones of every head (`by_head`) or of all: the file
-    has pairs side by side, ours the first rows of all pairs, then the second ones."""
+class Turned(Cut):
+    """Reorders rotated rows of latent attention, the last ones of every head or the first: the file has pairs
+    side by side, ours the first rows of all pairs, then the second ones. `heads`: key in `ModelConfig.turns`
+    of their number; "": one."""
 
     name: str
-    by_head: bool
+    heads: str = ""
+    is_tail: bool = True
 
     def parts_of(self, tensor: SourceTensor, cut_for: CutFor) -> Parts:
-        n_heads, turned = cut_for.turns["n_heads"] if self.by_head else 1, cut_for.turns["turned"]
+        n_heads, turned = cut_for.turns[self.heads] if self.heads else 1, cut_for.turns["turned"]
         of_head = tensor.shape[0] // n_heads
-        if len(tensor.shape) != 2 or tensor.shape[0] % n_heads or not 0 < turned <= of_head or turned % 2:
+        if tensor.shape[0] % n_heads or not 0 < turned <= of_head or turned % 2:
             raise ModelError(
                 f"{cut_for.what} is {tensor.shape}: {counted(n_heads, 'head')}, each with {turned} turned"
-                " rows at its end, expected"
+                " rows, expected"
             )
-        plain = of_head - turned
+        first = of_head - turned if self.is_tail else 0
 
         def row_of(i: Array) -> Array:
             head, row = np.divmod(i, of_head)
-            second, pair = np.divmod(row - plain, turned // 2)
-            return head * of_head + np.where(row < plain, row, plain + 2 * pair + second)
+            second, pair = np.divmod(row - first, turned // 2)
+            is_turned = (first <= row) & (row < first + turned)
+            return head * of_head + np.where(is_turned, first + 2 * pair + second, row)
 
         yield self.name, picked(tensor, tensor.shape[0], row_of)
 

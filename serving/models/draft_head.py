@@ -26,10 +26,13 @@ RowVectors = npt.NDArray[np.float32]
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The config of a draft head of this model: one layer like the last that attends, with its experts."""
-    form = config.forms[config.attention_layers[-1]]
+    """The config of a draft head of this model: one layer like the last that attends, with its experts. Its
+    tokens see all positions."""
+    form, latent, head_dim = config.forms[config.attention_layers[-1]], config.latent, config.head_dim
     alone = LayerForm(form.attention, config.experts or config.ffn)
-    return replace(config, forms=(alone,), drafts="mtp")
+    if latent is not None:
+        latent, head_dim = replace(latent, indexer=None), latent.vector
+    return replace(config, forms=(alone,), drafts="mtp", latent=latent, head_dim=head_dim)
 
 
 def with_own_head(head: PackedModel, model: PackedModel) -> PackedModel:

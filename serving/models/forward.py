@@ -203,6 +203,7 @@ def _heads(kind: LayerKind) -> tuple[int, int] | None:
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:
+    indexer = None if config.latent is None else config.latent.indexer
     return {
         "n_layers": len(config.attention_layers),
         "n_heads": config.n_heads,
@@ -213,6 +214,8 @@ def _shape(config: ModelConfig) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "norm_eps": config.norm_eps,
         "latent": 0 if config.latent is None else config.latent.kv_rank,
+        "index": 0 if indexer is None else indexer.dim,
+        "chosen": 0 if indexer is None else indexer.chosen,
     }
 
 

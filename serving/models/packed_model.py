@@ -152,6 +152,8 @@ class LayerForm:
     """True if attention reads the keys and values that the last layer of its kind before it keeps."""
     sparsity: float = field(default=0.0, metadata=LATER)
     """Standard deviations above their mean at which gates begin to count; 0: all count."""
+    reuses_choice: bool = field(default=False, metadata=LATER)
+    """True if tokens see the positions that the indexer of an earlier layer chose."""
 
     def __post_init__(self) -> None:
         if not self.mixes and self.feed_forward is None:
@@ -246,12 +248,12 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         self._check_kinds()
         self._check_scales()
         self._check_tokens()
-        if self.latent is not None and 0 < self.latent.index_topk < self.context_length:
-            raise ModelError(f"a context of {self.context_length} tokens cannot run{self.context_end}")
         if not self.attention_layers:
             raise ModelError("a model whose layers keep no keys and values cannot run")
         for layer, _ in enumerate(self.layers):
             self.kept_by(layer)
+        if self.forms[self.attention_layers[0]].reuses_choice:
+            raise ModelError("the first layer's tokens see positions that no layer before it chose")
         if len({form.experts for form in self.forms} - {None}) > 1:
             raise ModelError("a model whose layers have experts that differ cannot run")
         if len({form.state for form in self.forms} - {None}) > 1:
@@ -292,12 +294,6 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         for token in (self.bos_token_id, *self.eos_token_ids):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise ModelError(f"special token {token} is outside the vocabulary of {self.vocab_size}")
-
-    @property
-    def context_end(self) -> str:
-        """The clause that says why no context can be longer, where it is not the model's; "" elsewhere."""
-        most = self.latent.index_topk if self.latent is not None else 0
-        return f" (index_topk: beyond {most} an indexer chooses positions, which cannot run)" if most else ""
 
     @property
     def scores(self) -> bool:
@@ -412,7 +408,9 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         """Counts by which a file's tensors are cut into ours (`loaders.cuts.CutFor.turns`)."""
         groups = 1 if self.state is None else max(self.state.groups, 1)
         turned = 0 if self.latent is None else self.latent.rope_dim
-        return {"n_heads": self.n_heads, "groups": groups, "turned": turned}
+        indexer = self.latent and self.latent.indexer
+        index_heads = indexer.heads if indexer else 1
+        return {"n_heads": self.n_heads, "groups": groups, "turned": turned, "index_heads": index_heads}
 
     @property
     def state_bytes(self) -> int:
@@ -455,7 +453,7 @@ def _mixers(config: ModelConfig, form: LayerForm) -> tuple[Mixer, ...]:
     settings = form_in(config, AttentionForm).in_layer(has_rope=own.rope is not None)
     kept = config.hidden, settings, heads, config.kinds.index(own), own.window
     if config.latent is not None:
-        return (*mixers, LatentMixer(*kept))
+        return (*mixers, LatentMixer(*kept, form.reuses_choice))
     attention = Attention(
         *kept,
         form.shares,

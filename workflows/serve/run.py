@@ -248,7 +248,7 @@ def _products(opened: Sequence[OpenedModel], opener: Opener) -> Mapping[str, Map
 def _tell(opened: Sequence[OpenedModel], way: Way, settings: ServiceSettings, report: Report) -> None:
     first, *others = opened
     model, size = first.row.model, first.row.size
-    context = f"{size.limits.context_length} tokens{model.config.context_end}"
+    context = f"{size.limits.context_length} tokens"
     report(f"{model.name} ({model.format}): context {context}")
     is_here = isinstance(way, InThisProcess)  # pools have plans of their own
     teams = teams_of(first.sized.open_model.plans) if is_here else ()

@@ -142,13 +142,13 @@ static void store_latent(const pw_kv_head *head, int64_t slot, const float *vect
     for (int32_t i = 0; i < head->head_dim; i += PW_MAX_HEAD_DIM) {
         int32_t now = head->head_dim - i < PW_MAX_HEAD_DIM ? head->head_dim - i : PW_MAX_HEAD_DIM;
         stored(head->format, now, vector + i, &row);
-        memcpy((char *)head->values + (slot * head->head_dim + i) * bytes, &row, (size_t)(now * bytes));
+        memcpy((char *)head->values + (slot * head->stride + i) * bytes, &row, (size_t)(now * bytes));
     }
 }
 
 void ISA(store_value)(const pw_kv_head *head, int64_t slot, const float *value) {
     stored_row row;
-    if (head->is_latent) {
+    if (head->stride) {
         store_latent(head, slot, value);
         return;
     }

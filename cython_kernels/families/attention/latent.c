@@ -59,10 +59,31 @@ typedef struct {
     int64_t padded;
 } latent_chunk;
 
+/* Products of the vectors [all.begin, all.end) of a chunk, or of the chosen ones, with the queries of all rows. */
+static latent_chunk multiply_chunk(const pw_kv_head *head, const pw_queries *queries, span all, int64_t chunk, int64_t origin,
+                                   float *scratch) {
+    int64_t padded = (queries->rows + PW_PANEL - 1) / PW_PANEL * PW_PANEL;
+    int64_t row_bytes = head->stride * pw_kv_element_bytes(head->format);
+    float *vectors = scratch + PW_TILE_ROWS * PW_ROW_STRIDE, *products = vectors + PW_CHUNK * PW_LATENT_STRIDE;
+    matrix q = {queries->q, padded, PW_PANEL, NULL};
+    for (int64_t j = all.begin; j < all.end; ++j) {
+        int64_t slot = origin + (queries->chosen ? queries->chosen[j] - chunk * PW_CHUNK : j);
+        take_latent(head->format, head->head_dim, (const char *)head->values + slot * row_bytes, vectors + j * PW_LATENT_STRIDE);
+    }
+    for (int64_t j = all.begin; j < all.end; j += ATTEND_ROWS) {
+        int now = all.end - j < ATTEND_ROWS ? (int)(all.end - j) : ATTEND_ROWS;
+        latent_multiply(now, padded / PW_PANEL, head->head_dim, vectors + j * PW_LATENT_STRIDE, q, products + j * padded, padded);
+    }
+    return (latent_chunk){vectors, products, padded};
+}
+
 static void attend_tile_latent(const pw_kv_head *head, const pw_queries *queries, int row, int rows, int64_t chunk,
                                const latent_chunk *data, float *scores, pw_partial out) {
     span own[ATTEND_ROWS], all = NOTHING;
-    for (int r = 0; r < rows; ++r) all = seen_by_either(all, own[r] = seen_by_row(queries, row + r, chunk));
+    for (int r = 0; r < rows; ++r) {
+        own[r] = queries->chosen ? (span){0, queries->n_chosen} : seen_by_row(queries, row + r, chunk);
+        all = seen_by_either(all, own[r]);
+    }
     for (int64_t j = all.begin; j < all.end; ++j)
         for (int r = 0; r < rows; ++r) scores[r * PW_ROW_STRIDE + j] = data->products[j * data->padded + row + r];
     for (int r = 0; r < rows && queries->cap > 0 && all.begin < all.end; ++r) {
@@ -78,20 +99,25 @@ static void attend_tile_latent(const pw_kv_head *head, const pw_queries *queries
 /* most: rows of a tile. all: what any row sees of the chunk, whose first position lies in slot `origin`. */
 static void attend_chunk_latent(const pw_kv_head *head, const pw_queries *queries, int most, span all, int64_t chunk,
                                 int64_t origin, float *scratch, pw_partial out) {
-    int64_t padded = (queries->rows + PW_PANEL - 1) / PW_PANEL * PW_PANEL;
-    int64_t row_bytes = head->head_dim * pw_kv_element_bytes(head->format);
-    float *vectors = scratch + PW_TILE_ROWS * PW_ROW_STRIDE, *products = vectors + PW_CHUNK * PW_LATENT_STRIDE;
-    const char *stored = (const char *)head->values + origin * row_bytes;
-    matrix q = {queries->q, padded, PW_PANEL, NULL};
-    for (int64_t j = all.begin; j < all.end; ++j)
-        take_latent(head->format, head->head_dim, stored + j * row_bytes, vectors + j * PW_LATENT_STRIDE);
-    for (int64_t j = all.begin; j < all.end; j += ATTEND_ROWS) {
-        int now = all.end - j < ATTEND_ROWS ? (int)(all.end - j) : ATTEND_ROWS;
-        latent_multiply(now, padded / PW_PANEL, head->head_dim, vectors + j * PW_LATENT_STRIDE, q, products + j * padded, padded);
-    }
-    latent_chunk data = {vectors, products, padded};
+    if (queries->chosen) all = (span){0, queries->n_chosen};
+    latent_chunk data = multiply_chunk(head, queries, all, chunk, origin, scratch);
     for (int row = 0; row < queries->rows; row += most) {
         int rows = queries->rows - row < most ? queries->rows - row : most;
         attend_tile_latent(head, queries, row, rows, chunk, &data, scratch + LEAD, out);
+    }
+}
+
+/* Each product off by at most head_dim 2^-24 |query| |key|, and the sum by (heads / 16 + 6) 2^-24 of its magnitudes more. */
+void ISA(score_keys)(const pw_kv_head *head, const pw_queries *queries, const float *weights, int64_t slot, int64_t count,
+                     float *scratch, float *scores) {
+    latent_chunk data = multiply_chunk(head, queries, (span){0, count}, 0, slot, scratch);
+    for (int64_t j = 0; j < count; ++j) {
+        sixteen sum = no_sums();
+        for (int64_t i = 0; i < data.padded; i += SIXTEEN)
+            PW_UNROLL for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
+                vf product = v_load(data.products + j * data.padded + i + part * LANES);
+                sum.part[part] = v_fma(v_load(weights + i + part * LANES), v_max(product, v_zero()), sum.part[part]);
+            }
+        scores[j] = sum_of_sixteen(sum);
     }
 }

@@ -1,7 +1,6 @@
 """DeepSeek's latent attention, and mixtures in the form that others took over: groups of experts, a bias for
 the choice alone, shared experts, and first layers without experts. DeepSeek V3.2 and GLM 5: DeepSeek V3 with
-an indexer in its layers, which chooses `index_topk` positions for a token. Of no more positions it chooses
-all, so that attention is DeepSeek V3's: contexts end there, and tensors of indexers are left out."""
+an indexer, which chooses the `index_topk` positions that a token sees. In GLM 5.2 layers share choices."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import UNUSED, HeadParts, HeadStack, Names, TurnedTail
+from phasewise.serving.loaders.cuts import Cut, HeadParts, HeadStack, Names, Turned
 from phasewise.serving.loaders.families.family import (
     LAYER_HEAD,
     Family,
@@ -22,9 +21,8 @@ from phasewise.serving.loaders.families.family import (
     with_rope,
     yarn_magnitude,
 )
-from phasewise.serving.models.encoding import MOST_POSITIONS
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
-from phasewise.serving.models.parts.attention import LatentAttention
+from phasewise.serving.models.parts.attention import Indexer, LatentAttention
 from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
 from phasewise.serving.models.rope import YarnScaling
 
@@ -175,18 +173,18 @@ def latent_gguf(get: Get, config: ModelConfig, scores: str, norm_eps: float) -> 
 
 
 HF_LATENT: Names = {
-    "self_attn.q_proj.weight": TurnedTail("q", by_head=True),
+    "self_attn.q_proj.weight": Turned("q", "n_heads"),
     "self_attn.q_a_proj.weight": "q_a",
     "self_attn.q_a_layernorm.weight": "q_a_norm",
-    "self_attn.q_b_proj.weight": TurnedTail("q_b", by_head=True),
-    "self_attn.kv_a_proj_with_mqa.weight": TurnedTail("kv_a", by_head=False),
+    "self_attn.q_b_proj.weight": Turned("q_b", "n_heads"),
+    "self_attn.kv_a_proj_with_mqa.weight": Turned("kv_a"),
     "self_attn.kv_a_layernorm.weight": "kv_a_norm",
     "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
 }
 GGUF_LATENT: Names = {
-    "attn_q.weight": TurnedTail("q", by_head=True), "attn_q_a.weight": "q_a",
-    "attn_q_a_norm.weight": "q_a_norm", "attn_q_b.weight": TurnedTail("q_b", by_head=True),
-    "attn_kv_a_mqa.weight": TurnedTail("kv_a", by_head=False), "attn_kv_a_norm.weight": "kv_a_norm",
+    "attn_q.weight": Turned("q", "n_heads"), "attn_q_a.weight": "q_a",
+    "attn_q_a_norm.weight": "q_a_norm", "attn_q_b.weight": Turned("q_b", "n_heads"),
+    "attn_kv_a_mqa.weight": Turned("kv_a"), "attn_kv_a_norm.weight": "kv_a_norm",
     "attn_kv_b.weight": HeadParts("k_b", "v_b"), "attn_k_b.weight": HeadStack("k_b"),
     "attn_v_b.weight": HeadStack("v_b"),
 }  # fmt: skip
@@ -237,11 +235,35 @@ GLM4_MOE_LITE = replace(
 )  # fmt: skip
 
 
-def _indexed(get: Get, config: ModelConfig) -> ModelConfig:
+def _indexed(get: Get, config: ModelConfig, period: int = 1, first: int = 2) -> ModelConfig:
+    """Add the indexer. `period`, `first`: how many layers share a choice, behind so many that choose, in a
+    file that names none (index_topk_freq, index_skip_topk_offset)."""
     assert config.latent is not None
-    most = whole_number(get, "index_topk", most=MOST_POSITIONS)
-    latent = replace(config.latent, index_topk=most)
-    return replace(config, context_length=min(config.context_length, most), latent=latent)
+    of_index = ("index_n_heads", "index_head_dim", "index_topk")
+    latent = replace(config.latent, indexer=Indexer(*(whole_number(get, key) for key in of_index)))
+    reused = _reusing(get, config, period, first)
+    forms = tuple(
+        replace(form, reuses_choice=reuses) for form, reuses in zip(config.forms, reused, strict=True)
+    )
+    return replace(config, latent=latent, head_dim=latent.kept, forms=forms)
+
+
+def _reusing(get: Get, config: ModelConfig, period: int, first: int) -> list[bool]:
+    """True for each layer whose tokens see what the indexer of an earlier one chose (GLM 5.2)."""
+    stated = get("attention.indexer.types", list)  # of GGUF files, true for layers with an indexer
+    if stated is not None and len(stated) == config.n_layers:
+        return [not own for own in stated]
+    if get("indexer_types", list) is not None:
+        return named_layers(get, config, "shared", "full", "indexer_types")
+    pattern, first = get("index_topk_pattern", str), get("index_skip_topk_offset", int, first)
+    period = whole_number(get, "index_topk_freq", period)
+    if pattern is not None and (len(pattern) != config.n_layers or not set(pattern) <= set("FS")):
+        raise ModelError(
+            f"config.json has index_topk_pattern = {pattern!r:.60}: F or S for each layer expected"
+        )
+    if pattern is not None:
+        return [letter == "S" for letter in pattern]
+    return [max(layer - first + 1, 0) % period != 0 for layer in range(config.n_layers)]
 
 
 def _indexed_hf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -249,12 +271,36 @@ def _indexed_hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _indexed_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return _indexed(get, latent_gguf(get, config, LOGISTIC, NORM_EPS))
+    own = latent_gguf(get, config, LOGISTIC, NORM_EPS)
+    is_long = config.context_length >= GLM_52_CONTEXT
+    return _indexed(get, own, 4, 3) if is_long else _indexed(get, own)
+
+
+GLM_52_CONTEXT = 1 << 20
+"""Positions by which llama.cpp knows a GLM 5.2 whose file does not say which layers have an indexer."""
 
 
 _HF_INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 _GGUF_INDEXER = ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
-_HF_NAMES: Names = {**HF_LATENT, **{f"self_attn.indexer.{name}": UNUSED for name in _HF_INDEXER}}
+_PLAIN: tuple[str | Cut, ...] = ("index_q", "index_k", "index_k_norm", "index_k_norm_bias", "index_w")
+_PAIRS: tuple[str | Cut, ...] = (
+    Turned("index_q", "index_heads", is_tail=False),
+    *(Turned(ours, is_tail=False) for ours in ("index_k", "index_k_norm", "index_k_norm_bias")),
+    "index_w",
+)
+"""Our names of an indexer's tensors, whose rotated rows are as ours, or pairs side by side."""
+
+
+def _hf_names(ours: tuple[str | Cut, ...]) -> Names:
+    indexer = {f"self_attn.indexer.{name}": own for name, own in zip(_HF_INDEXER, ours, strict=True)}
+    return {**HF_LATENT, **indexer}
+
+
+def _gguf_names(ours: tuple[str | Cut, ...]) -> Names:
+    return {**GGUF_LATENT, **{f"indexer.{name}": own for name, own in zip(_GGUF_INDEXER, ours, strict=True)}}
+
+
+_INDEXER_DEFAULTS = {"index_topk": 2048, "index_head_dim": 128, "bos_token_id": 0, "eos_token_id": 1}
 
 DEEPSEEK32 = replace(
     DEEPSEEK3,
@@ -263,14 +309,13 @@ DEEPSEEK32 = replace(
     gguf=None,
     from_hf=_indexed_hf,
     from_gguf=_indexed_gguf,
-    hf_names=_HF_NAMES,
-    gguf_names={**GGUF_LATENT, **{f"indexer.{name}": UNUSED for name in _GGUF_INDEXER}},
+    hf_names=_hf_names(_PLAIN),
+    gguf_names=_gguf_names(_PLAIN),
     hf_defaults={
         **DEEPSEEK3.hf_defaults,
+        **_INDEXER_DEFAULTS,
         "max_position_embeddings": 163840,
-        "index_topk": 2048,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        "index_n_heads": 64,
     },
     gguf_head=True,
 )
@@ -278,8 +323,11 @@ GLM_DSA: Family = replace(
     DEEPSEEK32,
     name="glm-dsa",
     hf=("glm_moe_dsa",),
+    hf_names=_hf_names(_PAIRS),
+    gguf_names=_gguf_names(_PAIRS),
     hf_defaults={
         **DEEPSEEK3.hf_defaults,
+        **_INDEXER_DEFAULTS,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 202752,
         "q_lora_rank": 2048,
@@ -287,8 +335,6 @@ GLM_DSA: Family = replace(
         "v_head_dim": 256,
         "n_group": 1,
         "topk_group": 1,
-        "index_topk": 2048,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        "index_n_heads": 32,
     },
 )

@@ -290,6 +290,8 @@ GGUF_KEYS = {
     ),
     **dict.fromkeys(("norm_epsilon", "layer_norm_eps"), "attention.layer_norm_epsilon"),
     "index_topk": "attention.indexer.top_k",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",

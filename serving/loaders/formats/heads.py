@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from phasewise.serving.loaders.cuts import UNUSED
 from phasewise.serving.loaders.families import Family, family_of_gguf, family_of_hf
 from phasewise.serving.loaders.families.family import HEAD_NAMES, HEAD_STEM
 from phasewise.serving.loaders.formats import gguf_model
@@ -58,8 +59,13 @@ def _behind(path: Path, stack: ExitStack) -> Head | None:
 
 
 def _alone(family: Family) -> Family:
-    """The family of a model that is the head alone."""
-    return replace(family, hf_ignored=(), more_layers=False, global_names=HEAD_NAMES)
+    """The family of a model that is the head alone, whose tokens see all positions."""
+    hf_names, gguf_names = (
+        {name: UNUSED if "indexer." in name else ours for name, ours in names.items()}
+        for names in (family.hf_names, family.gguf_names)
+    )
+    alone = replace(family, hf_names=hf_names, gguf_names=gguf_names)
+    return replace(alone, hf_ignored=(), more_layers=False, global_names=HEAD_NAMES)
 
 
 def _beside(path: Path, stack: ExitStack) -> Head | None:

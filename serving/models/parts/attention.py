@@ -63,10 +63,36 @@ class HeadShape:
         check_whole("a layer's size of heads", self.head_dim, 1, head_dim)
 
 
-MOST_NUMBERS, PANEL = 576, 16
+MOST_NUMBERS, MOST_INDEX_NUMBERS, PANEL = 576, 128, 16
 LARGEST_RANK, LARGEST_DIM = 1 << 15, 1 << 10
 STACKS = (".k_b", ".v_b")  # weights of all heads of a layer
 LATENT_KV_FORMATS = ("f32", "f16", "bf16")
+
+
+INDEX_EPS = 1e-6
+"""The epsilon of the LayerNorm of an indexer's keys, which no file states."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Chooses the positions that a token sees (DeepSeek-V3.2, 2025, eq. 1 and 2): those of the `chosen`
+    largest scores, the earlier of equals. A score is the sum over `heads` of weight times
+    max(0, query . key), over queries and one key of `dim` numbers, the first ones rotated."""
+
+    heads: int
+    dim: int
+    chosen: int
+
+    def check(self) -> None:
+        """Raise ModelError unless the kernels can run it."""
+        check_whole("the indexer's number of heads", self.heads, 1, 1 << 10)
+        check_whole("the indexer's size of heads", self.dim, 2, MOST_INDEX_NUMBERS)
+        check_whole("index_topk", self.chosen, 1, 1 << 20)
+
+    @property
+    def into(self) -> dict[str, int]:
+        """Outputs of the products of the stream: keys and weights."""
+        return {"index_k": self.dim, "index_w": self.heads}
 
 
 @dataclass(frozen=True)
@@ -87,9 +113,8 @@ class LatentAttention:
     q_rank: int = 0
     """Width of the normalised product of which queries are a product; 0: queries are one of the stream."""
     norm_eps: float = 1e-6
-    index_topk: int = field(default=0, metadata=LATER)
-    """Positions beyond which an indexer would choose those that a token sees, so that no context is longer;
-    0: there is no indexer."""
+    indexer: Indexer | None = field(default=None, metadata=LATER)
+    """The choice of the positions that a token sees; None: all."""
 
     def check(self, heads: HeadShape) -> None:
         """Raise ModelError unless the kernels can run this attention."""
@@ -99,7 +124,6 @@ class LatentAttention:
             "key_dim": (1, LARGEST_DIM),
             "value_dim": (PANEL, LARGEST_DIM),
             "q_rank": (0, LARGEST_RANK),
-            "index_topk": (0, 1 << 30),
         }
         for name, (least, most) in sizes.items():
             check_whole(f"latent attention's {name}", getattr(self, name), least, most)
@@ -110,16 +134,27 @@ class LatentAttention:
             )
         if self.vector > MOST_NUMBERS:
             raise ModelError(f"latent vectors of {self.vector} numbers; at most {MOST_NUMBERS} can run")
-        if (heads.n_kv_heads, heads.head_dim) != (1, self.vector):
+        if (heads.n_kv_heads, heads.head_dim) != (1, self.kept):
             kept = f"{heads.n_kv_heads} KV heads of {heads.head_dim} numbers"
-            raise ModelError(f"{kept} with latent vectors of {self.vector}")
+            raise ModelError(f"{kept} with latent vectors of {self.kept}")
+        if self.indexer is not None:
+            self.indexer.check()
+            if not self.q_rank or self.indexer.dim < self.rope_dim:
+                raise ModelError(
+                    "an indexer reads queries behind their first product, and turns as many numbers"
+                )
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon of latent vectors is {self.norm_eps!r:.80}")
 
     @property
     def vector(self) -> int:
-        """Numbers that a token keeps in a layer."""
+        """Numbers of a token that all heads meet."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a token keeps in a layer, an indexer's key among them."""
+        return self.vector + (self.indexer.dim if self.indexer else 0)
 
     @property
     def query(self) -> int:
@@ -336,6 +371,9 @@ class LatentMixer(Attending):
     """The latent attention of one layer, in the absorbed form in every phase (decision 0112): a product by
     head takes queries to the space of the vectors, and another one takes results from there to values."""
 
+    reuses_choice: bool = False
+    """True if tokens see the positions that the indexer of an earlier layer chose."""
+
     is_latent = True
     takes_no_adapters = "whose attention is over latent vectors"
 
@@ -353,6 +391,11 @@ class LatentMixer(Attending):
         return self.latent.vector + self.latent.kv_rank
 
     @property
+    def indexer(self) -> Indexer | None:
+        """The layer's own indexer."""
+        return None if self.reuses_choice else self.latent.indexer
+
+    @property
     def _queries(self) -> int:
         return self.n_heads * self.latent.query
 
@@ -368,6 +411,13 @@ class LatentMixer(Attending):
     def queries(self) -> Product:
         return Product.alone("q_b", self._queries, self.latent.q_rank)
 
+    def _indexing(self, indexer: Indexer) -> tuple[Product, Product]:
+        """The products of an indexer: of the stream, and of the rows that queries are a product of."""
+        numbers = indexer.heads * indexer.dim
+        return Product("index", self.hidden, indexer.into), Product.alone(
+            "index_q", numbers, self.latent.q_rank
+        )
+
     @property
     def back(self) -> Product:
         return Product.alone("o", self.hidden, self.n_heads * self.latent.value_dim, reader="o")
@@ -377,6 +427,7 @@ class LatentMixer(Attending):
         latent = self.latent
         return (
             self.into,
+            *(self._indexing(self.indexer) if self.indexer else ()),
             *((self.queries,) if latent.q_rank else ()),
             Product.alone("k_b", self.n_heads * latent.kv_rank, latent.key_dim),
             Product.alone("v_b", self.n_heads * latent.value_dim, latent.kv_rank),
@@ -386,15 +437,18 @@ class LatentMixer(Attending):
     @property
     def vectors(self) -> dict[str, int]:
         own = {"kv_a_norm": self.latent.kv_rank}
+        if self.indexer is not None:
+            own |= dict.fromkeys(("index_k_norm", "index_k_norm_bias"), self.indexer.dim)
         return {"q_a_norm": self.latent.q_rank, **own} if self.latent.q_rank else own
 
     @property
     def widths(self) -> MixingRows[int]:
-        latent, heads = self.latent, self.n_heads
+        latent, heads, indexer = self.latent, self.n_heads, self.indexer
+        of_index = (sum(indexer.into.values()), indexer.heads * indexer.dim) if indexer else (0, 0)
         return MixingRows(
-            products=sum(self.into.outputs.values()),
+            products=sum(self.into.outputs.values()) + of_index[0],
             own=self._queries if latent.q_rank else 0,
-            gates=heads * max(latent.kv_rank, latent.value_dim),
+            gates=max(heads * max(latent.kv_rank, latent.value_dim), of_index[1]),
             mixed=heads * latent.kv_rank,
         )
 
@@ -406,6 +460,8 @@ class LatentMixer(Attending):
         if latent.q_rank:
             queries = places.own
             normed = ReadRows(products, site.needed("q_a_norm"), latent.norm_eps)
+            if self.indexer is not None:
+                self._choose(site, self.indexer, (reads, normed), places, kept_as, rows)
             site.add(self.queries, normed, queries)
         linears.add_heads(heads, keys, first_head(keys, heads), queries, places.gates, latent.query)
         site.program.attend_latent(
@@ -426,6 +482,26 @@ class LatentMixer(Attending):
             heads, values, first_head(values, heads), places.mixed, places.gates, latent.kv_rank
         )
         return places.gates
+
+    def _choose(
+        self,
+        site: Site,
+        indexer: Indexer,
+        reads: tuple[ReadRows, ReadRows],
+        places: MixingRows[Place],
+        kept_as: int,
+        rows: Rows,
+    ) -> None:
+        """Add the choice of positions. `reads`: the stream, and the rows that queries are a product of."""
+        (begin, stride), of_stream = places.products, sum(self.into.outputs.values())
+        keys, weights = begin + of_stream, begin + of_stream + indexer.dim
+        for product, reading, place, column in zip(
+            self._indexing(indexer), reads, (places.products, places.gates), (of_stream, 0), strict=True
+        ):
+            site.add(product, reading, place, column)
+        norm, bias = site.needed("index_k_norm"), site.needed("index_k_norm_bias")
+        of_row = places.gates, (keys, stride), (weights, stride), indexer.heads
+        site.program.choose(kept_as, *of_row, norm, bias, INDEX_EPS, rows=rows, kind=self.kind)
 
 
 def first_head(stack: PackedWeight, n_heads: int) -> PackedWeight:

@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.engine.engine_size import EngineSize
-from phasewise.serving.errors import ModelError, RanksError, ServingError
+from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS
 from phasewise.serving.models.parts.mixture import STACKS
@@ -206,6 +206,7 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
         "deepseek2-groups",
         "deepseek3",
         "deepseek32",
+        "glm-dsa",
         "glm4moelite",
         "hunyuan",
         "lfm2moe",
@@ -241,7 +242,7 @@ def test_latent_vectors_take_no_format_with_scales(kv_format: str, tmp_path: Pat
         local_ranks(model, kv_format=kv_format)
 
 
-@pytest.mark.parametrize("name", ["deepseek3", "kimi-linear"])
+@pytest.mark.parametrize("name", ["deepseek3", "glm-dsa", "kimi-linear"])
 def test_ranks_share_out_the_heads_over_latent_vectors(name: str, tmp_path: Path) -> None:
     """Three ranks of one and two threads for two to four heads; prompts in chunks, and several at once."""
     model = packed(name, "safetensors", tmp_path)
@@ -295,18 +296,39 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek32", "glm-dsa"])
-def test_a_context_ends_where_an_indexer_would_choose_positions(name: str, tmp_path: Path) -> None:
-    folder = families.write_family_hf(tmp_path / name, name, {"max_position_embeddings": 4096})
+def test_a_token_of_an_indexed_model_keeps_a_key_of_the_indexer(name: str, tmp_path: Path) -> None:
+    model = packed(name, "safetensors", tmp_path, "int8")
 
-    model = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+    assert kv_bytes_per_slot(model) == 3 * (32 + 8 + 16) * 2
+    assert [form.reuses_choice for form in model.config.forms] == [False, name == "glm-dsa", False]
 
-    assert model.config.context_length == family_cases.FAMILY_CASES[name].fields["index_topk"] == 256
-    with pytest.raises(
-        ModelError, match=r"257 tokens cannot run \(index_topk: beyond 256 an indexer chooses"
-    ):
-        replace(model.config, context_length=257)
-    with pytest.raises(ServingError, match=r"256 tokens \(index_topk: .*\); 300 are too many"):
-        EngineSize.for_many(model, 1, 300, None)
+
+def test_a_first_layer_without_an_indexer_is_refused(tmp_path: Path) -> None:
+    folder = families.write_family_hf(
+        tmp_path / "glm", "glm-dsa", {"indexer_types": ["shared", "full", "full"]}
+    )
+
+    with pytest.raises(ModelError, match="positions that no layer before it chose"):
+        load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({}, "FFFFFFFF"),
+        ({"index_topk_freq": 4}, "FFSSSFSS"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFFSSSFS"),
+        ({"index_topk_pattern": "FSFSFSSS"}, "FSFSFSSS"),
+    ],
+)
+def test_layers_share_a_choice_as_the_config_says(changes: dict[str, Any], shared: str) -> None:
+    """As transformers derives it."""
+    fields = {**family_cases.FAMILY_CASES["glm-dsa"].fields, "num_hidden_layers": 8, **changes}
+    del fields["indexer_types"]
+
+    forms = config_of(fields, {}, False).forms
+
+    assert "".join("FS"[form.reuses_choice] for form in forms) == shared
 
 
 def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> None:
