@@ -249,7 +249,8 @@ def _heads(config: ModelConfig) -> str:
     if latent is None:
         return f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"
     vectors = counted(config.n_layers, "latent vector")
-    return f"{config.n_heads} query, over {vectors} a token of {latent.vector} numbers"
+    chosen = f", at {latent.indexer.chosen} chosen positions" if latent.indexer else ""
+    return f"{config.n_heads} query, over {vectors} a token of {latent.vector} numbers{chosen}"
 
 
 def _experts(config: ModelConfig) -> str:

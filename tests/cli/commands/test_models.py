@@ -215,6 +215,13 @@ def test_the_command_line_offers_the_formats_that_loaders_know() -> None:
     assert WEIGHT_FORMATS == FORMATS
 
 
+def test_inspect_tells_how_many_positions_an_indexer_leaves(tmp_path: Path) -> None:
+    text = run("inspect", str(families.write_family_hf(tmp_path / "glm", "glm-dsa")))
+
+    assert "latent vectors a token of 40 numbers, at 24 chosen positions" in text
+    assert max(map(len, text.splitlines()[2:])) <= 80
+
+
 @pytest.mark.parametrize("word", ["inspect", "pull"])
 def test_an_unknown_model_is_one_line_and_exit_1(word: str) -> None:
     line = command.run("models", word, "no-such-model").refusal

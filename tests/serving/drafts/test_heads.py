@@ -28,7 +28,7 @@ from tests.support.models import family_cases
 from tests.support.models.head_models import head_names, write_gguf_with_head, write_with_head
 from tests.support.servers.fake_engine import run_all
 
-FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek3")
+FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek3", "deepseek32", "glm-dsa")
 TWO_RANKS = {phase: ServicePlan(phase, (RankCores((0,)), RankCores((1,)))) for phase in PHASES}
 CHEAP_ROWS = {1: 1e6, 16: 1.001e6}
 OPTIONS = RankOptions(KvSettings(512), 64, 4)
@@ -140,7 +140,7 @@ def test_numbers_are_those_of_the_definition(pair: Callable[..., Pair], tmp_path
     assert np.abs(chained[0] - again[-1]).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen35", "glm4moe", "deepseek3"])
+@pytest.mark.parametrize("name", ["qwen35", "glm4moe", "deepseek3", "glm-dsa"])
 def test_rows_for_a_head_change_no_logit_and_do_not_depend_on_cuts(
     pair: Callable[..., Pair], name: str
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.models.tiny_models import safetensors_bytes
 
 BACK = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 """Ends of names of what leads from halves of layers back to the stream."""
-OF_LAYER = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+OF_LAYER = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 """Types of models whose head is a layer behind the last one."""
 
 
