@@ -20,6 +20,7 @@ from phasewise.workflows.options import FORMAT, SPARSE
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection, Removed, WeightDensity
     from phasewise.serving.models.packed_model import ModelConfig
+    from phasewise.serving.models.parts.attention import Indexer
 
 
 HELP = """Fetch models, list, pack and remove them, look inside one.
@@ -195,6 +196,7 @@ def _density_line(weight: WeightDensity) -> str:
 def _facts(inspected: Inspection) -> list[tuple[str, str]]:
     """Facts of a model as pairs of a label and a value, one for each line of `inspect`."""
     config = inspected.config
+    indexer = None if config.latent is None else config.latent.indexer
     scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
     windows = {kind.window for kind in config.kinds if kind.window is not None}
     window = f", window {_listed(tuple(windows))}" if windows else ""
@@ -210,6 +212,7 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
             f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{_experts(config)}",
         ),
         ("heads", _heads(config)),
+        *([] if indexer is None else [("indexer", _indexer(indexer))]),
         ("context", f"{counted(config.context_length, 'token')}{window}"),
         ("rope", f"theta {number(config.rope.theta)}{scaling}"),
         (
@@ -249,8 +252,12 @@ def _heads(config: ModelConfig) -> str:
     if latent is None:
         return f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"
     vectors = counted(config.n_layers, "latent vector")
-    chosen = f", at {latent.indexer.chosen} chosen positions" if latent.indexer else ""
-    return f"{config.n_heads} query, over {vectors} a token of {latent.vector} numbers{chosen}"
+    return f"{config.n_heads} query, over {vectors} a token of {latent.vector} numbers"
+
+
+def _indexer(indexer: Indexer) -> str:
+    heads = f"{counted(indexer.heads, 'head')} of {indexer.dim}"
+    return f"{heads}, chooses {counted(indexer.chosen, 'position')}"
 
 
 def _experts(config: ModelConfig) -> str:

@@ -218,7 +218,7 @@ def test_the_command_line_offers_the_formats_that_loaders_know() -> None:
 def test_inspect_tells_how_many_positions_an_indexer_leaves(tmp_path: Path) -> None:
     text = run("inspect", str(families.write_family_hf(tmp_path / "glm", "glm-dsa")))
 
-    assert "latent vectors a token of 40 numbers, at 24 chosen positions" in text
+    assert "8 heads of 16, chooses 24 positions" in text
     assert max(map(len, text.splitlines()[2:])) <= 80
 
 
