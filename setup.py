@@ -195,7 +195,7 @@ native = Extension(
         str(KERNELS / "_native.pyx"),
         *sorted(
             str(path)
-            for folder in (".", "adapters", "group", "memory", "program", "state", "team")
+            for folder in (".", "adapters", "group", "indexer", "memory", "program", "state", "team")
             for path in KERNELS.joinpath(folder).glob("*.c")
             if path.name != "_native.c"
         ),

@@ -6,7 +6,7 @@
 #include "program/attend.h"
 #include "program/executor.h"
 #include "program/experts.h"
-#include "program/index.h"
+#include "indexer/choose.h"
 #include "program/linear.h"
 #include "state/streams.h"
 #include "adapters/low_rank.h"
@@ -190,7 +190,7 @@ static void run_ops(void *context, int member) {
         if (op->code == PW_GATE_ROWS) pw_run_gate_rows(run, op, member);
         if (op->code == PW_LAYER_INPUTS) pw_run_layer_inputs(run, op, member);
         if (op->code == PW_STREAMS) pw_run_streams(run, op, member);
-        if (op->code == PW_INDEX) pw_run_index(run, op, member);
+        if (op->code == PW_INDEX) pw_run_choose(run, op, member);
         if (i + 1 == program->n_ops && run->division->ranks == 1) return;
         if (!pw_meet(run, member)) return;
         if (op->code == PW_ATTEND && !op->only_reads && member == 0 && program->rank == 0)

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "program/attend_scratch.h"
-#include "program/index.h"
+#include "indexer/choose.h"
 #include "memory/pages.h"
 
 #define LINE 64
@@ -343,7 +343,7 @@ static layout lay_out(const pw_program *program) {
     l.own_prepared_each = program->n_ranks > 1 ? aligned(row_bytes * PW_OWN_ROWS) : 0;
     int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
     pw_shape widest = pw_widest_shape(program);
-    l.scratch_each = aligned(larger(linear, larger(pw_attend_scratch_floats(&widest), pw_index_floats(program)) * 4));
+    l.scratch_each = aligned(larger(linear, larger(pw_attend_scratch_floats(&widest), pw_choice_floats(program)) * 4));
     lay_out_step(program, &l);
     l.angles = l.arena + aligned(program->arena_floats * 4);
     l.angles_each = angles;

@@ -34,7 +34,7 @@ typedef enum {
     PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE,
     PW_HEADS, PW_CONVOLVE, PW_STATE_GATES, PW_RECUR, PW_GATE_ROWS, /* state/run_state.h */
     PW_LAYER_INPUTS, PW_STREAMS, /* state/streams.h */
-    PW_INDEX, /* program/index.h */
+    PW_INDEX, /* indexer/choose.h */
 } pw_opcode;
 
 /* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias).

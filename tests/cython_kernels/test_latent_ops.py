@@ -128,7 +128,7 @@ class Latent:
         out_start = len(self.rows) * self.width
         if index is not None and self.index_norm is not None:
             keys = self.indexed + index.heads * index.dim
-            places = [(at, self.width) for at in (self.indexed, keys, keys + index.dim)]
+            places = [(column, self.width) for column in (self.indexed, keys, keys + index.dim)]
             program.choose(0, *places, index.heads, *self.index_norm, EPS)
         queries = (self.queries, self.width, self.step, self.turned_from)
         program.attend_latent(

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "program/attend.h"
-#include "program/index.h"
+#include "indexer/choose.h"
 
 typedef struct {
     const pw_run *run;
@@ -30,7 +30,7 @@ static int64_t carve(const pw_program *program, const pw_op *op, float *memory, 
     return at;
 }
 
-int64_t pw_index_floats(const pw_program *program) {
+int64_t pw_choice_floats(const pw_program *program) {
     static float nothing[1];
     indexing measured;
     int64_t most = 0;
@@ -137,7 +137,7 @@ static void index_rows(const indexing *a, pw_run *run, int member) {
     }
 }
 
-void pw_run_index(pw_run *run, const pw_op *op, int member) {
+void pw_run_choose(pw_run *run, const pw_op *op, int member) {
     pw_program *program = run->program;
     indexing a = {.run = run, .op = op, .keys = pw_kv_head_of(program, op->layer, 0, 0)};
     carve(program, op, (float *)(program->scratch + member * program->scratch_bytes), &a);
