@@ -41,11 +41,11 @@ def default_attention(shape, int64_t tokens, int64_t positions, int threads):
 
     shape: as for a Program. What its numbers mean: Program.set_attention_schedules.
     """
-    cdef pw_shape s = {**UNUSED_SHAPE, **shape}
+    cdef pw_shape s = {**_NO_LATENT, **shape}
     return fields_of(pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads))
 
 
-UNUSED_SHAPE = {"latent": 0, "index": 0, "chosen": 0}
+_NO_LATENT = {"latent": 0, "index": 0, "chosen": 0}
 
 
 cdef class ProgramBuilder:
@@ -71,7 +71,7 @@ cdef class ProgramBuilder:
     cdef bint has_segments
 
     def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
-        cdef pw_shape s = {**UNUSED_SHAPE, **shape}
+        cdef pw_shape s = {**_NO_LATENT, **shape}
         cdef pw_capacity c = {"ring_slots": 0, "state_places": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
         if s.latent:
             check_latent(s.latent, s.n_kv_heads, s.head_dim - s.index, c.kv_format)
