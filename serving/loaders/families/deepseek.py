@@ -251,7 +251,9 @@ def _indexed(get: Get, config: ModelConfig, period: int = 1, first: int = 2) -> 
 def _reusing(get: Get, config: ModelConfig, period: int, first: int) -> list[bool]:
     """True for each layer whose tokens see what the indexer of an earlier one chose (GLM 5.2)."""
     stated = get("attention.indexer.types", list)  # of GGUF files, true for layers with an indexer
-    if stated is not None and len(stated) == config.n_layers:
+    if stated is not None:
+        if len(stated) != config.n_layers:
+            raise ModelError(f"the GGUF metadata gives attention.indexer.types of {len(stated)} layers")
         return [not own for own in stated]
     if get("indexer_types", list) is not None:
         return named_layers(get, config, "shared", "full", "indexer_types")
