@@ -13,6 +13,8 @@ _TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 _JSON_BEGINS = re.compile(r"(?:\[\s*)?\{")
 _KEYS = re.compile(rf'(?:"(\w+)"\s*:\s*)?"{NAME}".*?(?:"(\w+)"\s*:\s*"?)?\Z', re.DOTALL)
+_TYPES = {"NoneType": "null", "bool": "boolean", "int": "number", "float": "number", "str": "string"}
+_TYPES |= {"list": "array", "tuple": "array"}
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 
 Around = tuple[str, str]
@@ -153,29 +155,23 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
 
 
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """The schemas of an object's members, by key; empty where the schema of the object states none."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
 def type_of(value: object) -> str:
     """The type of a value in terms of JSON schemas, with "number" for integers."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list() | tuple():
-            return "array"
-        case _:
-            return "object"
+    return _TYPES.get(type(value).__name__, "object")
 
 
 def texts_in(value: Any) -> Iterable[str]:
     """All strings in a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list | tuple | dict):
+    elif isinstance(value, dict):
+        yield from texts_in([*value, *value.values()])
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from texts_in(item)
-        if isinstance(value, dict):
-            yield from texts_in(list(value.values()))

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from phasewise.serving.grammar.grammar_limits import checked_schema, holdable
@@ -18,6 +19,7 @@ from phasewise.serving.text.turn_form import (
     ArgumentForm,
     CallForm,
     TurnForm,
+    properties_of,
     types_of,
 )
 
@@ -53,8 +55,7 @@ _KEPT = {
 _NEWLINES = re.compile(r"[\r\n]")
 _ANY = r"(.|\n)*"
 _DEFINITIONS = ("$defs", "definitions")
-_LINES = re.compile(r"(\s*\n\s*)")
-_SIGNS = {ID: "ID", INDEX: "INDEX"}
+_LINES = r"\s*\n\s*"
 _UNKEPT = re.compile(r"\\[bBAZzGKkpP\d]|\(\?|[\^$]")
 """Constructs that are not supported in the pattern of a string written without quotes."""
 
@@ -83,9 +84,10 @@ def grammar_of_calls(turn: TurnForm, wanted: Wanted, control: Mapping[str, int])
 
 class _Grammar:
     def __init__(self, form: CallForm, control: Mapping[str, int]) -> None:
-        self._form, self._control = form, control
-        marks = sorted(control, key=len, reverse=True)
-        self._marks = re.compile("|".join(map(re.escape, [*marks, ID, INDEX])))
+        self._form = form
+        self._spellings = {ID: "ID", INDEX: "INDEX", **{text: f"<[{id}]>" for text, id in control.items()}}
+        marks = sorted(self._spellings, key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join([_LINES, *map(re.escape, marks)])})")
         self._rules: list[tuple[str, str]] = [
             ("SPACE", r"/[ \n]{1,2}/"), ("ID", "/[A-Za-z0-9]{9}/"), ("INDEX", "/[0-9]{1,4}/")
         ]  # fmt: skip
@@ -115,20 +117,11 @@ class _Grammar:
     def _spelled(self, pattern: str, *, keep_end: bool = False, keep_start: bool = False) -> str:
         """Lark for a pattern. Line ends within it are optional, unless they touch a value."""
         out: list[str] = []
-        pieces = _LINES.split(pattern)
+        pieces = [piece for piece in self._marks.split(pattern) if piece]
         for number, piece in enumerate(pieces):
-            is_edge = (keep_start and not "".join(pieces[:number])) or (
-                keep_end and not "".join(pieces[number + 1 :])
-            )
-            if number % 2 and not is_edge:
-                out.append("SPACE?")
-                continue
-            position = 0
-            for mark in self._marks.finditer(piece):
-                out += [json.dumps(piece[position : mark.start()])] if mark.start() > position else []
-                out.append(_SIGNS.get(mark[0]) or f"<[{self._control[mark[0]]}]>")
-                position = mark.end()
-            out += [json.dumps(piece[position:])] if position < len(piece) else []
+            is_edge = (keep_start and number == 0) or (keep_end and number == len(pieces) - 1)
+            is_line_end = "\n" in piece and piece.isspace() and not is_edge
+            out.append(self._spellings.get(piece) or ("SPACE?" if is_line_end else json.dumps(piece)))
         return " ".join(out)
 
     def _call(self, name: str, function: Function) -> None:
@@ -147,12 +140,8 @@ class _Grammar:
         """Rules for the arguments in the order of the schema, from the first that is present."""
         schema = dict(function.parameters)
         json_rule(schema or {"type": "object"}, lenient=True)  # checks the size of the whole schema
-        properties, required = schema.get("properties"), schema.get("required")
-        keys = (
-            [key for key in properties if not _NEWLINES.search(key)]
-            if isinstance(properties, Mapping)
-            else []
-        )
+        keys = [key for key in properties_of(schema) if not _NEWLINES.search(key)]
+        required = schema.get("required")
         separator, options, following = self._spelled(argument.separator), ['""'], '""'
         for index, key in reversed(list(enumerate(keys))):
             given, rest = f"{name}_{index}", f"{name}_after_{index}"
@@ -198,8 +187,7 @@ class _Grammar:
         if isinstance(values, list) and values:
             texts = [json.dumps(value) for value in values if isinstance(value, str)]
             return f"({' | '.join(texts)}) {end}" if texts else end
-        begin = self._marks.search(behind)
-        plain = behind if begin is None else behind[: begin.start()]
+        plain = "".join(takewhile(lambda piece: piece not in self._spellings, self._marks.split(behind)))
         pattern, _ = _pattern_of(schema)
         sign = re.escape(plain.lstrip("\n")[:1] or plain[:1]) if len(plain.strip()) == 1 else ""
         if plain and not (pattern or sign):
@@ -212,8 +200,7 @@ class _Grammar:
 
 def unheld_texts(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Keywords of string arguments that a grammar cannot enforce where strings stand without quotes."""
-    properties = parameters.get("properties")
-    for schema in properties.values() if isinstance(properties, Mapping) else ():
+    for schema in properties_of(parameters).values():
         if isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys():
             stated = {"pattern", "minLength", "maxLength", "format"} & schema.keys()
             yield from stated.difference(_pattern_of(schema)[1])

@@ -16,6 +16,7 @@ from phasewise.serving.text.turn_form import (
     CallForm,
     JsonForm,
     TurnForm,
+    properties_of,
     types_of,
 )
 from phasewise.serving.tools.parts import (
@@ -375,8 +376,7 @@ class TurnReader(TrimmingReader):
     def _arguments(self, form: CallForm, argument: ArgumentForm) -> Step:
         schema = self._functions[self._name]
         self._schema = schema if isinstance(schema, Mapping) else {}
-        properties = self._schema.get("properties")
-        schemas = properties if isinstance(properties, Mapping) else {}
+        schemas = properties_of(schema)
         n_read, has_end = 0, bool(form.closing.strip())
         while True:
             if n_read and argument.separator.strip() and not (yield from self._optional(argument.separator)):

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from phasewise.serving.text.turn_form import KEY, ArgumentForm, type_of, types_of
+from phasewise._json import refuse_constant
+from phasewise.serving.text.turn_form import KEY, ArgumentForm, properties_of, type_of, types_of
 
 
 class Text(NamedTuple):
@@ -163,7 +164,7 @@ def n_begun(text: str, mark: str) -> int:
 def parsed(text: str) -> Any | None:
     """The JSON value of a text; None for invalid JSON, or a value that cannot be written again."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+        return json.loads(text, parse_constant=refuse_constant, parse_float=_finite, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
 
@@ -175,10 +176,6 @@ def _finite(text: str) -> float:
 
 def _integer(text: str) -> int | float:
     return int(text) if len(text) <= _MOST_DIGITS else _finite(text)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def call(name: str, arguments: Any) -> Call | None:
@@ -204,6 +201,8 @@ def written(value: Any) -> str | None:
 
 
 _MOST_DEPTH = 32
+_UNREAD = object()
+"""What `_value` returns for a text that means no value."""
 _CDATA = ("<![CDATA[", "]]>")
 _BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"']+)\s*:")
 
@@ -213,29 +212,24 @@ def typed(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, d
     types = types_of(schema, root)
     if types == {"string"}:
         return text.removeprefix(_CDATA[0]).removesuffix(_CDATA[1]) if text.startswith(_CDATA[0]) else text
-    is_read, value = _value(text.strip(), schema, root, form, depth)
-    if not is_read or (types and type_of(value) not in types and "string" in types):
+    value = _value(text.strip(), schema, root, form, depth)
+    if value is _UNREAD or (types and type_of(value) not in types and "string" in types):
         return text
     return text if isinstance(value, str) and form.is_raw and types != {"array"} else value
 
 
-def _value(
-    text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int
-) -> tuple[bool, Any]:
-    if text == "null":
-        return True, None
+def _value(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
     value = parsed(text)
-    if value is not None:
-        return True, value
-    if depth < _MOST_DEPTH and (nested := _nested(text, schema, root, form, depth)) is not None:
-        return True, nested
+    if value is None and depth < _MOST_DEPTH and text != "null":
+        value = _nested(text, schema, root, form, depth)
+    if value is not None or text == "null":
+        return value
     try:
         plain = ast.literal_eval(_Constants().visit(ast.parse(text, mode="eval")))
-        return True, parsed(json.dumps(plain, allow_nan=False))
+        return parsed(json.dumps(plain, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, LookupError, RecursionError, MemoryError):
-        pass
-    value = parsed(_with_quotes(text, form)) if text[:1] in ("{", "[") else None
-    return value is not None, value
+        value = parsed(_with_quotes(text, form)) if text[:1] in ("{", "[") else None
+    return _UNREAD if value is None else value
 
 
 def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
@@ -255,11 +249,10 @@ def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm,
             return None
         pairs.append((key, text[key_end + len(before) : end]))
         place = end + len(closing)
-    schema = schema if isinstance(schema, Mapping) else {}
     if types_of(schema, root) == {"array"} or (len(pairs) > 1 and len({key for key, _ in pairs}) == 1):
-        return [typed(item, schema.get("items"), root, form, depth + 1) for _, item in pairs]
-    properties = schema.get("properties")
-    schemas = properties if isinstance(properties, Mapping) else {}
+        items = schema.get("items") if isinstance(schema, Mapping) else None
+        return [typed(item, items, root, form, depth + 1) for _, item in pairs]
+    schemas = properties_of(schema)
     return {key: typed(item, schemas.get(key), root, form, depth + 1) for key, item in pairs}
 
 
