@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from phasewise.serving.grammar.grammar_limits import checked_schema, holdable
+from phasewise.serving.grammar.grammar_limits import JSON_OPTIONS, checked_schema, holdable
 from phasewise.serving.text.turn_form import (
     ID,
     INDEX,
@@ -46,12 +46,6 @@ class Wanted(NamedTuple):
     or_document: str = ""
 
 
-_KEPT = {
-    "whitespace_pattern": r"( |\n[ \t]{0,32})",
-    "item_separator": ",",
-    "key_separator": ":",
-    "coerce_one_of": True,
-}
 _NEWLINES = re.compile(r"[\r\n]")
 _ANY = r"(.|\n)*"
 _DEFINITIONS = ("$defs", "definitions")
@@ -72,7 +66,7 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     if "type" not in own and not {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & own.keys():
         own["type"] = "object"
-    return "%json " + json.dumps({**own, "x-guidance": {**_KEPT, "lenient": lenient}})
+    return "%json " + json.dumps({**own, "x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
 
 
 def grammar_of_calls(turn: TurnForm, wanted: Wanted, control: Mapping[str, int]) -> str:

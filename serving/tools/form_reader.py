@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from phasewise.serving.text.turn_form import (
@@ -316,9 +316,9 @@ class TurnReader(TrimmingReader):
         yield from self._space()
         return self._text.startswith("{", self._at) and (yield from self._json())
 
-    def _json(self, stops: str = "", *, is_given: bool = True) -> Step:
-        """Read JSON to its end, or to one of `stops`."""
-        scan, is_end = ValueEnd(stops), False
+    def _json(self, stops: str = "", quotes: Sequence[str] = ('"',), *, is_given: bool = True) -> Step:
+        """Read JSON, or a value that is like it, to its end or to one of `stops`."""
+        scan, is_end = ValueEnd(stops, quotes), False
         while not is_end:
             place, is_end = scan.find(self._text, self._at)
             if is_given and place > self._at:
@@ -399,14 +399,12 @@ class TurnReader(TrimmingReader):
 
     def _key(self, argument: ArgumentForm) -> Generator[None, None, str | None]:
         sign = _sign_of(argument)
-        while True:
-            place = self._text.find(sign, self._at, self._at + _LONGEST_HEADER)
-            if place >= 0:
-                key, self._at = self._text[self._at : place].strip(), place
-                return key
+        while (place := self._text.find(sign, self._at, self._at + _LONGEST_HEADER)) < 0:
             if self._is_final or len(self._text) - self._at > _LONGEST_HEADER:
                 return None
             yield
+        key, self._at = self._text[self._at : place].strip(), place
+        return key
 
     def _argument(self, form: CallForm, argument: ArgumentForm, key: str, schema: Any) -> Step:
         """Read one value, with the marks around it."""
@@ -425,14 +423,8 @@ class TurnReader(TrimmingReader):
                     schema = {}
                 as_string = is_string and argument.is_raw and self._is_held
                 return (yield from self._until(form, behind.replace(KEY, key), schema, is_string=as_string))
-            if self._is_held:
-                yield from self._space()
-                return (yield from self._json(_stops(form, argument)))
-            return (
-                yield from self._balanced(
-                    form, argument, {"type": "object"} if types == {"string"} else schema
-                )
-            )
+            schema = {"type": "object"} if types == {"string"} else schema
+            return (yield from self._balanced(argument, schema))
         return False
 
     def _until(self, form: CallForm, behind: str, schema: Any, *, is_string: bool) -> Step:
@@ -458,7 +450,6 @@ class TurnReader(TrimmingReader):
             if not (yield from self._follows(form, argument)):
                 looked = place + 1
                 continue
-            self._at = place + len(mark)
             end = place - len(space) if space and self._text.endswith(space, begin, place) else place
             if is_string:
                 self._say(said, end)
@@ -496,19 +487,19 @@ class TurnReader(TrimmingReader):
         self._at = begin
         return is_there
 
-    def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any) -> Step:
+    def _balanced(self, argument: ArgumentForm, schema: Any) -> Step:
         """Read a value without a closing mark, up to the next separator or the call's end."""
+        yield from self._space()
+        stops = argument.separator.strip()[:1] + self._form.closing.strip()[:1]
+        if self._is_held:
+            return (yield from self._json(stops))
         begin, quote = self._at, argument.values["string"][1].strip()
-        scan = ValueEnd(_stops(form, argument), ([quote] if len(quote) > 1 else []) + ['"', "'"])
-        while not (reached := scan.find(self._text, begin))[1]:
-            if self._is_final:
-                return False
-            yield
-        self._at, text = reached[0], self._text[begin : reached[0]].strip()
-        value = typed(text, schema, self._schema, argument)
-        if value is text and parsed(text) is None and not argument.is_raw:
+        quotes = [quote, '"', "'"] if len(quote) > 1 else ['"', "'"]
+        if not (yield from self._json(stops, quotes, is_given=False)):
             return False
-        if isinstance(value, str) and value == text and text[:1] not in "\"'":
+        text = self._text[begin : self._at].strip()
+        value = typed(text, schema, self._schema, argument)
+        if value == text and not (argument.is_raw and text[:1] in "\"'"):
             return False
         self._give(Piece(json.dumps(value, ensure_ascii=False)))
         return True
@@ -576,11 +567,6 @@ class TurnReader(TrimmingReader):
 def _sign_of(argument: ArgumentForm) -> str:
     """The shortest mark that may follow a key."""
     return min((before.split()[0] for before, _ in argument.values.values()), key=len)
-
-
-def _stops(form: CallForm, argument: ArgumentForm) -> str:
-    """The characters that may follow a value without a closing mark."""
-    return argument.separator.strip()[:1] + form.closing.strip()[:1]
 
 
 def trigger_of(opening: str) -> str:

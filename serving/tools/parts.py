@@ -120,7 +120,7 @@ class ValueEnd:
     text. The end is behind the value's last bracket or, with none open, before one of `stops`. `quotes`: the
     marks around strings; within quotes of one character a backslash escapes."""
 
-    def __init__(self, stops: str = "", quotes: Sequence[str] = ('"',)) -> None:
+    def __init__(self, stops: str, quotes: Sequence[str]) -> None:
         self._stops, self._quotes = stops, quotes
         self._open, self._close = ("{[(", "}])") if "'" in quotes else ("{[", "}]")
         self._signs = re.compile("|".join(map(re.escape, (*quotes, *self._open, *self._close, *stops))))
