@@ -43,7 +43,8 @@ _KEY_BEFORE = re.compile(r"\s*[\w.-]{0,128}")
 _CONTROL = re.compile(r"<(?:\|(?:[^|<>\n]{0,36}(?:\|(?:>\s*)?)?)?)?")
 _FIRST_TAG = re.compile(r"<[^<>\s]*>|\S+")
 _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
-_SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
+_PIECES = re.compile(rf"[{NAME}{ID}{INDEX}{KEY}]|[^\s{NAME}{ID}{INDEX}{KEY}]+")
+_FIRST_WORD = re.compile(rf"\s*([^\s{NAME}{ID}{INDEX}{KEY}]*)")
 _MOST_TRIES = 64
 """The most passes over an answer's unfinished calls when the answer ends."""
 
@@ -92,7 +93,7 @@ class TurnReader(TrimmingReader):
             yield from self._thoughts(*(mark.strip() for mark in self._turn.thought))
         opened, closed = (mark.strip() for mark in self._turn.text)
         trigger = trigger_of(self._opening) or trigger_of(self._form.separator)
-        if opened and (yield from self._optional(opened)):
+        if opened and (yield from self._literal(opened)):
             yield from self._space()
         if self._turn.call is not None and self._is_bare:
             begin = self._at
@@ -155,8 +156,8 @@ class TurnReader(TrimmingReader):
     def _tag(self) -> Step:
         """Skip a control token before calls that have no mark."""
         yield from self._space()
-        while (tag := _CONTROL.match(self._text, self._at)) and tag.end() == len(self._text):
-            if self._is_final:
+        while (tag := _CONTROL.match(self._text, self._at)) and not self._is_final:
+            if tag.end() < len(self._text):
                 break
             yield
         self._at = tag.end() if tag and "|>" in tag[0] else self._at
@@ -164,15 +165,11 @@ class TurnReader(TrimmingReader):
 
     def _mark(self, mark: str, closed: str) -> Step:
         """Skip the mark that closes text, and a mark that ends the turn if nothing follows."""
-        begin = self._at
-        self._at += len(mark)
-        yield from self._space()
-        while True:
-            end = next((end for end in self._ends if self._text.startswith(end, self._at)), None)
-            if end is None:
-                break
-            self._at += len(end)
+        begin, skipped = self._at, mark
+        while skipped:
+            self._at += len(skipped)
             yield from self._space()
+            skipped = next((end for end in self._ends if self._text.startswith(end, self._at)), "")
         is_last = self._at == len(self._text) or (mark == closed and mark not in self._ends)
         if not is_last:
             self._at = begin
@@ -268,20 +265,19 @@ class TurnReader(TrimmingReader):
             if not self._is_bare:
                 self._parts += calls
                 calls.clear()
-            if form.separator.strip() and not (yield from self._optional(form.separator)):
+            if form.separator.strip() and not (yield from self._literal(form.separator)):
                 break
             if not (yield from self._comes(form.opening)):
                 break
-        is_closed = not form.section[1].strip() or (yield from self._optional(form.section[1]))
+        is_closed = not form.section[1].strip() or (yield from self._literal(form.section[1]))
         self._parts += calls if is_closed else ()
         return is_closed or not self._is_bare or self._is_held
 
     def _comes(self, pattern: str) -> Step:
         """True if the next text may begin this pattern."""
         begin = self._at
-        word = _SIGNS.split(pattern)[0].split()
         yield from self._space()
-        is_there = not word or (yield from self._word(word[0]))
+        is_there = yield from self._word(_FIRST_WORD.findall(pattern)[0])
         self._at = begin
         return is_there
 
@@ -353,7 +349,7 @@ class TurnReader(TrimmingReader):
             self._parts += filter(None, calls)
             n_calls += len(calls)
         if n_calls:
-            yield from self._optional(form.tail or self._form.section[1])
+            yield from self._literal(form.tail or self._form.section[1])
         return n_calls > 0
 
     def _call_in(self, value: Any, name_key: str, key: str, depth: int = 0) -> Call | None:
@@ -379,11 +375,11 @@ class TurnReader(TrimmingReader):
         schemas = properties_of(schema)
         n_read, has_end = 0, bool(form.closing.strip())
         while True:
-            if n_read and argument.separator.strip() and not (yield from self._optional(argument.separator)):
+            if n_read and argument.separator.strip() and not (yield from self._literal(argument.separator)):
                 break
             if has_end and (yield from self._comes(form.closing)):
                 break
-            if not (yield from self._optional(argument.opening)):
+            if not (yield from self._literal(argument.opening)):
                 break
             key = yield from self._key(argument)
             if key is None:
@@ -526,27 +522,17 @@ class TurnReader(TrimmingReader):
             yield
 
     def _literal(self, pattern: str) -> Step:
-        """Read a pattern; white space may differ."""
-        for piece in _SIGNS.split(pattern):
-            if piece == NAME:
-                yield from self._space()
-                if not (yield from self._one_name()):
-                    return False
-            elif piece in (ID, INDEX):
-                yield from self._space(_WORD if piece == ID else _DIGITS)
-            else:
-                for word in piece.split():
-                    yield from self._space()
-                    if not (yield from self._word(word)):
-                        return False
-        return True
-
-    def _optional(self, pattern: str) -> Step:
-        """Read a pattern, or nothing."""
+        """Read a pattern, or nothing; white space may differ."""
         begin = self._at
-        is_there = yield from self._literal(pattern)
-        self._at = self._at if is_there else begin
-        return is_there
+        for piece in _PIECES.findall(pattern):
+            if piece in (ID, INDEX):
+                yield from self._space(_WORD if piece == ID else _DIGITS)
+                continue
+            yield from self._space()
+            if not (yield from self._one_name() if piece == NAME else self._word(piece)):
+                self._at = begin
+                return False
+        return True
 
     def _one_name(self) -> Step:
         """Read the name of a function; where a call repeats its name, the same name."""
@@ -556,12 +542,10 @@ class TurnReader(TrimmingReader):
             if self._is_final or not any(len(name) > len(rest) and name.startswith(rest) for name in names):
                 break
             yield
-        longest = max((name for name in names if rest.startswith(name)), key=len, default=None)
-        if longest is None:
-            return False
-        self._name = longest
+        longest = max((name for name in names if rest.startswith(name)), key=len, default="")
+        self._name = longest or self._name
         self._at += len(longest)
-        return True
+        return bool(longest)
 
 
 def _sign_of(argument: ArgumentForm) -> str:
@@ -571,6 +555,5 @@ def _sign_of(argument: ArgumentForm) -> str:
 
 def trigger_of(opening: str) -> str:
     """The first word of the opening of calls if it is a mark; "": calls are the whole answer."""
-    words = _SIGNS.split(opening)[0].split()
-    word = words[0] if words else ""
+    word: str = _FIRST_WORD.findall(opening)[0]
     return "" if not word.strip("{[(\"'}]);,") or word.startswith(("{", "[{", '["')) else word
