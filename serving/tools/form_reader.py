@@ -76,6 +76,8 @@ class TurnReader(TrimmingReader):
         self._parts: list[Part] = []
         self._coming: list[Begun | Piece] = []
         """Parts of a call that is not certain yet."""
+        self._waiting: list[Part] = []
+        """Calls without a mark, which are text unless their section is closed."""
         self._name, self._n_tries, self._has_begun = "", 0, False
         self._schema: Mapping[str, Any] = {}
         self._steps = self._channels() if turn.is_channelled else self._answer()
@@ -133,7 +135,7 @@ class TurnReader(TrimmingReader):
             return False
         yield from self._up_to((closing,), Reasoning)
         yield from self._space()
-        self._text, self._at = self._text[self._at :], 0
+        self._take(self._at)
         return True
 
     def _up_to(self, marks: Collection[str], kind: type[Text] | type[Reasoning] | None) -> Step:
@@ -184,12 +186,10 @@ class TurnReader(TrimmingReader):
     # Messages in channels, as in gpt-oss
 
     def _channels(self) -> Step:
-        yield from self._space()
         is_header = False
         for beginning in _HEADER_BEGINS:
             is_header = is_header or (yield from self._comes(beginning))
         kind: type[Text] | type[Reasoning] = Text
-        self._at = 0
         while True:
             if is_header:
                 if (header := (yield from self._header())) is None:
@@ -215,23 +215,20 @@ class TurnReader(TrimmingReader):
 
     def _message_of(self, name: str) -> Step:
         """Read the arguments of a call."""
-        self._name = name
-        yield from self._space()
         if name not in self._functions or not (yield from self._comes("{")):
-            self._at = 0
             return False
+        self._name = name
         self._give(Begun(name))
         is_read = yield from self._object()
-        if not self._is_held:
-            yield from self._space()
-            ended = self._at == len(self._text)
-            for end in _MESSAGE_ENDS:
-                ended = ended or (yield from self._comes(end))
-            calls: list[Call] = []
-            is_read = self._called(calls, is_read=is_read and ended)
-            self._parts += calls
-            self._at = self._at if is_read else 0
-        return is_read or self._is_held
+        if self._is_held:
+            return True
+        yield from self._space()
+        is_ended = self._at == len(self._text)
+        for end in _MESSAGE_ENDS:
+            is_ended = is_ended or (yield from self._comes(end))
+        is_read = self._called(is_read=is_read and is_ended)
+        self._at = self._at if is_read else 0
+        return is_read
 
     # Calls
 
@@ -241,36 +238,34 @@ class TurnReader(TrimmingReader):
         if self._json_form is not None and not self._is_held:
             is_read = yield from self._json_section(self._json_form)
         else:
-            is_read = yield from self._tagged_section(self._form)
+            is_read = yield from self._tagged_section()
         if not is_read and self._is_held and (self._is_final or self._has_begun):
             self._at = len(self._text) if self._is_final else self._at
             return True
         self._at = self._at if is_read else begin
         return is_read
 
-    def _tagged_section(self, form: CallForm) -> Step:
-        if not (yield from self._literal(form.section[0])):
+    def _tagged_section(self) -> Step:
+        opening, closing = self._form.section
+        if not (yield from self._literal(opening)):
             return False
-        calls: list[Call] = []
+        self._waiting.clear()
         is_first = True
         while True:
             begin, self._has_begun = self._at, False
-            if not (yield from self._one(form, calls)):
+            if not (yield from self._one()):
                 self._coming.clear()
                 if is_first or (self._is_held and (self._is_final or self._has_begun)):
                     return False
                 self._at = begin
                 break
             is_first = False
-            if not self._is_bare:
-                self._parts += calls
-                calls.clear()
-            if form.separator.strip() and not (yield from self._literal(form.separator)):
+            if self._form.separator.strip() and not (yield from self._literal(self._form.separator)):
                 break
-            if not (yield from self._comes(form.opening)):
+            if not (yield from self._comes(self._form.opening)):
                 break
-        is_closed = not form.section[1].strip() or (yield from self._literal(form.section[1]))
-        self._parts += calls if is_closed else ()
+        is_closed = not closing.strip() or (yield from self._literal(closing))
+        self._parts += self._waiting if is_closed else ()
         return is_closed or not self._is_bare or self._is_held
 
     def _comes(self, pattern: str) -> Step:
@@ -281,27 +276,28 @@ class TurnReader(TrimmingReader):
         self._at = begin
         return is_there
 
-    def _one(self, form: CallForm, calls: list[Call]) -> Step:
-        """Read one call into `calls`; a held call is given out as it comes."""
+    def _one(self) -> Step:
+        """Read one call; a held call is given out as it comes."""
         self._name = ""
-        if not (yield from self._literal(form.opening)) or not self._name:
+        if not (yield from self._literal(self._form.opening)) or not self._name:
             return False
         self._give(Begun(self._name))
-        if form.argument is None:
+        if self._form.argument is None:
             is_read = yield from self._object()
         else:
-            is_read = yield from self._arguments(form, form.argument)
-        is_read = is_read and (yield from self._literal(form.closing))
-        return self._called(calls, is_read=is_read)
+            is_read = yield from self._arguments(self._form.argument)
+        is_read = is_read and (yield from self._literal(self._form.closing))
+        return self._called(is_read=is_read)
 
-    def _called(self, calls: list[Call], *, is_read: bool) -> bool:
-        """Append the call that was read to `calls`, unless calls are held. False: the text is no call."""
+    def _called(self, *, is_read: bool) -> bool:
+        """Give out the call that was read, unless calls are held. False: the text is no call."""
         if self._is_held:
             return is_read
         text = "".join(part.text for part in self._coming if isinstance(part, Piece))
-        called = call(self._name, parsed(text)) if is_read else None
+        called = call(self._name, text) if is_read else None
         self._coming.clear()
-        calls += [] if called is None else [called]
+        if called is not None:
+            (self._waiting if self._is_bare else self._parts).append(called)
         return called is not None
 
     def _give(self, part: Begun | Piece) -> None:
@@ -369,15 +365,15 @@ class TurnReader(TrimmingReader):
 
     # Arguments written one by one
 
-    def _arguments(self, form: CallForm, argument: ArgumentForm) -> Step:
+    def _arguments(self, argument: ArgumentForm) -> Step:
         schema = self._functions[self._name]
         self._schema = schema if isinstance(schema, Mapping) else {}
         schemas = properties_of(schema)
-        n_read, has_end = 0, bool(form.closing.strip())
+        n_read, closing = 0, self._form.closing.strip()
         while True:
             if n_read and argument.separator.strip() and not (yield from self._literal(argument.separator)):
                 break
-            if has_end and (yield from self._comes(form.closing)):
+            if closing and (yield from self._comes(closing)):
                 break
             if not (yield from self._literal(argument.opening)):
                 break
@@ -385,10 +381,10 @@ class TurnReader(TrimmingReader):
             if key is None:
                 return False
             self._give(Piece(f"{', ' if n_read else '{'}{json.dumps(key, ensure_ascii=False)}: "))
-            if not (yield from self._argument(form, argument, key, schemas.get(key))):
+            if not (yield from self._argument(argument, key, schemas.get(key))):
                 return False
             n_read += 1
-        is_closed = not has_end or (yield from self._comes(form.closing))
+        is_closed = not closing or (yield from self._comes(closing))
         if is_closed:
             self._give(Piece("}" if n_read else "{}"))
         return is_closed
@@ -402,7 +398,7 @@ class TurnReader(TrimmingReader):
         key, self._at = self._text[self._at : place].strip(), place
         return key
 
-    def _argument(self, form: CallForm, argument: ArgumentForm, key: str, schema: Any) -> Step:
+    def _argument(self, argument: ArgumentForm, key: str, schema: Any) -> Step:
         """Read one value, with the marks around it."""
         begin, types = self._at, types_of(schema, self._schema)
         for before, behind in sorted(set(argument.values.values()), key=lambda pair: -len(pair[0])):
@@ -418,15 +414,16 @@ class TurnReader(TrimmingReader):
                 elif "string" not in kinds and types == {"string"}:
                     schema = {}
                 as_string = is_string and argument.is_raw and self._is_held
-                return (yield from self._until(form, behind.replace(KEY, key), schema, is_string=as_string))
+                return (
+                    yield from self._until(argument, behind.replace(KEY, key), schema, is_string=as_string)
+                )
             schema = {"type": "object"} if types == {"string"} else schema
             return (yield from self._balanced(argument, schema))
         return False
 
-    def _until(self, form: CallForm, behind: str, schema: Any, *, is_string: bool) -> Step:
+    def _until(self, argument: ArgumentForm, behind: str, schema: Any, *, is_string: bool) -> Step:
         """Read a value up to its closing mark, which the next argument or the call's end must follow."""
-        argument, mark = form.argument, behind.strip()
-        assert argument is not None
+        mark = behind.strip()
         space = behind[: len(behind) - len(behind.lstrip())]
         begin = looked = said = self._at
         if is_string:
@@ -443,7 +440,7 @@ class TurnReader(TrimmingReader):
                 yield
                 continue
             self._at = place + len(mark)
-            if not (yield from self._follows(form, argument)):
+            if not (yield from self._follows(argument)):
                 looked = place + 1
                 continue
             end = place - len(space) if space and self._text.endswith(space, begin, place) else place
@@ -460,19 +457,17 @@ class TurnReader(TrimmingReader):
             self._give(Piece(json.dumps(self._text[begin:end], ensure_ascii=False)[1:-1]))
         return max(begin, end)
 
-    def _follows(self, form: CallForm, argument: ArgumentForm) -> Step:
+    def _follows(self, argument: ArgumentForm) -> Step:
         """True if another argument or the end of the call comes next."""
-        begin = self._at
-        patterns = [
-            text for text in (argument.separator.strip() or argument.opening, form.closing) if text.strip()
-        ]
+        closing = self._form.closing.strip()
+        patterns = list(filter(None, (argument.separator.strip() or argument.opening.strip(), closing)))
         for pattern in patterns:
-            is_bare = pattern is not form.closing and not argument.opening.strip()
+            is_bare = pattern != closing and not argument.opening.strip()
             if (yield from self._comes(pattern)) and (not is_bare or (yield from self._key_comes(argument))):
                 return True
-        rest = self._text[begin:].strip()
-        is_cut = self._is_held and self._is_final and any(text.strip().startswith(rest) for text in patterns)
-        return is_cut or not form.closing.strip()
+        rest = self._text[self._at :].strip()
+        is_cut = self._is_held and self._is_final and any(text.startswith(rest) for text in patterns)
+        return is_cut or not closing
 
     def _key_comes(self, argument: ArgumentForm) -> Step:
         """True if a separator, a key and the mark behind it come next."""
