@@ -275,11 +275,7 @@ _SHAPES: dict[str, tuple[Callable[[Messages], Messages], list[Messages]]] = {
     "neighbours": (_join_neighbours, [[_USER, _said("user", 2)]]),
     "calls": (_calls_as_text, [_CALLED]),
 }  # fmt: skip
-LAST_RESORT = (
-    *("leading systems", "later systems", "results without calls", "silent answers", "answers first"),
-    *("several calls", "thoughts beside text and calls"),
-    *("text beside calls", "user after result", "neighbours"),
-)
+LAST_RESORT = frozenset(_SHAPES) - {"system", "arguments as objects", "calls"}
 """Shapes to rewrite in a conversation that the template still refuses."""
 _PROPERTIES = {
     "a": {"type": ["string", "null"]},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -84,9 +85,10 @@ PUBLISHED_PATTERNS: Sequence[str] = _TABLE["published"]
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
-_VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {
+VISIBLE_BYTES = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(256 + index) for index, byte in enumerate(_HIDDEN)
 }
+"""The printable character that byte-level vocabularies write for each byte."""
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Byte values that occur in UTF-8 text."""
 _MOST_LINE_ENDS = 64  # in one token
@@ -130,11 +132,6 @@ class _Vocabulary:
 
     def scores(self) -> Sequence[float]:
         return _numbers(self.metadata, "tokenizer.ggml.scores", len(self.tokens), 0.0)
-
-
-def visible_byte(byte: int) -> str:
-    """The printable character that byte-level vocabularies write for a byte."""
-    return _VISIBLE[byte]
 
 
 def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
@@ -200,15 +197,14 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         raise ModelError(
             "tokenizer.ggml.tokens is empty, so no text can be read or written; fetch the file again"
         )
-    distinct: set[str] = set()
-    for token in named:
-        if token in distinct:
-            raise ModelError(f"tokenizer.ggml.tokens lists {token!r:.80} twice; fetch the file again")
-        distinct.add(token)
+    counts = Counter(named)
+    if len(counts) < len(named):
+        token = counts.most_common(1)[0][0]
+        raise ModelError(f"tokenizer.ggml.tokens lists {token!r:.80} twice; fetch the file again")
     stated = _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
     kinds = list(map(int, stated))
     for token_id, token in enumerate(named):
-        if token == "</s>" and "<|tool_response>" in distinct:
+        if token == "</s>" and "<|tool_response>" in counts:
             kinds[token_id] = TokenKind.NORMAL
         elif token in ALWAYS_FOUND and kinds[token_id] == TokenKind.NORMAL:
             kinds[token_id] = TokenKind.USER_DEFINED
@@ -319,7 +315,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
     splits = [_split(pattern, behaviours.get(pattern, "Isolated")) for pattern in pre.patterns]
     byte_level = _part("ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
     # Few vocabularies lack a byte. One that does drops the byte, and its neighbours are not joined.
-    absent = "".join(sorted({visible_byte(byte) for byte in _UTF8_BYTES}.difference(vocabulary.tokens)))
+    absent = "".join(sorted({VISIBLE_BYTES[byte] for byte in _UTF8_BYTES}.difference(vocabulary.tokens)))
     removal = [_split(f"[{re.escape(absent)}]", "Removed")] if absent else []
     merges = _listed(_merge_pairs(vocabulary))
     return _document(

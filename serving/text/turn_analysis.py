@@ -239,8 +239,8 @@ def _calls(
     writer: _Writer, plain: _Turn | None, thought: Around, text: Around
 ) -> tuple[CallForm | None, str]:
     """The form of calls, and the end of a turn with calls."""
-    turn = double = writer.calls(_ARGUMENTS, 2)
-    if double is None or _NAMES[1] not in double.text:
+    turn = writer.calls(_ARGUMENTS, 2)
+    if turn is None or _NAMES[1] not in turn.text:
         turn = writer.calls(_ARGUMENTS)
     if turn is None:
         return None, ""
@@ -369,18 +369,22 @@ def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_
     rest = between[: len(between) - len(opening)]
     behind = _pattern(body[first.end :])
     closing = _shared(rest, behind)
-    call = call._replace(
-        opening=call.opening[: len(call.opening) - len(opening)], closing=call.closing.removeprefix(closing)
-    )
+    separator = rest[len(closing) :]
     values: dict[Kind, Around] = {"string": (string_opening, closing)}
     examples: dict[Kind, Any] = {
         "number": _NUMBER, "boolean": True, "object": {"qinnerq": _NUMBER}, "array": [_NUMBER]
     }  # fmt: skip
     for kind, example in examples.items():
-        values[kind] = _around_value(writer, example, rest[len(closing) :] + opening) or values["string"]
-    argument = ArgumentForm(opening, rest[len(closing) :], values, is_raw=True)
-    argument = _with_quotes(writer, argument)
-    return call._replace(argument=argument)
+        values[kind] = _around_value(writer, example, separator + opening) or values["string"]
+    turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]})
+    is_raw = turn is None or _QUOTED in turn.text
+    if not is_raw:  # the template writes strings as JSON
+        values["string"] = string_opening.rstrip("\"'"), closing.lstrip("\"'")
+    return call._replace(
+        opening=call.opening[: len(call.opening) - len(opening)],
+        closing=call.closing.removeprefix(closing),
+        argument=ArgumentForm(opening, separator, values, is_raw),
+    )
 
 
 def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
@@ -398,16 +402,6 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
     if match is None:
         return None
     return written[: match.start()], written[match.end() :]
-
-
-def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
-    """The form of arguments with `is_raw` set: False where strings are written as JSON."""
-    turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]})
-    if turn is None or _QUOTED in turn.text:
-        return argument
-    opening, closing = argument.values["string"]
-    stripped = opening.rstrip("\"'"), closing.lstrip("\"'")
-    return argument._replace(values={**argument.values, "string": stripped}, is_raw=False)
 
 
 def _whole_tags(text: str, end: int) -> int:

@@ -15,7 +15,7 @@ _JSON_BEGINS = re.compile(r"(?:\[\s*)?\{")
 _KEYS = re.compile(rf'(?:"(\w+)"\s*:\s*)?"{NAME}".*?(?:"(\w+)"\s*:\s*"?)?\Z', re.DOTALL)
 _TYPES = {"NoneType": "null", "bool": "boolean", "int": "number", "float": "number", "str": "string"}
 _TYPES |= {"list": "array", "tuple": "array"}
-_SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
+_SHOWN = str.maketrans({NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"})
 
 Around = tuple[str, str]
 """The patterns before and behind a part of an answer."""
@@ -64,6 +64,16 @@ class CallForm(NamedTuple):
         tail = self.section[1].lstrip().removeprefix("]") if is_list else self.closing.rpartition("}")[2]
         return JsonForm((named[1] or "", named[2] or ""), opening[: begin.start()], tail.strip())
 
+    @property
+    def example(self) -> str:
+        """A call as people read it."""
+        arguments = "{…}"
+        if self.argument is not None:
+            before, behind = self.argument.values["string"]
+            arguments = f"{self.argument.opening}KEY{before}…{behind}"
+        text = f"{self.section[0]}{self.opening}{arguments}{self.closing}{self.section[1]}"
+        return text.translate(_SHOWN)
+
 
 class TurnForm(NamedTuple):
     """The form of a model's turns. `thought`, `text`: the marks around thoughts and text; ("", "") for none.
@@ -107,7 +117,7 @@ class TurnForm(NamedTuple):
         """The form in words, for people: an example of each part."""
         out = {"thoughts": "…".join(self.thought)} if self.thought[1] else {}
         if self.call is not None:
-            out["calls"] = _example(self.call)
+            out["calls"] = self.call.example
         return {**out, "ends": " or ".join(self.ends)} if self.ends else out
 
 
@@ -119,17 +129,6 @@ CHANNELS = TurnForm(
     "thinking",
 )
 """The form of gpt-oss, whose answers vary more than its template."""
-
-
-def _example(call: CallForm) -> str:
-    arguments = "{…}"
-    if call.argument is not None:
-        before, behind = call.argument.values["string"]
-        arguments = f"{call.argument.opening}KEY{before}…{behind}"
-    text = f"{call.section[0]}{call.opening}{arguments}{call.closing}{call.section[1]}"
-    for sign, word in _SHOWN.items():
-        text = text.replace(sign, word)
-    return text
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:

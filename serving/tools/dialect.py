@@ -19,7 +19,7 @@ from phasewise.serving.text.turn_form import (
     TurnForm,
     texts_in,
 )
-from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_calls, unheld_texts
+from phasewise.serving.tools.form_grammar import CallGrammar, Function, Wanted, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import Reader
 
@@ -131,7 +131,7 @@ class Dialect:
 
     def grammar(self, wanted: Wanted) -> str:
         """The grammar of answers that consist of calls, from the trigger on."""
-        return grammar_of_calls(self.turn, wanted, self.control)
+        return CallGrammar(self.turn, self.control).of(wanted)
 
     def describe(self) -> dict[str, str]:
         """The form for people: the name of the format, and examples of thoughts and calls."""

@@ -17,7 +17,6 @@ from phasewise.serving.text.turn_form import (
     KINDS,
     NAME,
     ArgumentForm,
-    CallForm,
     TurnForm,
     properties_of,
     types_of,
@@ -46,6 +45,7 @@ class Wanted(NamedTuple):
     or_document: str = ""
 
 
+_TERMINALS = (("SPACE", r"/[ \n]{1,2}/"), ("ID", "/[A-Za-z0-9]{9}/"), ("INDEX", "/[0-9]{1,4}/"))
 _NEWLINES = re.compile(r"[\r\n]")
 _ANY = r"(.|\n)*"
 _DEFINITIONS = ("$defs", "definitions")
@@ -69,34 +69,30 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
     return "%json " + json.dumps({**own, "x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
 
 
-def grammar_of_calls(turn: TurnForm, wanted: Wanted, control: Mapping[str, int]) -> str:
-    """Llguidance's Lark for one or more calls, from the mark that opens the calls on. `control`: ids of
-    control tokens by their texts. RequestError where a schema is too large."""
-    assert turn.call is not None
-    return _Grammar(turn.call, control).of(wanted, turn)
+class CallGrammar:
+    """Llguidance's Lark for calls in the form of `turn`. `control`: ids of control tokens by their texts."""
 
-
-class _Grammar:
-    def __init__(self, form: CallForm, control: Mapping[str, int]) -> None:
-        self._form = form
+    def __init__(self, turn: TurnForm, control: Mapping[str, int]) -> None:
+        assert turn.call is not None
+        self._turn, self._form = turn, turn.call
         self._spellings = {ID: "ID", INDEX: "INDEX", **{text: f"<[{id}]>" for text, id in control.items()}}
         marks = sorted(self._spellings, key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join([_LINES, *map(re.escape, marks)])})")
-        self._rules: list[tuple[str, str]] = [
-            ("SPACE", r"/[ \n]{1,2}/"), ("ID", "/[A-Za-z0-9]{9}/"), ("INDEX", "/[0-9]{1,4}/")
-        ]  # fmt: skip
+        self._rules: list[tuple[str, str]] = []
 
-    def of(self, wanted: Wanted, turn: TurnForm) -> str:
+    def of(self, wanted: Wanted) -> str:
+        """The grammar of one or more calls, from the mark that opens the calls on. RequestError where a
+        schema is too large."""
         form, most = self._form, wanted.most_calls
         names = [f"call_{number}" for number in range(len(wanted.functions))]
-        self._rules.append(("call", " | ".join(names)))
+        self._rules = [*_TERMINALS, ("call", " | ".join(names))]
         for name, function in zip(names, wanted.functions, strict=True):
             self._call(name, function)
         opening = form.section[0].lstrip()
         space = self._spelled(form.opening[: len(form.opening) - len(form.opening.lstrip())])
         start = f"{self._spelled(opening)} {space} call" if opening else "call"
-        if turn.is_channelled:  # one call: its end ends the turn
-            thought = f"{self._spelled(turn.thought[0])} THOUGHT {self._spelled(turn.thought[1])}"
+        if self._turn.is_channelled:  # one call: its end ends the turn
+            thought = " THOUGHT ".join(map(self._spelled, self._turn.thought))
             self._rules += [("thought", thought), ("THOUGHT", f"/{_ANY}/")]
             start, most = f"thought? {start}", 1
         if most > 1:
@@ -119,9 +115,8 @@ class _Grammar:
         return " ".join(out)
 
     def _call(self, name: str, function: Function) -> None:
-        form = self._form
+        form, body = self._form, f"arguments_{name}"
         if form.argument is None:
-            body = f"arguments_{name}"
             self._rules.append((body, arguments_rule(function)))
         else:
             body = self._arguments(name, function, form.argument)
