@@ -124,10 +124,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.filters.pop(name, None)
         self.filters |= {"tojson": _tojson, "from_json": _from_json}
         del self.globals["lipsum"]
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": lambda pattern: datetime.now().strftime(pattern),
-        }
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """True if the template may use the attribute: it may change only its own lists and dicts."""

@@ -24,9 +24,9 @@ from phasewise.serving.tools.parts import (
     Call,
     Part,
     Piece,
+    Reader,
     Reasoning,
     Text,
-    TrimmingReader,
     ValueEnd,
     call,
     n_begun,
@@ -54,15 +54,16 @@ _MESSAGE, _MESSAGE_ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "
 _LONGEST_HEADER = 512
 
 
-class TurnReader(TrimmingReader):
-    """A reader of thoughts, text and calls. `functions`: names, with the schemas of their arguments.
-    `in_thought`: the prompt has begun the thoughts. `is_held`: a grammar holds every call, so that arguments
-    are given out as they come, and a call cut off within its head is dropped."""
+class TurnReader(Reader):
+    """A reader of thoughts, text and calls. It leaves out the white space where the kind of parts changes:
+    models put line ends around calls and thoughts; an answer of text alone is left as it is. `functions`:
+    names, with the schemas of their arguments. `in_thought`: the prompt has begun the thoughts. `is_held`: a
+    grammar holds every call, so that arguments are given out as they come, and a call cut off within its head
+    is dropped."""
 
     def __init__(
         self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
     ) -> None:
-        super().__init__()
         self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
         self._form = turn.call or CallForm(("", ""), "", "", "")
         self._opening, self._json_form = self._form.section[0] + self._form.opening, self._form.json
@@ -81,12 +82,43 @@ class TurnReader(TrimmingReader):
         self._name, self._n_tries, self._has_begun = "", 0, False
         self._schema: Mapping[str, Any] = {}
         self._steps = self._channels() if turn.is_channelled else self._answer()
+        self._kind: type[Part] | None = None
+        self._held_space, self._has_changed = "", False
 
-    def _read(self, text: str, *, is_final: bool = False) -> list[Part]:
-        self._text, self._is_final = self._text + text, is_final
+    def feed(self, text: str) -> list[Part]:
+        self._text += text
         next(self._steps, None)
         parts, self._parts = self._parts, []
+        return self._trimmed(parts)
+
+    def finish(self) -> list[Part]:
+        self._is_final = True
+        parts = self.feed("")
+        if self._held_space and self._kind is Text and not self._has_changed:
+            parts.append(Text(self._held_space))
+        self._held_space = ""
         return parts
+
+    def _trimmed(self, parts: list[Part]) -> list[Part]:
+        out: list[Part] = []
+        for part in parts:
+            if not isinstance(part, Text | Reasoning):
+                self._kind, self._held_space, self._has_changed = Call, "", True
+                out.append(part)
+                continue
+            text = part.text
+            if type(part) is not self._kind and (self._kind is not None or type(part) is Reasoning):
+                text = text.lstrip()
+                if not text:
+                    continue
+                self._held_space, self._has_changed = "", True
+            self._kind = type(part)
+            held = self._held_space + text
+            kept = held.rstrip()
+            self._held_space = held[len(kept) :]
+            if kept:
+                out.append(type(part)(kept))
+        return out
 
     # Thoughts, text and calls within text
 

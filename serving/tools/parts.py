@@ -13,7 +13,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from phasewise._json import refuse_constant
@@ -64,55 +64,6 @@ class Reader:
     def finish(self) -> list[Part]:
         """The remaining parts, when no more text comes."""
         return []
-
-
-class TrimmingReader(Reader):
-    """Leaves out the white space where the kind of parts changes: models put line ends around calls and
-    thoughts. An answer of text alone is left as it is."""
-
-    def __init__(self) -> None:
-        self._kind: type[Part] | None = None
-        self._held_space = ""
-        self._has_changed = False
-
-    def _read(self, text: str, *, is_final: bool = False) -> list[Part]:
-        """The parts with their white space. `is_final`: no more text comes."""
-        raise NotImplementedError
-
-    def feed(self, text: str) -> list[Part]:
-        return self._trimmed(self._read(text))
-
-    def finish(self) -> list[Part]:
-        parts = self._trimmed(self._read("", is_final=True))
-        if self._held_space and self._kind is Text and not self._has_changed:
-            parts.append(Text(self._held_space))
-        self._held_space = ""
-        return parts
-
-    def _trimmed(self, parts: Iterable[Part]) -> list[Part]:
-        out: list[Part] = []
-        for part in parts:
-            if isinstance(part, Call | Begun | Piece):
-                self._change(Call)
-                out.append(part)
-                continue
-            text = part.text
-            if type(part) is not self._kind:
-                if self._kind is not None or type(part) is Reasoning:
-                    text = text.lstrip()
-                    if not text:
-                        continue
-                self._change(type(part))
-            held = self._held_space + text
-            kept = held.rstrip()
-            self._held_space = held[len(kept) :]
-            if kept:
-                out.append(type(part)(kept))
-        return out
-
-    def _change(self, kind: type[Part]) -> None:
-        self._has_changed = self._has_changed or self._kind is not None or kind is not Text
-        self._kind, self._held_space = kind, ""
 
 
 class ValueEnd:
