@@ -168,13 +168,10 @@ def _check_template(part: Mapping[str, Json]) -> None:
 
 
 def _check_model(model: Json) -> None:
-    if not isinstance(model, dict):
-        return
-    if model.get("type") == "WordPiece" and model.get("max_input_chars_per_word", 0) > _MOST_WORD:
+    kind = model.get("type") if isinstance(model, dict) else None
+    if kind == "WordPiece" and model.get("max_input_chars_per_word", 0) > _MOST_WORD:
         raise _Risky("it looks for words of any length")
-    if model.get("type") == "Unigram" and any(
-        len(piece[0]) > _MOST_TOKEN_CHARACTERS for piece in model["vocab"]
-    ):
+    if kind == "Unigram" and any(len(piece[0]) > _MOST_TOKEN_CHARACTERS for piece in model["vocab"]):
         raise _Risky("it has very long tokens")
 
 

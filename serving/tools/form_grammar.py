@@ -17,6 +17,8 @@ from phasewise.serving.text.turn_form import (
     KINDS,
     NAME,
     ArgumentForm,
+    Around,
+    Kind,
     TurnForm,
     properties_of,
     types_of,
@@ -145,28 +147,22 @@ class CallGrammar:
         stated = root["properties"][key]
         schema: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
         types = types_of(schema, root) or frozenset(("string",))
-        options: list[str] = []
-        seen: set[tuple[str, str, str]] = set()
+        shapes: dict[tuple[Around, bool], Kind] = {}
         for kind in KINDS:
-            if kind not in types and not (kind == "object" and "null" in types):
-                continue
-            before, behind = (text.replace(KEY, key) for text in argument.values[kind])
-            is_raw = kind == "string" and argument.is_raw
+            if kind in types or (kind == "object" and "null" in types):
+                shapes.setdefault((argument.values[kind], kind == "string" and argument.is_raw), kind)
+        options: list[str] = []
+        for (around, is_raw), kind in shapes.items():
+            before, behind = (text.replace(KEY, key) for text in around)
             body = f"{name}_{kind}"
-            shape = (before, behind, kind if is_raw else "")
-            if shape in seen:
-                continue
-            seen.add(shape)
             head = self._spelled(argument.opening + key + before, keep_end=True)
             if is_raw:
                 options.append(f"{head} {self._text(body, behind, schema)}")
-            else:
-                shared = {part: root[part] for part in _DEFINITIONS if part in root}
-                rule = json_rule(
-                    {**shared, **_without_strings(schema, argument)}, lenient=not function.is_strict
-                )
-                self._rules.append((body, rule))
-                options.append(f"{head} {body} {self._spelled(behind, keep_start=True)}")
+                continue
+            shared = {part: root[part] for part in _DEFINITIONS if part in root}
+            whole = {**shared, **_without_strings(schema, argument)}
+            self._rules.append((body, json_rule(whole, lenient=not function.is_strict)))
+            options.append(f"{head} {body} {self._spelled(behind, keep_start=True)}")
         return " | ".join(options)
 
     def _text(self, name: str, behind: str, schema: Mapping[str, Any]) -> str:

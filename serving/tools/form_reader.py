@@ -367,10 +367,8 @@ class TurnReader(Reader):
             is_json = self._text[place : place + 1] in ("{", "[")
             if is_json and (yield from self._json(is_given=False)):
                 value = parsed(self._text[place : self._at])
-                calls = [
-                    self._call_in(item, *form.keys)
-                    for item in (value if isinstance(value, list) else [value])
-                ]
+                values = value if isinstance(value, list) else [value]
+                calls = [self._call_in(item, *form.keys) for item in values]
             if not calls or None in calls:
                 self._at = begin
                 break
