@@ -177,12 +177,10 @@ def _user_first(messages: Messages) -> Messages:
 
 def _lone_results(messages: Messages) -> Messages:
     """Turn results of calls that are not in the conversation into user's turns."""
-    first = next(
-        (n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls")), None
-    )
-    return [
-        {"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages[:first]
-    ] + (messages[first:] if first is not None else [])
+    calls = (n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls"))
+    first = next(calls, len(messages))
+    out = [{"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages[:first]]
+    return [*out, *messages[first:]]
 
 
 def _one_call(messages: Messages) -> Messages:

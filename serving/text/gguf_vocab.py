@@ -300,9 +300,8 @@ def _around(
 
 def _bos_and_eos(vocabulary: _Vocabulary, default_bos: int) -> Json:
     """A post-processor that adds BOS and EOS, where the file wants them."""
-    wants_bos, wants_eos = adds_bos(vocabulary.metadata), vocabulary.flag("add_eos_token", False)
-    bos = vocabulary.special_id("bos", default_bos) if wants_bos else None
-    eos = vocabulary.special_id("eos") if wants_eos else None
+    bos = vocabulary.special_id("bos", default_bos) if adds_bos(vocabulary.metadata) else None
+    eos = vocabulary.special_id("eos") if vocabulary.flag("add_eos_token", False) else None
     single = [(what, 0) for what in (bos, "A", eos) if what is not None]
     return _around(vocabulary.tokens, single, single) if len(single) > 1 else None
 

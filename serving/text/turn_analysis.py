@@ -43,14 +43,13 @@ _TOKENS = re.compile(r"<[^<>\d\n]{0,80}>|\d+|\D")
 _THINKS = re.compile(r"(?i)([<\[])/?([\w:]*think\w*)([>\]])")
 
 
-def tool(name: str) -> dict[str, Any]:
-    """A function, as a conversation describes one, whose parameters are the sentinels' keys."""
-    properties = {key: {"type": "string", "description": "d"} for key in _KEYS}
-    parameters = {"type": "object", "properties": properties, "required": [*_KEYS]}
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
-
-
-_TOOLS = tuple(map(tool, _NAMES))
+_PROPERTIES = {key: {"type": "string", "description": "d"} for key in _KEYS}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [*_KEYS]}
+_TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": _PARAMETERS}}
+    for name in _NAMES
+)
+"""Functions, as a conversation describes them, whose parameters are the sentinels' keys."""
 
 
 class _Turn(NamedTuple):
@@ -399,9 +398,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
         return None
     written = written[: len(written) - len(following)]
     match = re.search(r"[{\[][^<]*[}\]]" if isinstance(value, dict | list) else r"(?i)true|771258", written)
-    if match is None:
-        return None
-    return written[: match.start()], written[match.end() :]
+    return None if match is None else (written[: match.start()], written[match.end() :])
 
 
 def _whole_tags(text: str, end: int) -> int:
