@@ -97,9 +97,6 @@ def _is_taken(write: Write, messages: Messages, tools: Sequence[Message]) -> boo
     return text is not None and all(mark in text for mark in marks)
 
 
-# Changes
-
-
 def _without(message: Message, *fields: str) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in fields}
 

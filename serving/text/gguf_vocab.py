@@ -236,9 +236,6 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, default: floa
     return listed
 
 
-# The parts of a tokenizer.json
-
-
 def _part(kind: str, **fields: Json) -> dict[str, Json]:
     return {"type": kind, **fields}
 
@@ -306,9 +303,6 @@ def _bos_and_eos(vocabulary: _Vocabulary, default_bos: int) -> Json:
     return _around(vocabulary.tokens, single, single) if len(single) > 1 else None
 
 
-# Byte-level BPE
-
-
 def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
     behaviours: Mapping[str, str] = _TABLE["behaviours"]
     splits = [_split(pattern, behaviours.get(pattern, "Isolated")) for pattern in pre.patterns]
@@ -348,9 +342,6 @@ def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
     if any(" " in left or " " in right or left.startswith("#version") for left, right in pairs):
         return pairs
     return [f"{left} {right}" for left, right in pairs]
-
-
-# Pieces, joined by their scores or by merges
 
 
 def _pieces(vocabulary: _Vocabulary, merges: Sequence[Json], unknown: int | None, *, fuse: bool) -> Json:
@@ -428,9 +419,6 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
             )
     cuts.sort()
     return _listed([(token[:-cut], token[-cut:]) for _, _, cut, token in cuts])
-
-
-# Encoders' vocabularies
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> Json:

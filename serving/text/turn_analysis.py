@@ -41,8 +41,6 @@ _ON: tuple[Mapping[str, Any], ...] = ({}, {"enable_thinking": True, "thinking": 
 _TAG = re.compile(r"<[^<>\n]{0,80}>|\[[^\[\]\n]{1,40}\]")
 _TOKENS = re.compile(r"<[^<>\d\n]{0,80}>|\d+|\D")
 _THINKS = re.compile(r"(?i)([<\[])/?([\w:]*think\w*)([>\]])")
-
-
 _PROPERTIES = {key: {"type": "string", "description": "d"} for key in _KEYS}
 _PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [*_KEYS]}
 _TOOLS = tuple(
@@ -138,9 +136,6 @@ def _opening(write: Write) -> str:
     return openings[0][: min(whole)].strip() if whole else ""
 
 
-# Thoughts and text
-
-
 def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Around]:
     for variables in _ON:
         for field in THOUGHTS:
@@ -229,9 +224,6 @@ def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -
     behind = _pattern(turn.text[turn.text.rindex(_TEXT) + len(_TEXT) :].partition(_NAMES[0])[0])
     closing = behind.removesuffix(opening) if opening.strip() else ""
     return (text[0], closing) if closing != behind and closing.strip() else text
-
-
-# Calls
 
 
 def _calls(
@@ -349,9 +341,6 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
         return shared
     tag = _TAG.search(shared)
     return shared[tag.start() :] if tag else ""
-
-
-# Arguments written one by one
 
 
 def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_Span]) -> CallForm | None:

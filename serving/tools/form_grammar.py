@@ -125,8 +125,6 @@ class CallGrammar:
         opening = self._spelled(form.opening.lstrip().replace(NAME, function.name))
         self._rules.append((name, f"{opening} {body} {self._spelled(form.closing)}"))
 
-    # Arguments written one by one
-
     def _arguments(self, name: str, function: Function, argument: ArgumentForm) -> str:
         """Rules for the arguments in the order of the schema, from the first that is present."""
         schema = dict(function.parameters)

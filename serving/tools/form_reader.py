@@ -120,9 +120,8 @@ class TurnReader(Reader):
                 out.append(type(part)(kept))
         return out
 
-    # Thoughts, text and calls within text
-
     def _answer(self) -> Step:
+        """Read thoughts, and text with calls within it."""
         if self._turn.thought[1].strip():
             yield from self._thoughts(*(mark.strip() for mark in self._turn.thought))
         opened, closed = (mark.strip() for mark in self._turn.text)
@@ -215,9 +214,8 @@ class TurnReader(Reader):
             self._parts.append(kind(self._text[self._at : end]))
         self._text, self._at = self._text[end:], 0
 
-    # Messages in channels, as in gpt-oss
-
     def _channels(self) -> Step:
+        """Read messages in channels, as in gpt-oss."""
         is_header = False
         for beginning in _HEADER_BEGINS:
             is_header = is_header or (yield from self._comes(beginning))
@@ -261,8 +259,6 @@ class TurnReader(Reader):
         is_read = self._called(is_read=is_read and is_ended)
         self._at = self._at if is_read else 0
         return is_read
-
-    # Calls
 
     def _section(self, begin: int) -> Step:
         """Read all calls that stand together. False: the text is no call."""
@@ -354,9 +350,8 @@ class TurnReader(Reader):
                 yield
         return is_end
 
-    # Calls that are JSON as a whole
-
     def _json_section(self, form: JsonForm) -> Step:
+        """Read calls that are JSON as a whole."""
         if not (yield from self._literal(form.lead)):
             return False
         n_calls = 0
@@ -393,9 +388,8 @@ class TurnReader(Reader):
         inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
         return self._call_in(inner[0], name_key, key, 1) if depth == 0 and len(inner) == 1 else None
 
-    # Arguments written one by one
-
     def _arguments(self, argument: ArgumentForm) -> Step:
+        """Read arguments that are written one by one."""
         schema = self._functions[self._name]
         self._schema = schema if isinstance(schema, Mapping) else {}
         schemas = properties_of(schema)
@@ -524,8 +518,6 @@ class TurnReader(Reader):
             return False
         self._give(Piece(json.dumps(value, ensure_ascii=False)))
         return True
-
-    # Known texts
 
     def _word(self, word: str) -> Step:
         """Read exactly this text."""
