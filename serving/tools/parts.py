@@ -106,10 +106,8 @@ _MOST_DIGITS = 1000
 
 def n_begun(text: str, mark: str) -> int:
     """Length of the longest suffix of `text` that may begin `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
 def parsed(text: str) -> Any | None:
@@ -133,9 +131,7 @@ def call(name: str, arguments: Any) -> Call | None:
     """A call with these arguments, given as an object or a JSON text of one; None for anything else."""
     if isinstance(arguments, str):
         arguments = parsed(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    text = written(arguments)
+    text = written(arguments) if isinstance(arguments, dict) else None
     return None if text is None else Call(name, text)
 
 
