@@ -26,11 +26,9 @@ from phasewise.serving.text.turn_form import (
 )
 
 _USER, _TEXT, _THOUGHT = "qusertextq", "qsaidtextq", "qthoughttextq"
-_NAMES, _KEYS, _VALUES = (
-    ("qfirstnameq", "qsecondnameq"),
-    ("qakeyq", "qbkeyq"),
-    ("qfirstvalueq", "qlastvalueq"),
-)
+_NAMES = ("qfirstnameq", "qsecondnameq")
+_KEYS = ("qakeyq", "qbkeyq")
+_VALUES = ("qfirstvalueq", "qlastvalueq")
 _ARGUMENTS: Mapping[str, Any] = dict(zip(_KEYS, _VALUES, strict=True))
 _IDS = ("qcallid01", "qcallid02")
 _QUOTED = f"{_VALUES[0]}\"'\n\\{_VALUES[1]}"

@@ -131,7 +131,7 @@ class TurnReader(Reader):
         if self._turn.call is not None and self._is_bare:
             begin = self._at
             yield from self._tag()
-            if (yield from self._section(self._at)):
+            if (yield from self._section()):
                 yield from self._tag()
             else:
                 self._at = begin
@@ -147,10 +147,9 @@ class TurnReader(Reader):
                 yield
             elif mark[0] == trigger:
                 self._at = len(trigger) if self._is_bare else 0
-                is_read = yield from self._section(self._at)
+                is_read = yield from self._section()
                 is_end = not is_read and mark[0] in self._ends and (yield from self._mark(mark[0], closed))
                 if not is_read and not is_end:  # no call begins here
-                    self._coming.clear()
                     self._n_tries += self._is_final
                     self._at = 0
                     self._take(len(self._text) if self._n_tries > _MOST_TRIES else len(trigger))
@@ -216,9 +215,7 @@ class TurnReader(Reader):
 
     def _channels(self) -> Step:
         """Read messages in channels, as in gpt-oss."""
-        is_header = False
-        for beginning in _HEADER_BEGINS:
-            is_header = is_header or (yield from self._comes(beginning))
+        is_header = yield from self._comes(*_HEADER_BEGINS)
         kind: type[Text] | type[Reasoning] = Text
         while True:
             if is_header:
@@ -253,16 +250,14 @@ class TurnReader(Reader):
         if self._is_held:
             return True
         yield from self._space()
-        is_ended = self._at == len(self._text)
-        for end in _MESSAGE_ENDS:
-            is_ended = is_ended or (yield from self._comes(end))
+        is_ended = self._at == len(self._text) or (yield from self._comes(*_MESSAGE_ENDS))
         is_read = self._called(is_read=is_read and is_ended)
         self._at = self._at if is_read else 0
         return is_read
 
-    def _section(self, begin: int) -> Step:
+    def _section(self) -> Step:
         """Read all calls that stand together. False: the text is no call."""
-        self._at, self._has_begun = begin, False
+        begin, self._has_begun = self._at, False
         if self._json_form is not None and not self._is_held:
             is_read = yield from self._json_section(self._json_form)
         else:
@@ -282,7 +277,6 @@ class TurnReader(Reader):
         while True:
             begin, self._has_begun = self._at, False
             if not (yield from self._one()):
-                self._coming.clear()
                 if is_first or (self._is_held and (self._is_final or self._has_begun)):
                     return False
                 self._at = begin
@@ -296,11 +290,12 @@ class TurnReader(Reader):
         self._parts += self._waiting if is_closed else ()
         return is_closed or not self._is_bare or self._is_held
 
-    def _comes(self, pattern: str) -> Step:
-        """True if the next text may begin this pattern."""
-        begin = self._at
+    def _comes(self, *patterns: str) -> Step:
+        """True if the next text may begin one of these patterns."""
+        begin, is_there = self._at, False
         yield from self._space()
-        is_there = yield from self._word(_FIRST_WORD.findall(pattern)[0])
+        for pattern in patterns:
+            is_there = is_there or (yield from self._word(_FIRST_WORD.findall(pattern)[0]))
         self._at = begin
         return is_there
 
@@ -338,17 +333,15 @@ class TurnReader(Reader):
 
     def _json(self, stops: str = "", quotes: Sequence[str] = ('"',), *, is_given: bool = True) -> Step:
         """Read JSON, or a value that is like it, to its end or to one of `stops`."""
-        scan, is_end = ValueEnd(stops, quotes), False
-        while not is_end:
+        scan = ValueEnd(stops, quotes)
+        while True:
             place, is_end = scan.find(self._text, self._at)
             if is_given and place > self._at:
                 self._give(Piece(self._text[self._at : place]))
             self._at = place
-            if not is_end:
-                if self._is_final:
-                    break
-                yield
-        return is_end
+            if is_end or self._is_final:
+                return is_end
+            yield
 
     def _json_section(self, form: JsonForm) -> Step:
         """Read calls that are JSON as a whole."""
