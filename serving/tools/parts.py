@@ -148,8 +148,6 @@ def written(value: Any) -> str | None:
 
 
 _MOST_DEPTH = 32
-_UNREAD = object()
-"""What `_value` returns for a text that means no value."""
 _CDATA = ("<![CDATA[", "]]>")
 _BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"']+)\s*:")
 
@@ -159,15 +157,17 @@ def typed(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, d
     types = types_of(schema, root)
     if types == {"string"}:
         return text.removeprefix(_CDATA[0]).removesuffix(_CDATA[1]) if text.startswith(_CDATA[0]) else text
-    value = _value(text.strip(), schema, root, form, depth)
-    if value is _UNREAD or (types and type_of(value) not in types and "string" in types):
+    stripped = text.strip()
+    value = _value(stripped, schema, root, form, depth)
+    if value == stripped or (types and type_of(value) not in types and "string" in types):
         return text
     return text if isinstance(value, str) and form.is_raw and types != {"array"} else value
 
 
 def _value(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
+    """The value that a text means; the text itself, which no value equals, where it means none."""
     value = parsed(text)
-    if value is None and depth < _MOST_DEPTH and text != "null":
+    if value is None and depth < _MOST_DEPTH:
         value = _nested(text, schema, root, form, depth)
     if value is not None or text == "null":
         return value
@@ -176,26 +176,21 @@ def _value(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, 
         return parsed(json.dumps(plain, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, LookupError, RecursionError, MemoryError):
         value = parsed(_with_quotes(text, form)) if text[:1] in ("{", "[") else None
-    return _UNREAD if value is None else value
+    return text if value is None else value
 
 
 def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
     """An object or a list whose members are written like arguments; None for any other text."""
     before, behind = form.values["string"]
-    if KEY not in behind or not text.startswith(form.opening):
+    if not before or KEY not in behind or not text.startswith(form.opening):
         return None
     pairs: list[tuple[str, str]] = []
-    place = 0
-    while text.startswith(form.opening, place):
-        place += len(form.opening)
-        key_end = text.find(before, place)
-        key = text[place : max(key_end, place)]
-        closing = behind.replace(KEY, key)
-        end = text.find(closing, key_end)
-        if min(key_end, end) < 0:
+    while text.startswith(form.opening):
+        key, _, text = text.removeprefix(form.opening).partition(before)
+        item, closing, text = text.partition(behind.replace(KEY, key))
+        if not closing:
             return None
-        pairs.append((key, text[key_end + len(before) : end]))
-        place = end + len(closing)
+        pairs.append((key, item))
     if types_of(schema, root) == {"array"} or (len(pairs) > 1 and len({key for key, _ in pairs}) == 1):
         items = schema.get("items") if isinstance(schema, Mapping) else None
         return [typed(item, items, root, form, depth + 1) for _, item in pairs]
