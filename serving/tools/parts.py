@@ -182,15 +182,20 @@ def _value(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, 
 def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
     """An object or a list whose members are written like arguments; None for any other text."""
     before, behind = form.values["string"]
-    if not before or KEY not in behind or not text.startswith(form.opening):
+    if KEY not in behind or not text.startswith(form.opening):
         return None
     pairs: list[tuple[str, str]] = []
-    while text.startswith(form.opening):
-        key, _, text = text.removeprefix(form.opening).partition(before)
-        item, closing, text = text.partition(behind.replace(KEY, key))
-        if not closing:
+    place = 0
+    while text.startswith(form.opening, place):
+        place += len(form.opening)
+        key_end = text.find(before, place)
+        key = text[place : max(key_end, place)]
+        closing = behind.replace(KEY, key)
+        end = text.find(closing, key_end)
+        if min(key_end, end) < 0:
             return None
-        pairs.append((key, item))
+        pairs.append((key, text[key_end + len(before) : end]))
+        place = end + len(closing)
     if types_of(schema, root) == {"array"} or (len(pairs) > 1 and len({key for key, _ in pairs}) == 1):
         items = schema.get("items") if isinstance(schema, Mapping) else None
         return [typed(item, items, root, form, depth + 1) for _, item in pairs]
