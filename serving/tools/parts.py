@@ -106,8 +106,10 @@ _MOST_DIGITS = 1000
 
 def n_begun(text: str, mark: str) -> int:
     """Length of the longest suffix of `text` that may begin `mark`."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(mark[:length])), 0)
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
 
 
 def parsed(text: str) -> Any | None:
