@@ -23,6 +23,14 @@ MOST_CHOICES = 1000
 MOST_INTERSECTION = 1 << 18
 """Most automaton states, roughly: constraints that must hold together on one value multiply."""
 _LARGEST_STEP = 2**53
+JSON_OPTIONS = {
+    # A small model that may write any amount of space sometimes writes nothing else.
+    "whitespace_pattern": r"( |\n[ \t]{0,32})",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": True,
+}
+"""Llguidance's options for all JSON that a grammar describes."""
 
 _ESCAPE = re.compile(r"\\[pPxu]\{[^}]*\}|\\.?", re.DOTALL)
 _QUANTIFIER = re.compile(r"\{(\d{0,18})(,?)(\d{0,18})\}")

@@ -20,7 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.errors import QueueFull, RequestError, ServingError
-from phasewise.serving.grammar.grammar_limits import checked_choices, checked_pattern, checked_schema
+from phasewise.serving.grammar.grammar_limits import (
+    JSON_OPTIONS,
+    checked_choices,
+    checked_pattern,
+    checked_schema,
+)
 from phasewise.serving.sandbox.confined import (
     Bounds,
     CancelToken,
@@ -49,14 +54,6 @@ _LIMITS = {
     "step_max_items": 20_000,
     "max_lexer_states": 10_000,  # 1 to 2 kB each, for every answer
     "max_grammar_size": 50_000,
-}
-_JSON_OPTIONS = {
-    # A small model that may write any amount of space sometimes writes nothing else.
-    "whitespace_pattern": r"( |\n[ \t]{0,32})",
-    "item_separator": ",",
-    "key_separator": ":",
-    "coerce_one_of": True,
-    "lenient": False,
 }
 
 
@@ -421,7 +418,7 @@ def _for_llguidance(grammar: Grammar) -> str:
         return grammar.text
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
-    return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(grammar.text, overrides={**JSON_OPTIONS, "lenient": False})  # type: ignore[arg-type]
 
 
 def _in_one_line(message: str) -> str:

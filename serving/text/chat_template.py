@@ -87,10 +87,6 @@ def _from_json(text: object) -> Any:
     return read_json(text) if isinstance(text, str | bytes) else text
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 def _raise_exception(message: object) -> NoReturn:
     raise _RefusedError(str(message)[:1000])
 
@@ -128,7 +124,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.filters.pop(name, None)
         self.filters |= {"tojson": _tojson, "from_json": _from_json}
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """True if the template may use the attribute: it may change only its own lists and dicts."""
@@ -288,7 +285,7 @@ class ControlTexts:
         where there is no control text."""
         if self._beginning is None or not any(map(self._beginning.search, texts_in(messages))):
             return messages, ""
-        used = set().union(*map(set, texts_in(messages)))
+        used = "".join(texts_in(messages))
         mark = next((character for character in _MARKS if character not in used), None)
         if mark is None:
             raise ValueError("a conversation with every noncharacter of Unicode cannot be written out")
@@ -353,17 +350,17 @@ class Conversations:
     ) -> None:
         """`special_tokens`: texts by templates' names of them. `control_texts`: texts that are plain text in
         contents."""
-        told = json.dumps(
-            {
-                "source": source,
-                "special_tokens": dict(special_tokens),
-                "control_texts": list(control_texts),
-                "most_characters": MOST_CHARACTERS,
-            }
-        ).encode()
+        told = {
+            "source": source,
+            "special_tokens": dict(special_tokens),
+            "control_texts": list(control_texts),
+            "most_characters": MOST_CHARACTERS,
+        }
         self.turn = TurnForm()
         """The form in which the template writes turns, known after `start`."""
-        self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
+        self._short, self._long = (
+            ConfinedProcess("template", json.dumps(told).encode(), bounds) for _ in range(2)
+        )
 
     def start(self, *, with_form: bool = True) -> None:
         """Read the template and the form of its turns. ModelError where the template cannot be used."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from phasewise._json import read_json
-from phasewise.serving.errors import ModelError, QueueFull, RequestError
+from phasewise.serving.errors import ModelError, QueueFull, RequestError, ServingError
 from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused, Unserved
 from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, PUBLISHED_PATTERNS
 
@@ -168,13 +168,10 @@ def _check_template(part: Mapping[str, Json]) -> None:
 
 
 def _check_model(model: Json) -> None:
-    if not isinstance(model, dict):
-        return
-    if model.get("type") == "WordPiece" and model.get("max_input_chars_per_word", 0) > _MOST_WORD:
+    kind = model.get("type") if isinstance(model, dict) else None
+    if kind == "WordPiece" and model.get("max_input_chars_per_word", 0) > _MOST_WORD:
         raise _Risky("it looks for words of any length")
-    if model.get("type") == "Unigram" and any(
-        len(piece[0]) > _MOST_TOKEN_CHARACTERS for piece in model["vocab"]
-    ):
+    if kind == "Unigram" and any(len(piece[0]) > _MOST_TOKEN_CHARACTERS for piece in model["vocab"]):
         raise _Risky("it has very long tokens")
 
 
@@ -193,12 +190,12 @@ def without_programs(text: str) -> str:
     """A risky tokenizer.json reduced to what turns tokens into text: its vocabulary and kind of decoder."""
     fields = read_json(text)
     decoder = json.dumps(fields.get("decoder"))
-    kept = next((part for kind, part in _DECODERS.items() if f'"type": "{kind}"' in decoder), None)
+    kept = next((part for kind, part in DECODERS.items() if f'"type": "{kind}"' in decoder), None)
     emptied = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
     return json.dumps({**fields, **dict.fromkeys(emptied), "decoder": kept})
 
 
-_DECODERS: Mapping[str, Json] = {
+DECODERS: Mapping[str, Json] = {
     "ByteLevel": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     "ByteFallback": {"type": "ByteFallback"},
     "Metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
@@ -259,7 +256,7 @@ def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], specia
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
     """The job of the confined process: a request of `ConfinedTokenizer` in, its answer out, both JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not outlive a fork
-    with _quiet(), _refusals("the tokenizer cannot be read"):
+    with _quiet(), library_errors(JobRefused, "the tokenizer cannot be read"):
         import tokenizers
 
         backend = tokenizers.Tokenizer.from_str(told.decode("utf-8", "surrogatepass"))
@@ -270,7 +267,7 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
         asked = json.loads(request)
         most = asked.pop("most")
         texts = [text if isinstance(text, str) else tuple(text) for text in asked.pop("texts")]
-        with _refusals("the model's tokenizer cannot cut this text"):
+        with library_errors(JobRefused, "the model's tokenizer cannot cut this text"):
             if most is not None:
                 backend.enable_truncation(most, strategy="longest_first")
             out = json.dumps(cut(backend, texts=texts, **asked)).encode()
@@ -281,14 +278,14 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 
 
 @contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Raise JobRefused for whatever the library raises, its panics included."""
+def library_errors(kind: type[ServingError], what: str, advice: str = "") -> Iterator[None]:
+    """Raise `kind` for whatever the Rust library raises, whose panics are BaseExceptions."""
     try:
         yield
-    except MemoryError:
+    except (MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise JobRefused(f"{what}: {' '.join(str(error).split())[:200]}") from error
+        raise kind(f"{what}: {' '.join(str(error).split())[:200]}{advice}") from error
 
 
 @contextmanager

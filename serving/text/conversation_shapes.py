@@ -97,9 +97,6 @@ def _is_taken(write: Write, messages: Messages, tools: Sequence[Message]) -> boo
     return text is not None and all(mark in text for mark in marks)
 
 
-# Changes
-
-
 def _without(message: Message, *fields: str) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in fields}
 
@@ -177,12 +174,10 @@ def _user_first(messages: Messages) -> Messages:
 
 def _lone_results(messages: Messages) -> Messages:
     """Turn results of calls that are not in the conversation into user's turns."""
-    first = next(
-        (n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls")), None
-    )
-    return [
-        {"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages[:first]
-    ] + (messages[first:] if first is not None else [])
+    calls = (n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls"))
+    first = next(calls, len(messages))
+    out = [{"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages[:first]]
+    return [*out, *messages[first:]]
 
 
 def _one_call(messages: Messages) -> Messages:
@@ -275,11 +270,7 @@ _SHAPES: dict[str, tuple[Callable[[Messages], Messages], list[Messages]]] = {
     "neighbours": (_join_neighbours, [[_USER, _said("user", 2)]]),
     "calls": (_calls_as_text, [_CALLED]),
 }  # fmt: skip
-LAST_RESORT = (
-    *("leading systems", "later systems", "results without calls", "silent answers", "answers first"),
-    *("several calls", "thoughts beside text and calls"),
-    *("text beside calls", "user after result", "neighbours"),
-)
+LAST_RESORT = frozenset(_SHAPES) - {"system", "arguments as objects", "calls"}
 """Shapes to rewrite in a conversation that the template still refuses."""
 _PROPERTIES = {
     "a": {"type": ["string", "null"]},

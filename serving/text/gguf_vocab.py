@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -84,9 +85,10 @@ PUBLISHED_PATTERNS: Sequence[str] = _TABLE["published"]
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
-_VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {
+VISIBLE_BYTES = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(256 + index) for index, byte in enumerate(_HIDDEN)
 }
+"""The printable character that byte-level vocabularies write for each byte."""
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Byte values that occur in UTF-8 text."""
 _MOST_LINE_ENDS = 64  # in one token
@@ -130,11 +132,6 @@ class _Vocabulary:
 
     def scores(self) -> Sequence[float]:
         return _numbers(self.metadata, "tokenizer.ggml.scores", len(self.tokens), 0.0)
-
-
-def visible_byte(byte: int) -> str:
-    """The printable character that byte-level vocabularies write for a byte."""
-    return _VISIBLE[byte]
 
 
 def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
@@ -200,15 +197,14 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         raise ModelError(
             "tokenizer.ggml.tokens is empty, so no text can be read or written; fetch the file again"
         )
-    distinct: set[str] = set()
-    for token in named:
-        if token in distinct:
-            raise ModelError(f"tokenizer.ggml.tokens lists {token!r:.80} twice; fetch the file again")
-        distinct.add(token)
+    counts = Counter(named)
+    if len(counts) < len(named):
+        token = counts.most_common(1)[0][0]
+        raise ModelError(f"tokenizer.ggml.tokens lists {token!r:.80} twice; fetch the file again")
     stated = _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
     kinds = list(map(int, stated))
     for token_id, token in enumerate(named):
-        if token == "</s>" and "<|tool_response>" in distinct:
+        if token == "</s>" and "<|tool_response>" in counts:
             kinds[token_id] = TokenKind.NORMAL
         elif token in ALWAYS_FOUND and kinds[token_id] == TokenKind.NORMAL:
             kinds[token_id] = TokenKind.USER_DEFINED
@@ -238,9 +234,6 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, default: floa
             " the file is damaged, fetch it again"
         )
     return listed
-
-
-# The parts of a tokenizer.json
 
 
 def _part(kind: str, **fields: Json) -> dict[str, Json]:
@@ -304,14 +297,10 @@ def _around(
 
 def _bos_and_eos(vocabulary: _Vocabulary, default_bos: int) -> Json:
     """A post-processor that adds BOS and EOS, where the file wants them."""
-    wants_bos, wants_eos = adds_bos(vocabulary.metadata), vocabulary.flag("add_eos_token", False)
-    bos = vocabulary.special_id("bos", default_bos) if wants_bos else None
-    eos = vocabulary.special_id("eos") if wants_eos else None
+    bos = vocabulary.special_id("bos", default_bos) if adds_bos(vocabulary.metadata) else None
+    eos = vocabulary.special_id("eos") if vocabulary.flag("add_eos_token", False) else None
     single = [(what, 0) for what in (bos, "A", eos) if what is not None]
     return _around(vocabulary.tokens, single, single) if len(single) > 1 else None
-
-
-# Byte-level BPE
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
@@ -319,7 +308,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
     splits = [_split(pattern, behaviours.get(pattern, "Isolated")) for pattern in pre.patterns]
     byte_level = _part("ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
     # Few vocabularies lack a byte. One that does drops the byte, and its neighbours are not joined.
-    absent = "".join(sorted({visible_byte(byte) for byte in _UTF8_BYTES}.difference(vocabulary.tokens)))
+    absent = "".join(sorted({VISIBLE_BYTES[byte] for byte in _UTF8_BYTES}.difference(vocabulary.tokens)))
     removal = [_split(f"[{re.escape(absent)}]", "Removed")] if absent else []
     merges = _listed(_merge_pairs(vocabulary))
     return _document(
@@ -353,9 +342,6 @@ def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
     if any(" " in left or " " in right or left.startswith("#version") for left, right in pairs):
         return pairs
     return [f"{left} {right}" for left, right in pairs]
-
-
-# Pieces, joined by their scores or by merges
 
 
 def _pieces(vocabulary: _Vocabulary, merges: Sequence[Json], unknown: int | None, *, fuse: bool) -> Json:
@@ -433,9 +419,6 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
             )
     cuts.sort()
     return _listed([(token[:-cut], token[-cut:]) for _, _, cut, token in cuts])
-
-
-# Encoders' vocabularies
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> Json:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol, Self
 
@@ -17,20 +16,22 @@ import tokenizers
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.text.confined_tokenizer import (
+    DECODERS,
     ConfinedTokenizer,
     Text,
     Want,
     cut,
+    library_errors,
     risk_of,
     without_programs,
 )
-from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, visible_byte
+from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, VISIBLE_BYTES
 
 _LONGEST_UNKNOWN = 100
 """The longest word, in characters, that WordPiece divides: a longer one is a single unknown token."""
+_ADVICE = "; fetch the model again"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-_BYTE_OF_VISIBLE = {visible_byte(byte): byte for byte in range(256)}
-_DECODERS = ("ByteLevel", "ByteFallback", "Metaspace")
+_BYTE_OF_VISIBLE = {character: byte for byte, character in VISIBLE_BYTES.items()}
 
 
 class TokenizerFacts(Protocol):
@@ -53,7 +54,7 @@ class TextCutter:
     def __init__(self, text: str, config: TokenizerFacts | None) -> None:
         is_risky = risk_of(text) is not None
         self._confined = ConfinedTokenizer(text) if is_risky else None
-        with _model_errors("the tokenizer cannot be read"):
+        with library_errors(ModelError, "the tokenizer cannot be read", _ADVICE):
             backend = tokenizers.Tokenizer.from_str(without_programs(text) if is_risky else text)
             backend.no_truncation()
             backend.no_padding()
@@ -105,7 +106,7 @@ class TextCutter:
             backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
             backend.enable_truncation(most, strategy="longest_first")
             self._truncating[most] = backend
-        with _model_errors("the tokenizer cannot cut this text"):
+        with library_errors(ModelError, "the tokenizer cannot cut this text", _ADVICE):
             return cut(self._truncating[most], want, whole, special)
 
 
@@ -115,10 +116,10 @@ class Tokenizer(TextCutter):
     def __init__(self, text: str, config: TokenizerFacts | None = None) -> None:
         super().__init__(text, config)
         decoder = repr(self._backend.decoder)
-        if not any(kind in decoder for kind in _DECODERS):
+        if not any(kind in decoder for kind in DECODERS):
             raise ModelError(
                 f"the tokenizer's decoder, {decoder[:80]}, is not one phasewise knows "
-                f"({', '.join(_DECODERS)}), so its tokens cannot be turned into text"
+                f"({', '.join(DECODERS)}), so its tokens cannot be turned into text"
             )
         added = self._backend.get_added_tokens_decoder().items()
         self._added = {token_id: token.content for token_id, token in added}
@@ -160,10 +161,9 @@ class Tokenizer(TextCutter):
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text: often no whole character; empty for an id without a name."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._make_piece(token_id)
-        return piece
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._make_piece(token_id)
+        return self._pieces[token_id]
 
     def _make_piece(self, token_id: int) -> bytes:
         token = self.token(token_id)
@@ -238,15 +238,3 @@ def _whole(text: Text) -> Text:
     return (
         text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     )
-
-
-@contextmanager
-def _model_errors(what: str) -> Iterator[None]:
-    """Raise ModelError for what the Rust library raises, whose panics are BaseExceptions."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{what}: {reason}; fetch the model again") from error

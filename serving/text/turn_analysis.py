@@ -26,11 +26,9 @@ from phasewise.serving.text.turn_form import (
 )
 
 _USER, _TEXT, _THOUGHT = "qusertextq", "qsaidtextq", "qthoughttextq"
-_NAMES, _KEYS, _VALUES = (
-    ("qfirstnameq", "qsecondnameq"),
-    ("qakeyq", "qbkeyq"),
-    ("qfirstvalueq", "qlastvalueq"),
-)
+_NAMES = ("qfirstnameq", "qsecondnameq")
+_KEYS = ("qakeyq", "qbkeyq")
+_VALUES = ("qfirstvalueq", "qlastvalueq")
 _ARGUMENTS: Mapping[str, Any] = dict(zip(_KEYS, _VALUES, strict=True))
 _IDS = ("qcallid01", "qcallid02")
 _QUOTED = f"{_VALUES[0]}\"'\n\\{_VALUES[1]}"
@@ -41,16 +39,13 @@ _ON: tuple[Mapping[str, Any], ...] = ({}, {"enable_thinking": True, "thinking": 
 _TAG = re.compile(r"<[^<>\n]{0,80}>|\[[^\[\]\n]{1,40}\]")
 _TOKENS = re.compile(r"<[^<>\d\n]{0,80}>|\d+|\D")
 _THINKS = re.compile(r"(?i)([<\[])/?([\w:]*think\w*)([>\]])")
-
-
-def tool(name: str) -> dict[str, Any]:
-    """A function, as a conversation describes one, whose parameters are the sentinels' keys."""
-    properties = {key: {"type": "string", "description": "d"} for key in _KEYS}
-    parameters = {"type": "object", "properties": properties, "required": [*_KEYS]}
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
-
-
-_TOOLS = tuple(map(tool, _NAMES))
+_PROPERTIES = {key: {"type": "string", "description": "d"} for key in _KEYS}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [*_KEYS]}
+_TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": _PARAMETERS}}
+    for name in _NAMES
+)
+"""Functions, as a conversation describes them, whose parameters are the sentinels' keys."""
 
 
 class _Turn(NamedTuple):
@@ -62,58 +57,54 @@ class _Turn(NamedTuple):
     opened: str
 
 
-class _Writer:
-    def __init__(self, write: Write) -> None:
-        self._write = write
-
-    def turn(self, variables: Mapping[str, Any] | None = None, **message: Any) -> _Turn | None:
-        question = {"role": "user", "content": _USER}
-        turn = {"role": "assistant", "content": "", **message}
-        full = self._write([question, turn], _TOOLS, False, variables or {})
-        prompt = self._write([question], _TOOLS, True, variables or {})
-        if full is None or prompt is None or _USER not in prompt or _USER not in full:
-            return None
-        asked = prompt.rindex(_USER) + len(_USER)
-        if len(full) - asked > _LONGEST_TURN:
-            return None
-        opening = prompt[asked:]
-        if self._write([question], _TOOLS, False, variables or {}) == prompt and _TAG.search(opening):
-            full = full.removesuffix(opening)  # the template opens an answer even if not asked to
-        start = n_shared(full, prompt)
-        begin = max(0, _whole_tags(full, start) - asked)
-        return _Turn(full[asked:], begin, prompt[asked + begin :]) if start >= asked else None
-
-    def calls(
-        self, arguments: Mapping[str, Any], n_calls: int = 1, /, *texts: str | None, **message: Any
-    ) -> _Turn | None:
-        """A turn with calls, rendered with the arguments as an object or as text, and with the first of
-        `texts` (else none, or any) beside which the template writes calls."""
-        shown = [value for value in _VALUES if value in json.dumps(arguments)]
-        ways = itertools.product((arguments, json.dumps(arguments)), texts or ("", None, _TEXT))
-        for given, content in ways:
-            calls = [
-                {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
-                for call_id, name in list(zip(_IDS, _NAMES, strict=True))[:n_calls]
-            ]
-            turn = self.turn(tool_calls=calls, content=content, **message)
-            is_written = turn is not None and _NAMES[0] in turn.text[turn.start :]
-            if turn is not None and is_written and all(value in turn.text for value in shown):
-                return turn
+def _rendered(write: Write, variables: Mapping[str, Any] | None = None, **message: Any) -> _Turn | None:
+    question = {"role": "user", "content": _USER}
+    turn = {"role": "assistant", "content": "", **message}
+    full = write([question, turn], _TOOLS, False, variables or {})
+    prompt = write([question], _TOOLS, True, variables or {})
+    if full is None or prompt is None or _USER not in prompt or _USER not in full:
         return None
+    asked = prompt.rindex(_USER) + len(_USER)
+    if len(full) - asked > _LONGEST_TURN:
+        return None
+    opening = prompt[asked:]
+    if write([question], _TOOLS, False, variables or {}) == prompt and _TAG.search(opening):
+        full = full.removesuffix(opening)  # the template opens an answer even if not asked to
+    start = n_shared(full, prompt)
+    begin = max(0, _whole_tags(full, start) - asked)
+    return _Turn(full[asked:], begin, prompt[asked + begin :]) if start >= asked else None
+
+
+def _rendered_calls(
+    write: Write, arguments: Mapping[str, Any], n_calls: int = 1, /, *texts: str | None, **message: Any
+) -> _Turn | None:
+    """A turn with calls, rendered with the arguments as an object or as text, and with the first of
+    `texts` (else none, or any) beside which the template writes calls."""
+    shown = [value for value in _VALUES if value in json.dumps(arguments)]
+    ways = itertools.product((arguments, json.dumps(arguments)), texts or ("", None, _TEXT))
+    for given, content in ways:
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+            for call_id, name in list(zip(_IDS, _NAMES, strict=True))[:n_calls]
+        ]
+        turn = _rendered(write, tool_calls=calls, content=content, **message)
+        is_written = turn is not None and _NAMES[0] in turn.text[turn.start :]
+        if turn is not None and is_written and all(value in turn.text for value in shown):
+            return turn
+    return None
 
 
 def form_of(write: Write, source: str) -> TurnForm:
     """The form of the turns that a template writes. `source`: the template's text."""
-    writer = _Writer(write)
     lacks = shapes_lacked(write, _TOOLS)
     ids: Ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
     if all(mark in source for mark in ("<|channel|>", "<|message|>")):
         return CHANNELS._replace(ids=ids, lacks=lacks, opening=_opening(write))
-    plain = writer.turn(content=_TEXT)
-    field, thought = _thought(writer, plain, source)
+    plain = _rendered(write, content=_TEXT)
+    field, thought = _thought(write, plain, source)
     text, end = _text(plain, thought)
-    call, end_of_calls = _calls(writer, plain, thought, text)
-    text = _closed_before_calls(writer, call, text)
+    call, end_of_calls = _calls(write, plain, thought, text)
+    text = _closed_before_calls(write, call, text)
     marks = (mark.strip() for mark in (end, end_of_calls) if len(mark) <= _LONGEST_END)
     ends = tuple(dict.fromkeys(mark for mark in marks if mark))
     return TurnForm(call, thought, text, ends, field, ids, lacks, _opening(write))
@@ -139,22 +130,19 @@ def _opening(write: Write) -> str:
     return openings[0][: min(whole)].strip() if whole else ""
 
 
-# Thoughts and text
-
-
-def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Around]:
+def _thought(write: Write, plain: _Turn | None, source: str) -> tuple[str, Around]:
     for variables in _ON:
         for field in THOUGHTS:
             for turn in (
-                writer.turn(variables, content=_TEXT, **{field: _THOUGHT}),
-                writer.calls(_ARGUMENTS, **{field: _THOUGHT}),
+                _rendered(write, variables, content=_TEXT, **{field: _THOUGHT}),
+                _rendered_calls(write, _ARGUMENTS, **{field: _THOUGHT}),
             ):
                 marks = _around_thought(turn.text, plain) if turn and _THOUGHT in turn.text else None
                 if turn is not None and marks is not None:
                     said = turn.text[turn.start : turn.text.index(_THOUGHT)]
                     opening = said if said.strip() and marks[0].endswith(said) else marks[0]
                     return field, (opening or turn.opened, marks[1])
-    return THOUGHTS[0], _thought_in_text(writer, source)
+    return THOUGHTS[0], _thought_in_text(write, source)
 
 
 def _around_thought(text: str, plain: _Turn | None) -> Around | None:
@@ -190,11 +178,11 @@ def _mirrored(before: str, behind: str) -> Around | None:
     return None
 
 
-def _thought_in_text(writer: _Writer, source: str) -> Around:
+def _thought_in_text(write: Write, source: str) -> Around:
     """The marks of thoughts that a template removes from old turns; its source names them."""
     marks = dict.fromkeys((m[1] + m[2] + m[3], f"{m[1]}/{m[2]}{m[3]}") for m in _THINKS.finditer(source))
     for opening, closing in marks:
-        turn = writer.turn(content=f"{opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}")
+        turn = _rendered(write, content=f"{opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}")
         if turn is not None and _TEXT in turn.text and _THOUGHT not in turn.text:
             return opening, closing
     return next((pair for pair in marks if pair[1] in source), ("", ""))
@@ -221,9 +209,9 @@ def _behind(text: str, mark: str) -> str:
     return text if place < 0 else text[place + len(mark.strip()) :]
 
 
-def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -> Around:
+def _closed_before_calls(write: Write, call: CallForm | None, text: Around) -> Around:
     """The marks around text, with a closing mark where the template writes one between text and calls."""
-    turn = writer.calls(_ARGUMENTS, 1, _TEXT) if call else None
+    turn = _rendered_calls(write, _ARGUMENTS, 1, _TEXT) if call else None
     if call is None or turn is None or _TEXT not in turn.text or text[1].strip():
         return text
     opening = (call.section[0] + call.opening).partition(NAME)[0]
@@ -232,16 +220,11 @@ def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -
     return (text[0], closing) if closing != behind and closing.strip() else text
 
 
-# Calls
-
-
-def _calls(
-    writer: _Writer, plain: _Turn | None, thought: Around, text: Around
-) -> tuple[CallForm | None, str]:
+def _calls(write: Write, plain: _Turn | None, thought: Around, text: Around) -> tuple[CallForm | None, str]:
     """The form of calls, and the end of a turn with calls."""
-    turn = double = writer.calls(_ARGUMENTS, 2)
-    if double is None or _NAMES[1] not in double.text:
-        turn = writer.calls(_ARGUMENTS)
+    turn = _rendered_calls(write, _ARGUMENTS, 2)
+    if turn is None or _NAMES[1] not in turn.text:
+        turn = _rendered_calls(write, _ARGUMENTS)
     if turn is None:
         return None, ""
     body = turn.text
@@ -252,7 +235,7 @@ def _calls(
     for is_json in (True, False):
         if spans := list(_spans(body, place, is_json=is_json)):
             call, end = _around_calls(body, before, spans, plain)
-            return call if is_json else _with_argument(writer, call, body, spans), end
+            return call if is_json else _with_argument(write, call, body, spans), end
     return None, ""
 
 
@@ -352,10 +335,7 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
     return shared[tag.start() :] if tag else ""
 
 
-# Arguments written one by one
-
-
-def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_Span]) -> CallForm | None:
+def _with_argument(write: Write, call: CallForm, body: str, spans: Sequence[_Span]) -> CallForm | None:
     """The form of calls and of their arguments; the call's `opening` ends where the first argument begins."""
     first = spans[0]
     middle = body[first.begin : first.end]
@@ -369,23 +349,27 @@ def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_
     rest = between[: len(between) - len(opening)]
     behind = _pattern(body[first.end :])
     closing = _shared(rest, behind)
-    call = call._replace(
-        opening=call.opening[: len(call.opening) - len(opening)], closing=call.closing.removeprefix(closing)
-    )
+    separator = rest[len(closing) :]
     values: dict[Kind, Around] = {"string": (string_opening, closing)}
     examples: dict[Kind, Any] = {
         "number": _NUMBER, "boolean": True, "object": {"qinnerq": _NUMBER}, "array": [_NUMBER]
     }  # fmt: skip
     for kind, example in examples.items():
-        values[kind] = _around_value(writer, example, rest[len(closing) :] + opening) or values["string"]
-    argument = ArgumentForm(opening, rest[len(closing) :], values, is_raw=True)
-    argument = _with_quotes(writer, argument)
-    return call._replace(argument=argument)
+        values[kind] = _around_value(write, example, separator + opening) or values["string"]
+    turn = _rendered_calls(write, {_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]})
+    is_raw = turn is None or _QUOTED in turn.text
+    if not is_raw:  # the template writes strings as JSON
+        values["string"] = string_opening.rstrip("\"'"), closing.lstrip("\"'")
+    return call._replace(
+        opening=call.opening[: len(call.opening) - len(opening)],
+        closing=call.closing.removeprefix(closing),
+        argument=ArgumentForm(opening, separator, values, is_raw),
+    )
 
 
-def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
+def _around_value(write: Write, value: Any, following: str) -> Around | None:
     """The patterns around a value that is no string. `following`: the pattern from it to the next key."""
-    turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]})
+    turn = _rendered_calls(write, {_KEYS[0]: value, _KEYS[1]: _VALUES[1]})
     if turn is None:
         return None
     begin = turn.text.find(_KEYS[0], turn.start)
@@ -395,19 +379,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
         return None
     written = written[: len(written) - len(following)]
     match = re.search(r"[{\[][^<]*[}\]]" if isinstance(value, dict | list) else r"(?i)true|771258", written)
-    if match is None:
-        return None
-    return written[: match.start()], written[match.end() :]
-
-
-def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
-    """The form of arguments with `is_raw` set: False where strings are written as JSON."""
-    turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]})
-    if turn is None or _QUOTED in turn.text:
-        return argument
-    opening, closing = argument.values["string"]
-    stripped = opening.rstrip("\"'"), closing.lstrip("\"'")
-    return argument._replace(values={**argument.values, "string": stripped}, is_raw=False)
+    return None if match is None else (written[: match.start()], written[match.end() :])
 
 
 def _whole_tags(text: str, end: int) -> int:

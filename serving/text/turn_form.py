@@ -13,7 +13,9 @@ _TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 _JSON_BEGINS = re.compile(r"(?:\[\s*)?\{")
 _KEYS = re.compile(rf'(?:"(\w+)"\s*:\s*)?"{NAME}".*?(?:"(\w+)"\s*:\s*"?)?\Z', re.DOTALL)
-_SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
+_TYPES = {"NoneType": "null", "bool": "boolean", "int": "number", "float": "number", "str": "string"}
+_TYPES |= {"list": "array", "tuple": "array"}
+_SHOWN = str.maketrans({NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"})
 
 Around = tuple[str, str]
 """The patterns before and behind a part of an answer."""
@@ -62,6 +64,16 @@ class CallForm(NamedTuple):
         tail = self.section[1].lstrip().removeprefix("]") if is_list else self.closing.rpartition("}")[2]
         return JsonForm((named[1] or "", named[2] or ""), opening[: begin.start()], tail.strip())
 
+    @property
+    def example(self) -> str:
+        """A call as people read it."""
+        arguments = "{…}"
+        if self.argument is not None:
+            before, behind = self.argument.values["string"]
+            arguments = f"{self.argument.opening}KEY{before}…{behind}"
+        text = f"{self.section[0]}{self.opening}{arguments}{self.closing}{self.section[1]}"
+        return text.translate(_SHOWN)
+
 
 class TurnForm(NamedTuple):
     """The form of a model's turns. `thought`, `text`: the marks around thoughts and text; ("", "") for none.
@@ -105,7 +117,7 @@ class TurnForm(NamedTuple):
         """The form in words, for people: an example of each part."""
         out = {"thoughts": "…".join(self.thought)} if self.thought[1] else {}
         if self.call is not None:
-            out["calls"] = _example(self.call)
+            out["calls"] = self.call.example
         return {**out, "ends": " or ".join(self.ends)} if self.ends else out
 
 
@@ -117,17 +129,6 @@ CHANNELS = TurnForm(
     "thinking",
 )
 """The form of gpt-oss, whose answers vary more than its template."""
-
-
-def _example(call: CallForm) -> str:
-    arguments = "{…}"
-    if call.argument is not None:
-        before, behind = call.argument.values["string"]
-        arguments = f"{call.argument.opening}KEY{before}…{behind}"
-    text = f"{call.section[0]}{call.opening}{arguments}{call.closing}{call.section[1]}"
-    for sign, word in _SHOWN.items():
-        text = text.replace(sign, word)
-    return text
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -153,29 +154,23 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
 
 
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """The schemas of an object's members, by key; empty where the schema of the object states none."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
 def type_of(value: object) -> str:
     """The type of a value in terms of JSON schemas, with "number" for integers."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list() | tuple():
-            return "array"
-        case _:
-            return "object"
+    return _TYPES.get(type(value).__name__, "object")
 
 
 def texts_in(value: Any) -> Iterable[str]:
     """All strings in a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list | tuple | dict):
+    elif isinstance(value, dict):
+        yield from texts_in([*value, *value.values()])
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from texts_in(item)
-        if isinstance(value, dict):
-            yield from texts_in(list(value.values()))

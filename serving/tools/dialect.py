@@ -19,7 +19,7 @@ from phasewise.serving.text.turn_form import (
     TurnForm,
     texts_in,
 )
-from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_calls, unheld_texts
+from phasewise.serving.tools.form_grammar import CallGrammar, Function, Wanted, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import Reader
 
@@ -131,7 +131,7 @@ class Dialect:
 
     def grammar(self, wanted: Wanted) -> str:
         """The grammar of answers that consist of calls, from the trigger on."""
-        return grammar_of_calls(self.turn, wanted, self.control)
+        return CallGrammar(self.turn, self.control).of(wanted)
 
     def describe(self) -> dict[str, str]:
         """The form for people: the name of the format, and examples of thoughts and calls."""
@@ -172,21 +172,19 @@ def dialect_of(
         name=name,
         turn=turn,
         knows_tools=_USES_TOOLS.search(template) is not None,
-        control={text: id for text, id in _tokens_in(texts_in(turn[:3]), id_of) if id in special_ids},
+        control={text: id for text, id in _tokens_in(turn[:3], id_of).items() if id in special_ids},
         think_token=id_of(opening) if opening else None,
         ends=turn.end_ids(id_of),
     )
 
 
-def _tokens_in(marks: Iterable[str], id_of: Callable[[str], int | None]) -> Iterable[tuple[str, int]]:
-    """Tokens, with their texts, that occur in these marks."""
+def _tokens_in(marks: Any, id_of: Callable[[str], int | None]) -> dict[str, int]:
+    """Ids, by text, of the tokens that occur in these marks."""
     texts = {
         mark[begin:end]
-        for mark in marks
+        for mark in texts_in(marks)
         for begin in range(len(mark))
         for end in range(begin + 2, min(len(mark), begin + _LONGEST_TOKEN) + 1)
     }
-    for text in sorted(texts):
-        token_id = id_of(text)
-        if token_id is not None:
-            yield text, token_id
+    ids = {text: id_of(text) for text in sorted(texts)}
+    return {text: token_id for text, token_id in ids.items() if token_id is not None}

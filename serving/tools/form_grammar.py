@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from phasewise.serving.grammar.grammar_limits import checked_schema, holdable
+from phasewise.serving.grammar.grammar_limits import JSON_OPTIONS, checked_schema, holdable
 from phasewise.serving.text.turn_form import (
     ID,
     INDEX,
@@ -16,8 +17,10 @@ from phasewise.serving.text.turn_form import (
     KINDS,
     NAME,
     ArgumentForm,
-    CallForm,
+    Around,
+    Kind,
     TurnForm,
+    properties_of,
     types_of,
 )
 
@@ -44,17 +47,11 @@ class Wanted(NamedTuple):
     or_document: str = ""
 
 
-_KEPT = {
-    "whitespace_pattern": r"( |\n[ \t]{0,32})",
-    "item_separator": ",",
-    "key_separator": ":",
-    "coerce_one_of": True,
-}
+_TERMINALS = (("SPACE", r"/[ \n]{1,2}/"), ("ID", "/[A-Za-z0-9]{9}/"), ("INDEX", "/[0-9]{1,4}/"))
 _NEWLINES = re.compile(r"[\r\n]")
 _ANY = r"(.|\n)*"
 _DEFINITIONS = ("$defs", "definitions")
-_LINES = re.compile(r"(\s*\n\s*)")
-_SIGNS = {ID: "ID", INDEX: "INDEX"}
+_LINES = r"\s*\n\s*"
 _UNKEPT = re.compile(r"\\[bBAZzGKkpP\d]|\(\?|[\^$]")
 """Constructs that are not supported in the pattern of a string written without quotes."""
 
@@ -71,36 +68,33 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     if "type" not in own and not {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & own.keys():
         own["type"] = "object"
-    return "%json " + json.dumps({**own, "x-guidance": {**_KEPT, "lenient": lenient}})
+    return "%json " + json.dumps({**own, "x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
 
 
-def grammar_of_calls(turn: TurnForm, wanted: Wanted, control: Mapping[str, int]) -> str:
-    """Llguidance's Lark for one or more calls, from the mark that opens the calls on. `control`: ids of
-    control tokens by their texts. RequestError where a schema is too large."""
-    assert turn.call is not None
-    return _Grammar(turn.call, control).of(wanted, turn)
+class CallGrammar:
+    """Llguidance's Lark for calls in the form of `turn`. `control`: ids of control tokens by their texts."""
 
+    def __init__(self, turn: TurnForm, control: Mapping[str, int]) -> None:
+        assert turn.call is not None
+        self._turn, self._form = turn, turn.call
+        self._spellings = {ID: "ID", INDEX: "INDEX", **{text: f"<[{id}]>" for text, id in control.items()}}
+        marks = sorted(self._spellings, key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join([_LINES, *map(re.escape, marks)])})")
+        self._rules: list[tuple[str, str]] = []
 
-class _Grammar:
-    def __init__(self, form: CallForm, control: Mapping[str, int]) -> None:
-        self._form, self._control = form, control
-        marks = sorted(control, key=len, reverse=True)
-        self._marks = re.compile("|".join(map(re.escape, [*marks, ID, INDEX])))
-        self._rules: list[tuple[str, str]] = [
-            ("SPACE", r"/[ \n]{1,2}/"), ("ID", "/[A-Za-z0-9]{9}/"), ("INDEX", "/[0-9]{1,4}/")
-        ]  # fmt: skip
-
-    def of(self, wanted: Wanted, turn: TurnForm) -> str:
+    def of(self, wanted: Wanted) -> str:
+        """The grammar of one or more calls, from the mark that opens the calls on. RequestError where a
+        schema is too large."""
         form, most = self._form, wanted.most_calls
         names = [f"call_{number}" for number in range(len(wanted.functions))]
-        self._rules.append(("call", " | ".join(names)))
+        self._rules = [*_TERMINALS, ("call", " | ".join(names))]
         for name, function in zip(names, wanted.functions, strict=True):
             self._call(name, function)
         opening = form.section[0].lstrip()
         space = self._spelled(form.opening[: len(form.opening) - len(form.opening.lstrip())])
         start = f"{self._spelled(opening)} {space} call" if opening else "call"
-        if turn.is_channelled:  # one call: its end ends the turn
-            thought = f"{self._spelled(turn.thought[0])} THOUGHT {self._spelled(turn.thought[1])}"
+        if self._turn.is_channelled:  # one call: its end ends the turn
+            thought = " THOUGHT ".join(map(self._spelled, self._turn.thought))
             self._rules += [("thought", thought), ("THOUGHT", f"/{_ANY}/")]
             start, most = f"thought? {start}", 1
         if most > 1:
@@ -115,44 +109,28 @@ class _Grammar:
     def _spelled(self, pattern: str, *, keep_end: bool = False, keep_start: bool = False) -> str:
         """Lark for a pattern. Line ends within it are optional, unless they touch a value."""
         out: list[str] = []
-        pieces = _LINES.split(pattern)
+        pieces = [piece for piece in self._marks.split(pattern) if piece]
         for number, piece in enumerate(pieces):
-            is_edge = (keep_start and not "".join(pieces[:number])) or (
-                keep_end and not "".join(pieces[number + 1 :])
-            )
-            if number % 2 and not is_edge:
-                out.append("SPACE?")
-                continue
-            position = 0
-            for mark in self._marks.finditer(piece):
-                out += [json.dumps(piece[position : mark.start()])] if mark.start() > position else []
-                out.append(_SIGNS.get(mark[0]) or f"<[{self._control[mark[0]]}]>")
-                position = mark.end()
-            out += [json.dumps(piece[position:])] if position < len(piece) else []
+            is_edge = (keep_start and number == 0) or (keep_end and number == len(pieces) - 1)
+            is_line_end = "\n" in piece and piece.isspace() and not is_edge
+            out.append(self._spellings.get(piece) or ("SPACE?" if is_line_end else json.dumps(piece)))
         return " ".join(out)
 
     def _call(self, name: str, function: Function) -> None:
-        form = self._form
+        form, body = self._form, f"arguments_{name}"
         if form.argument is None:
-            body = f"arguments_{name}"
             self._rules.append((body, arguments_rule(function)))
         else:
             body = self._arguments(name, function, form.argument)
         opening = self._spelled(form.opening.lstrip().replace(NAME, function.name))
         self._rules.append((name, f"{opening} {body} {self._spelled(form.closing)}"))
 
-    # Arguments written one by one
-
     def _arguments(self, name: str, function: Function, argument: ArgumentForm) -> str:
         """Rules for the arguments in the order of the schema, from the first that is present."""
         schema = dict(function.parameters)
         json_rule(schema or {"type": "object"}, lenient=True)  # checks the size of the whole schema
-        properties, required = schema.get("properties"), schema.get("required")
-        keys = (
-            [key for key in properties if not _NEWLINES.search(key)]
-            if isinstance(properties, Mapping)
-            else []
-        )
+        keys = [key for key in properties_of(schema) if not _NEWLINES.search(key)]
+        required = schema.get("required")
         separator, options, following = self._spelled(argument.separator), ['""'], '""'
         for index, key in reversed(list(enumerate(keys))):
             given, rest = f"{name}_{index}", f"{name}_after_{index}"
@@ -167,28 +145,22 @@ class _Grammar:
         stated = root["properties"][key]
         schema: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
         types = types_of(schema, root) or frozenset(("string",))
-        options: list[str] = []
-        seen: set[tuple[str, str, str]] = set()
+        shapes: dict[tuple[Around, bool], Kind] = {}
         for kind in KINDS:
-            if kind not in types and not (kind == "object" and "null" in types):
-                continue
-            before, behind = (text.replace(KEY, key) for text in argument.values[kind])
-            is_raw = kind == "string" and argument.is_raw
+            if kind in types or (kind == "object" and "null" in types):
+                shapes.setdefault((argument.values[kind], kind == "string" and argument.is_raw), kind)
+        options: list[str] = []
+        for (around, is_raw), kind in shapes.items():
+            before, behind = (text.replace(KEY, key) for text in around)
             body = f"{name}_{kind}"
-            shape = (before, behind, kind if is_raw else "")
-            if shape in seen:
-                continue
-            seen.add(shape)
             head = self._spelled(argument.opening + key + before, keep_end=True)
             if is_raw:
                 options.append(f"{head} {self._text(body, behind, schema)}")
-            else:
-                shared = {part: root[part] for part in _DEFINITIONS if part in root}
-                rule = json_rule(
-                    {**shared, **_without_strings(schema, argument)}, lenient=not function.is_strict
-                )
-                self._rules.append((body, rule))
-                options.append(f"{head} {body} {self._spelled(behind, keep_start=True)}")
+                continue
+            shared = {part: root[part] for part in _DEFINITIONS if part in root}
+            whole = {**shared, **_without_strings(schema, argument)}
+            self._rules.append((body, json_rule(whole, lenient=not function.is_strict)))
+            options.append(f"{head} {body} {self._spelled(behind, keep_start=True)}")
         return " | ".join(options)
 
     def _text(self, name: str, behind: str, schema: Mapping[str, Any]) -> str:
@@ -198,8 +170,7 @@ class _Grammar:
         if isinstance(values, list) and values:
             texts = [json.dumps(value) for value in values if isinstance(value, str)]
             return f"({' | '.join(texts)}) {end}" if texts else end
-        begin = self._marks.search(behind)
-        plain = behind if begin is None else behind[: begin.start()]
+        plain = "".join(takewhile(lambda piece: piece not in self._spellings, self._marks.split(behind)))
         pattern, _ = _pattern_of(schema)
         sign = re.escape(plain.lstrip("\n")[:1] or plain[:1]) if len(plain.strip()) == 1 else ""
         if plain and not (pattern or sign):
@@ -212,8 +183,7 @@ class _Grammar:
 
 def unheld_texts(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Keywords of string arguments that a grammar cannot enforce where strings stand without quotes."""
-    properties = parameters.get("properties")
-    for schema in properties.values() if isinstance(properties, Mapping) else ():
+    for schema in properties_of(parameters).values():
         if isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys():
             stated = {"pattern", "minLength", "maxLength", "format"} & schema.keys()
             yield from stated.difference(_pattern_of(schema)[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from phasewise.serving.text.turn_form import (
@@ -16,6 +16,7 @@ from phasewise.serving.text.turn_form import (
     CallForm,
     JsonForm,
     TurnForm,
+    properties_of,
     types_of,
 )
 from phasewise.serving.tools.parts import (
@@ -23,9 +24,9 @@ from phasewise.serving.tools.parts import (
     Call,
     Part,
     Piece,
+    Reader,
     Reasoning,
     Text,
-    TrimmingReader,
     ValueEnd,
     call,
     n_begun,
@@ -42,7 +43,8 @@ _KEY_BEFORE = re.compile(r"\s*[\w.-]{0,128}")
 _CONTROL = re.compile(r"<(?:\|(?:[^|<>\n]{0,36}(?:\|(?:>\s*)?)?)?)?")
 _FIRST_TAG = re.compile(r"<[^<>\s]*>|\S+")
 _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
-_SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
+_PIECES = re.compile(rf"[{NAME}{ID}{INDEX}{KEY}]|[^\s{NAME}{ID}{INDEX}{KEY}]+")
+_FIRST_WORD = re.compile(rf"\s*([^\s{NAME}{ID}{INDEX}{KEY}]*)")
 _MOST_TRIES = 64
 """The most passes over an answer's unfinished calls when the answer ends."""
 
@@ -52,15 +54,16 @@ _MESSAGE, _MESSAGE_ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "
 _LONGEST_HEADER = 512
 
 
-class TurnReader(TrimmingReader):
-    """A reader of thoughts, text and calls. `functions`: names, with the schemas of their arguments.
-    `in_thought`: the prompt has begun the thoughts. `is_held`: a grammar holds every call, so that arguments
-    are given out as they come, and a call cut off within its head is dropped."""
+class TurnReader(Reader):
+    """A reader of thoughts, text and calls. It leaves out the white space where the kind of parts changes:
+    models put line ends around calls and thoughts; an answer of text alone is left as it is. `functions`:
+    names, with the schemas of their arguments. `in_thought`: the prompt has begun the thoughts. `is_held`: a
+    grammar holds every call, so that arguments are given out as they come, and a call cut off within its head
+    is dropped."""
 
     def __init__(
         self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
     ) -> None:
-        super().__init__()
         self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
         self._form = turn.call or CallForm(("", ""), "", "", "")
         self._opening, self._json_form = self._form.section[0] + self._form.opening, self._form.json
@@ -74,29 +77,61 @@ class TurnReader(TrimmingReader):
         self._parts: list[Part] = []
         self._coming: list[Begun | Piece] = []
         """Parts of a call that is not certain yet."""
+        self._waiting: list[Part] = []
+        """Calls without a mark, which are text unless their section is closed."""
         self._name, self._n_tries, self._has_begun = "", 0, False
         self._schema: Mapping[str, Any] = {}
         self._steps = self._channels() if turn.is_channelled else self._answer()
+        self._kind: type[Part] | None = None
+        self._held_space, self._has_changed = "", False
 
-    def _read(self, text: str, *, is_final: bool = False) -> list[Part]:
-        self._text, self._is_final = self._text + text, is_final
+    def feed(self, text: str) -> list[Part]:
+        self._text += text
         next(self._steps, None)
         parts, self._parts = self._parts, []
+        return self._trimmed(parts)
+
+    def finish(self) -> list[Part]:
+        self._is_final = True
+        parts = self.feed("")
+        if self._held_space and self._kind is Text and not self._has_changed:
+            parts.append(Text(self._held_space))
+        self._held_space = ""
         return parts
 
-    # Thoughts, text and calls within text
+    def _trimmed(self, parts: list[Part]) -> list[Part]:
+        out: list[Part] = []
+        for part in parts:
+            if not isinstance(part, Text | Reasoning):
+                self._kind, self._held_space, self._has_changed = Call, "", True
+                out.append(part)
+                continue
+            text = part.text
+            if type(part) is not self._kind and (self._kind is not None or type(part) is Reasoning):
+                text = text.lstrip()
+                if not text:
+                    continue
+                self._held_space, self._has_changed = "", True
+            self._kind = type(part)
+            held = self._held_space + text
+            kept = held.rstrip()
+            self._held_space = held[len(kept) :]
+            if kept:
+                out.append(type(part)(kept))
+        return out
 
     def _answer(self) -> Step:
+        """Read thoughts, and text with calls within it."""
         if self._turn.thought[1].strip():
             yield from self._thoughts(*(mark.strip() for mark in self._turn.thought))
         opened, closed = (mark.strip() for mark in self._turn.text)
         trigger = trigger_of(self._opening) or trigger_of(self._form.separator)
-        if opened and (yield from self._optional(opened)):
+        if opened and (yield from self._literal(opened)):
             yield from self._space()
         if self._turn.call is not None and self._is_bare:
             begin = self._at
             yield from self._tag()
-            if (yield from self._section(self._at)):
+            if (yield from self._section()):
                 yield from self._tag()
             else:
                 self._at = begin
@@ -112,10 +147,9 @@ class TurnReader(TrimmingReader):
                 yield
             elif mark[0] == trigger:
                 self._at = len(trigger) if self._is_bare else 0
-                is_read = yield from self._section(self._at)
+                is_read = yield from self._section()
                 is_end = not is_read and mark[0] in self._ends and (yield from self._mark(mark[0], closed))
                 if not is_read and not is_end:  # no call begins here
-                    self._coming.clear()
                     self._n_tries += self._is_final
                     self._at = 0
                     self._take(len(self._text) if self._n_tries > _MOST_TRIES else len(trigger))
@@ -131,7 +165,7 @@ class TurnReader(TrimmingReader):
             return False
         yield from self._up_to((closing,), Reasoning)
         yield from self._space()
-        self._text, self._at = self._text[self._at :], 0
+        self._take(self._at)
         return True
 
     def _up_to(self, marks: Collection[str], kind: type[Text] | type[Reasoning] | None) -> Step:
@@ -154,8 +188,8 @@ class TurnReader(TrimmingReader):
     def _tag(self) -> Step:
         """Skip a control token before calls that have no mark."""
         yield from self._space()
-        while (tag := _CONTROL.match(self._text, self._at)) and tag.end() == len(self._text):
-            if self._is_final:
+        while (tag := _CONTROL.match(self._text, self._at)) and not self._is_final:
+            if tag.end() < len(self._text):
                 break
             yield
         self._at = tag.end() if tag and "|>" in tag[0] else self._at
@@ -163,15 +197,11 @@ class TurnReader(TrimmingReader):
 
     def _mark(self, mark: str, closed: str) -> Step:
         """Skip the mark that closes text, and a mark that ends the turn if nothing follows."""
-        begin = self._at
-        self._at += len(mark)
-        yield from self._space()
-        while True:
-            end = next((end for end in self._ends if self._text.startswith(end, self._at)), None)
-            if end is None:
-                break
-            self._at += len(end)
+        begin, skipped = self._at, mark
+        while skipped:
+            self._at += len(skipped)
             yield from self._space()
+            skipped = next((end for end in self._ends if self._text.startswith(end, self._at)), "")
         is_last = self._at == len(self._text) or (mark == closed and mark not in self._ends)
         if not is_last:
             self._at = begin
@@ -183,15 +213,10 @@ class TurnReader(TrimmingReader):
             self._parts.append(kind(self._text[self._at : end]))
         self._text, self._at = self._text[end:], 0
 
-    # Messages in channels, as in gpt-oss
-
     def _channels(self) -> Step:
-        yield from self._space()
-        is_header = False
-        for beginning in _HEADER_BEGINS:
-            is_header = is_header or (yield from self._comes(beginning))
+        """Read messages in channels, as in gpt-oss."""
+        is_header = yield from self._comes(*_HEADER_BEGINS)
         kind: type[Text] | type[Reasoning] = Text
-        self._at = 0
         while True:
             if is_header:
                 if (header := (yield from self._header())) is None:
@@ -217,94 +242,85 @@ class TurnReader(TrimmingReader):
 
     def _message_of(self, name: str) -> Step:
         """Read the arguments of a call."""
-        self._name = name
-        yield from self._space()
         if name not in self._functions or not (yield from self._comes("{")):
-            self._at = 0
             return False
+        self._name = name
         self._give(Begun(name))
         is_read = yield from self._object()
-        if not self._is_held:
-            yield from self._space()
-            ended = self._at == len(self._text)
-            for end in _MESSAGE_ENDS:
-                ended = ended or (yield from self._comes(end))
-            calls: list[Call] = []
-            is_read = self._called(calls, is_read=is_read and ended)
-            self._parts += calls
-            self._at = self._at if is_read else 0
-        return is_read or self._is_held
+        if self._is_held:
+            return True
+        yield from self._space()
+        is_ended = self._at == len(self._text) or (yield from self._comes(*_MESSAGE_ENDS))
+        is_read = self._called(is_read=is_read and is_ended)
+        self._at = self._at if is_read else 0
+        return is_read
 
-    # Calls
-
-    def _section(self, begin: int) -> Step:
+    def _section(self) -> Step:
         """Read all calls that stand together. False: the text is no call."""
-        self._at, self._has_begun = begin, False
+        begin, self._has_begun = self._at, False
         if self._json_form is not None and not self._is_held:
             is_read = yield from self._json_section(self._json_form)
         else:
-            is_read = yield from self._tagged_section(self._form)
+            is_read = yield from self._tagged_section()
         if not is_read and self._is_held and (self._is_final or self._has_begun):
             self._at = len(self._text) if self._is_final else self._at
             return True
         self._at = self._at if is_read else begin
         return is_read
 
-    def _tagged_section(self, form: CallForm) -> Step:
-        if not (yield from self._literal(form.section[0])):
+    def _tagged_section(self) -> Step:
+        opening, closing = self._form.section
+        if not (yield from self._literal(opening)):
             return False
-        calls: list[Call] = []
+        self._waiting.clear()
         is_first = True
         while True:
             begin, self._has_begun = self._at, False
-            if not (yield from self._one(form, calls)):
-                self._coming.clear()
+            if not (yield from self._one()):
                 if is_first or (self._is_held and (self._is_final or self._has_begun)):
                     return False
                 self._at = begin
                 break
             is_first = False
-            if not self._is_bare:
-                self._parts += calls
-                calls.clear()
-            if form.separator.strip() and not (yield from self._optional(form.separator)):
+            if self._form.separator.strip() and not (yield from self._literal(self._form.separator)):
                 break
-            if not (yield from self._comes(form.opening)):
+            if not (yield from self._comes(self._form.opening)):
                 break
-        is_closed = not form.section[1].strip() or (yield from self._optional(form.section[1]))
-        self._parts += calls if is_closed else ()
+        is_closed = not closing.strip() or (yield from self._literal(closing))
+        self._parts += self._waiting if is_closed else ()
         return is_closed or not self._is_bare or self._is_held
 
-    def _comes(self, pattern: str) -> Step:
-        """True if the next text may begin this pattern."""
-        begin = self._at
-        word = _SIGNS.split(pattern)[0].split()
+    def _comes(self, *patterns: str) -> Step:
+        """True if the next text may begin one of these patterns."""
+        begin, is_there = self._at, False
         yield from self._space()
-        is_there = not word or (yield from self._word(word[0]))
+        for pattern in patterns:
+            is_there = is_there or (yield from self._word(_FIRST_WORD.findall(pattern)[0]))
         self._at = begin
         return is_there
 
-    def _one(self, form: CallForm, calls: list[Call]) -> Step:
-        """Read one call into `calls`; a held call is given out as it comes."""
+    def _one(self) -> Step:
+        """Read one call; a held call is given out as it comes."""
         self._name = ""
-        if not (yield from self._literal(form.opening)) or not self._name:
+        if not (yield from self._literal(self._form.opening)) or not self._name:
             return False
         self._give(Begun(self._name))
-        if form.argument is None:
+        if self._form.argument is None:
             is_read = yield from self._object()
         else:
-            is_read = yield from self._arguments(form, form.argument)
-        is_read = is_read and (yield from self._literal(form.closing))
-        return self._called(calls, is_read=is_read)
+            is_read = yield from self._arguments(self._form.argument)
+        is_read = is_read and (yield from self._literal(self._form.closing))
+        return self._called(is_read=is_read)
 
-    def _called(self, calls: list[Call], *, is_read: bool) -> bool:
-        """Append the call that was read to `calls`, unless calls are held. False: the text is no call."""
+    def _called(self, *, is_read: bool) -> bool:
+        """Give out the call that was read, unless calls are held. False: the text is no call."""
         if self._is_held:
             return is_read
         text = "".join(part.text for part in self._coming if isinstance(part, Piece))
-        called = call(self._name, parsed(text)) if is_read else None
+        called = call(self._name, text) if is_read else None
         self._coming.clear()
-        calls += [] if called is None else [called]
+        if called is not None:
+            (self._waiting if self._is_bare else self._parts).append(called)
         return called is not None
 
     def _give(self, part: Begun | Piece) -> None:
@@ -315,23 +331,20 @@ class TurnReader(TrimmingReader):
         yield from self._space()
         return self._text.startswith("{", self._at) and (yield from self._json())
 
-    def _json(self, stops: str = "", *, is_given: bool = True) -> Step:
-        """Read JSON to its end, or to one of `stops`."""
-        scan, is_end = ValueEnd(stops), False
-        while not is_end:
+    def _json(self, stops: str = "", quotes: Sequence[str] = ('"',), *, is_given: bool = True) -> Step:
+        """Read JSON, or a value that is like it, to its end or to one of `stops`."""
+        scan = ValueEnd(stops, quotes)
+        while True:
             place, is_end = scan.find(self._text, self._at)
             if is_given and place > self._at:
                 self._give(Piece(self._text[self._at : place]))
             self._at = place
-            if not is_end:
-                if self._is_final:
-                    break
-                yield
-        return is_end
-
-    # Calls that are JSON as a whole
+            if is_end or self._is_final:
+                return is_end
+            yield
 
     def _json_section(self, form: JsonForm) -> Step:
+        """Read calls that are JSON as a whole."""
         if not (yield from self._literal(form.lead)):
             return False
         n_calls = 0
@@ -342,17 +355,15 @@ class TurnReader(TrimmingReader):
             is_json = self._text[place : place + 1] in ("{", "[")
             if is_json and (yield from self._json(is_given=False)):
                 value = parsed(self._text[place : self._at])
-                calls = [
-                    self._call_in(item, *form.keys)
-                    for item in (value if isinstance(value, list) else [value])
-                ]
+                values = value if isinstance(value, list) else [value]
+                calls = [self._call_in(item, *form.keys) for item in values]
             if not calls or None in calls:
                 self._at = begin
                 break
             self._parts += filter(None, calls)
             n_calls += len(calls)
         if n_calls:
-            yield from self._optional(form.tail or self._form.section[1])
+            yield from self._literal(form.tail or self._form.section[1])
         return n_calls > 0
 
     def _call_in(self, value: Any, name_key: str, key: str, depth: int = 0) -> Call | None:
@@ -370,45 +381,41 @@ class TurnReader(TrimmingReader):
         inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
         return self._call_in(inner[0], name_key, key, 1) if depth == 0 and len(inner) == 1 else None
 
-    # Arguments written one by one
-
-    def _arguments(self, form: CallForm, argument: ArgumentForm) -> Step:
+    def _arguments(self, argument: ArgumentForm) -> Step:
+        """Read arguments that are written one by one."""
         schema = self._functions[self._name]
         self._schema = schema if isinstance(schema, Mapping) else {}
-        properties = self._schema.get("properties")
-        schemas = properties if isinstance(properties, Mapping) else {}
-        n_read, has_end = 0, bool(form.closing.strip())
+        schemas = properties_of(schema)
+        n_read, closing = 0, self._form.closing.strip()
         while True:
-            if n_read and argument.separator.strip() and not (yield from self._optional(argument.separator)):
+            if n_read and argument.separator.strip() and not (yield from self._literal(argument.separator)):
                 break
-            if has_end and (yield from self._comes(form.closing)):
+            if closing and (yield from self._comes(closing)):
                 break
-            if not (yield from self._optional(argument.opening)):
+            if not (yield from self._literal(argument.opening)):
                 break
             key = yield from self._key(argument)
             if key is None:
                 return False
             self._give(Piece(f"{', ' if n_read else '{'}{json.dumps(key, ensure_ascii=False)}: "))
-            if not (yield from self._argument(form, argument, key, schemas.get(key))):
+            if not (yield from self._argument(argument, key, schemas.get(key))):
                 return False
             n_read += 1
-        is_closed = not has_end or (yield from self._comes(form.closing))
+        is_closed = not closing or (yield from self._comes(closing))
         if is_closed:
             self._give(Piece("}" if n_read else "{}"))
         return is_closed
 
     def _key(self, argument: ArgumentForm) -> Generator[None, None, str | None]:
         sign = _sign_of(argument)
-        while True:
-            place = self._text.find(sign, self._at, self._at + _LONGEST_HEADER)
-            if place >= 0:
-                key, self._at = self._text[self._at : place].strip(), place
-                return key
+        while (place := self._text.find(sign, self._at, self._at + _LONGEST_HEADER)) < 0:
             if self._is_final or len(self._text) - self._at > _LONGEST_HEADER:
                 return None
             yield
+        key, self._at = self._text[self._at : place].strip(), place
+        return key
 
-    def _argument(self, form: CallForm, argument: ArgumentForm, key: str, schema: Any) -> Step:
+    def _argument(self, argument: ArgumentForm, key: str, schema: Any) -> Step:
         """Read one value, with the marks around it."""
         begin, types = self._at, types_of(schema, self._schema)
         for before, behind in sorted(set(argument.values.values()), key=lambda pair: -len(pair[0])):
@@ -424,21 +431,16 @@ class TurnReader(TrimmingReader):
                 elif "string" not in kinds and types == {"string"}:
                     schema = {}
                 as_string = is_string and argument.is_raw and self._is_held
-                return (yield from self._until(form, behind.replace(KEY, key), schema, is_string=as_string))
-            if self._is_held:
-                yield from self._space()
-                return (yield from self._json(_stops(form, argument)))
-            return (
-                yield from self._balanced(
-                    form, argument, {"type": "object"} if types == {"string"} else schema
+                return (
+                    yield from self._until(argument, behind.replace(KEY, key), schema, is_string=as_string)
                 )
-            )
+            schema = {"type": "object"} if types == {"string"} else schema
+            return (yield from self._balanced(argument, schema))
         return False
 
-    def _until(self, form: CallForm, behind: str, schema: Any, *, is_string: bool) -> Step:
+    def _until(self, argument: ArgumentForm, behind: str, schema: Any, *, is_string: bool) -> Step:
         """Read a value up to its closing mark, which the next argument or the call's end must follow."""
-        argument, mark = form.argument, behind.strip()
-        assert argument is not None
+        mark = behind.strip()
         space = behind[: len(behind) - len(behind.lstrip())]
         begin = looked = said = self._at
         if is_string:
@@ -455,10 +457,9 @@ class TurnReader(TrimmingReader):
                 yield
                 continue
             self._at = place + len(mark)
-            if not (yield from self._follows(form, argument)):
+            if not (yield from self._follows(argument)):
                 looked = place + 1
                 continue
-            self._at = place + len(mark)
             end = place - len(space) if space and self._text.endswith(space, begin, place) else place
             if is_string:
                 self._say(said, end)
@@ -473,19 +474,17 @@ class TurnReader(TrimmingReader):
             self._give(Piece(json.dumps(self._text[begin:end], ensure_ascii=False)[1:-1]))
         return max(begin, end)
 
-    def _follows(self, form: CallForm, argument: ArgumentForm) -> Step:
+    def _follows(self, argument: ArgumentForm) -> Step:
         """True if another argument or the end of the call comes next."""
-        begin = self._at
-        patterns = [
-            text for text in (argument.separator.strip() or argument.opening, form.closing) if text.strip()
-        ]
+        closing = self._form.closing.strip()
+        patterns = list(filter(None, (argument.separator.strip() or argument.opening.strip(), closing)))
         for pattern in patterns:
-            is_bare = pattern is not form.closing and not argument.opening.strip()
+            is_bare = pattern != closing and not argument.opening.strip()
             if (yield from self._comes(pattern)) and (not is_bare or (yield from self._key_comes(argument))):
                 return True
-        rest = self._text[begin:].strip()
-        is_cut = self._is_held and self._is_final and any(text.strip().startswith(rest) for text in patterns)
-        return is_cut or not form.closing.strip()
+        rest = self._text[self._at :].strip()
+        is_cut = self._is_held and self._is_final and any(text.startswith(rest) for text in patterns)
+        return is_cut or not closing
 
     def _key_comes(self, argument: ArgumentForm) -> Step:
         """True if a separator, a key and the mark behind it come next."""
@@ -496,24 +495,22 @@ class TurnReader(TrimmingReader):
         self._at = begin
         return is_there
 
-    def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any) -> Step:
+    def _balanced(self, argument: ArgumentForm, schema: Any) -> Step:
         """Read a value without a closing mark, up to the next separator or the call's end."""
+        yield from self._space()
+        stops = argument.separator.strip()[:1] + self._form.closing.strip()[:1]
+        if self._is_held:
+            return (yield from self._json(stops))
         begin, quote = self._at, argument.values["string"][1].strip()
-        scan = ValueEnd(_stops(form, argument), ([quote] if len(quote) > 1 else []) + ['"', "'"])
-        while not (reached := scan.find(self._text, begin))[1]:
-            if self._is_final:
-                return False
-            yield
-        self._at, text = reached[0], self._text[begin : reached[0]].strip()
-        value = typed(text, schema, self._schema, argument)
-        if value is text and parsed(text) is None and not argument.is_raw:
+        quotes = [quote, '"', "'"] if len(quote) > 1 else ['"', "'"]
+        if not (yield from self._json(stops, quotes, is_given=False)):
             return False
-        if isinstance(value, str) and value == text and text[:1] not in "\"'":
+        text = self._text[begin : self._at].strip()
+        value = typed(text, schema, self._schema, argument)
+        if value == text and not (argument.is_raw and text[:1] in "\"'"):
             return False
         self._give(Piece(json.dumps(value, ensure_ascii=False)))
         return True
-
-    # Known texts
 
     def _word(self, word: str) -> Step:
         """Read exactly this text."""
@@ -535,27 +532,17 @@ class TurnReader(TrimmingReader):
             yield
 
     def _literal(self, pattern: str) -> Step:
-        """Read a pattern; white space may differ."""
-        for piece in _SIGNS.split(pattern):
-            if piece == NAME:
-                yield from self._space()
-                if not (yield from self._one_name()):
-                    return False
-            elif piece in (ID, INDEX):
-                yield from self._space(_WORD if piece == ID else _DIGITS)
-            else:
-                for word in piece.split():
-                    yield from self._space()
-                    if not (yield from self._word(word)):
-                        return False
-        return True
-
-    def _optional(self, pattern: str) -> Step:
-        """Read a pattern, or nothing."""
+        """Read a pattern, or nothing; white space may differ."""
         begin = self._at
-        is_there = yield from self._literal(pattern)
-        self._at = self._at if is_there else begin
-        return is_there
+        for piece in _PIECES.findall(pattern):
+            if piece in (ID, INDEX):
+                yield from self._space(_WORD if piece == ID else _DIGITS)
+                continue
+            yield from self._space()
+            if not (yield from self._one_name() if piece == NAME else self._word(piece)):
+                self._at = begin
+                return False
+        return True
 
     def _one_name(self) -> Step:
         """Read the name of a function; where a call repeats its name, the same name."""
@@ -565,12 +552,10 @@ class TurnReader(TrimmingReader):
             if self._is_final or not any(len(name) > len(rest) and name.startswith(rest) for name in names):
                 break
             yield
-        longest = max((name for name in names if rest.startswith(name)), key=len, default=None)
-        if longest is None:
-            return False
-        self._name = longest
+        longest = max((name for name in names if rest.startswith(name)), key=len, default="")
+        self._name = longest or self._name
         self._at += len(longest)
-        return True
+        return bool(longest)
 
 
 def _sign_of(argument: ArgumentForm) -> str:
@@ -578,13 +563,7 @@ def _sign_of(argument: ArgumentForm) -> str:
     return min((before.split()[0] for before, _ in argument.values.values()), key=len)
 
 
-def _stops(form: CallForm, argument: ArgumentForm) -> str:
-    """The characters that may follow a value without a closing mark."""
-    return argument.separator.strip()[:1] + form.closing.strip()[:1]
-
-
 def trigger_of(opening: str) -> str:
     """The first word of the opening of calls if it is a mark; "": calls are the whole answer."""
-    words = _SIGNS.split(opening)[0].split()
-    word = words[0] if words else ""
+    word: str = _FIRST_WORD.findall(opening)[0]
     return "" if not word.strip("{[(\"'}]);,") or word.startswith(("{", "[{", '["')) else word

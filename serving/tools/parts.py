@@ -13,10 +13,11 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from phasewise.serving.text.turn_form import KEY, ArgumentForm, type_of, types_of
+from phasewise._json import refuse_constant
+from phasewise.serving.text.turn_form import KEY, ArgumentForm, properties_of, type_of, types_of
 
 
 class Text(NamedTuple):
@@ -65,61 +66,12 @@ class Reader:
         return []
 
 
-class TrimmingReader(Reader):
-    """Leaves out the white space where the kind of parts changes: models put line ends around calls and
-    thoughts. An answer of text alone is left as it is."""
-
-    def __init__(self) -> None:
-        self._kind: type[Part] | None = None
-        self._held_space = ""
-        self._has_changed = False
-
-    def _read(self, text: str, *, is_final: bool = False) -> list[Part]:
-        """The parts with their white space. `is_final`: no more text comes."""
-        raise NotImplementedError
-
-    def feed(self, text: str) -> list[Part]:
-        return self._trimmed(self._read(text))
-
-    def finish(self) -> list[Part]:
-        parts = self._trimmed(self._read("", is_final=True))
-        if self._held_space and self._kind is Text and not self._has_changed:
-            parts.append(Text(self._held_space))
-        self._held_space = ""
-        return parts
-
-    def _trimmed(self, parts: Iterable[Part]) -> list[Part]:
-        out: list[Part] = []
-        for part in parts:
-            if isinstance(part, Call | Begun | Piece):
-                self._change(Call)
-                out.append(part)
-                continue
-            text = part.text
-            if type(part) is not self._kind:
-                if self._kind is not None or type(part) is Reasoning:
-                    text = text.lstrip()
-                    if not text:
-                        continue
-                self._change(type(part))
-            held = self._held_space + text
-            kept = held.rstrip()
-            self._held_space = held[len(kept) :]
-            if kept:
-                out.append(type(part)(kept))
-        return out
-
-    def _change(self, kind: type[Part]) -> None:
-        self._has_changed = self._has_changed or self._kind is not None or kind is not Text
-        self._kind, self._held_space = kind, ""
-
-
 class ValueEnd:
     """A scanner for the end of a value, past brackets and quotes, in a text that only grows; linear in the
     text. The end is behind the value's last bracket or, with none open, before one of `stops`. `quotes`: the
     marks around strings; within quotes of one character a backslash escapes."""
 
-    def __init__(self, stops: str = "", quotes: Sequence[str] = ('"',)) -> None:
+    def __init__(self, stops: str, quotes: Sequence[str]) -> None:
         self._stops, self._quotes = stops, quotes
         self._open, self._close = ("{[(", "}])") if "'" in quotes else ("{[", "}]")
         self._signs = re.compile("|".join(map(re.escape, (*quotes, *self._open, *self._close, *stops))))
@@ -163,7 +115,7 @@ def n_begun(text: str, mark: str) -> int:
 def parsed(text: str) -> Any | None:
     """The JSON value of a text; None for invalid JSON, or a value that cannot be written again."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+        return json.loads(text, parse_constant=refuse_constant, parse_float=_finite, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
 
@@ -177,17 +129,11 @@ def _integer(text: str) -> int | float:
     return int(text) if len(text) <= _MOST_DIGITS else _finite(text)
 
 
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def call(name: str, arguments: Any) -> Call | None:
     """A call with these arguments, given as an object or a JSON text of one; None for anything else."""
     if isinstance(arguments, str):
         arguments = parsed(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    text = written(arguments)
+    text = written(arguments) if isinstance(arguments, dict) else None
     return None if text is None else Call(name, text)
 
 
@@ -213,29 +159,26 @@ def typed(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, d
     types = types_of(schema, root)
     if types == {"string"}:
         return text.removeprefix(_CDATA[0]).removesuffix(_CDATA[1]) if text.startswith(_CDATA[0]) else text
-    is_read, value = _value(text.strip(), schema, root, form, depth)
-    if not is_read or (types and type_of(value) not in types and "string" in types):
+    stripped = text.strip()
+    value = _value(stripped, schema, root, form, depth)
+    if value == stripped or (types and type_of(value) not in types and "string" in types):
         return text
     return text if isinstance(value, str) and form.is_raw and types != {"array"} else value
 
 
-def _value(
-    text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int
-) -> tuple[bool, Any]:
-    if text == "null":
-        return True, None
+def _value(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
+    """The value that a text means; the text itself, which no value equals, where it means none."""
     value = parsed(text)
-    if value is not None:
-        return True, value
-    if depth < _MOST_DEPTH and (nested := _nested(text, schema, root, form, depth)) is not None:
-        return True, nested
+    if value is None and depth < _MOST_DEPTH:
+        value = _nested(text, schema, root, form, depth)
+    if value is not None or text == "null":
+        return value
     try:
         plain = ast.literal_eval(_Constants().visit(ast.parse(text, mode="eval")))
-        return True, parsed(json.dumps(plain, allow_nan=False))
+        return parsed(json.dumps(plain, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, LookupError, RecursionError, MemoryError):
-        pass
-    value = parsed(_with_quotes(text, form)) if text[:1] in ("{", "[") else None
-    return value is not None, value
+        value = parsed(_with_quotes(text, form)) if text[:1] in ("{", "[") else None
+    return text if value is None else value
 
 
 def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm, depth: int) -> Any:
@@ -255,11 +198,10 @@ def _nested(text: str, schema: Any, root: Mapping[str, Any], form: ArgumentForm,
             return None
         pairs.append((key, text[key_end + len(before) : end]))
         place = end + len(closing)
-    schema = schema if isinstance(schema, Mapping) else {}
     if types_of(schema, root) == {"array"} or (len(pairs) > 1 and len({key for key, _ in pairs}) == 1):
-        return [typed(item, schema.get("items"), root, form, depth + 1) for _, item in pairs]
-    properties = schema.get("properties")
-    schemas = properties if isinstance(properties, Mapping) else {}
+        items = schema.get("items") if isinstance(schema, Mapping) else None
+        return [typed(item, items, root, form, depth + 1) for _, item in pairs]
+    schemas = properties_of(schema)
     return {key: typed(item, schemas.get(key), root, form, depth + 1) for key, item in pairs}
 
 
