@@ -10,8 +10,7 @@ cdef extern from "group/group.h" nogil:
 
 cdef extern from "group/exchange.h" nogil:
     enum:
-        PW_EXCHANGE_LINE
-        PW_EXCHANGE_UNLIKE
+        PW_EXCHANGE_LINE, PW_EXCHANGE_UNLIKE
 
     ctypedef enum pw_addend:
         PW_ADDS_F32

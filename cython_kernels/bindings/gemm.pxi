@@ -13,14 +13,10 @@ from phasewise.cython_kernels.errors import IsaError, WeightError
 
 cdef extern from "gemm.h" nogil:
     enum:
-        PW_FMA
-        PW_PANEL
-        PW_PATHS
-        PW_MOST_TILE
+        PW_FMA, PW_PANEL, PW_PATHS, PW_MOST_TILE
 
     ctypedef enum pw_epilogue:
-        PW_STORE
-        PW_ADD
+        PW_STORE, PW_ADD
 
     ctypedef struct pw_weight:
         int32_t kind, group, zero_point, scale_bytes, path, top_exponent, k_parts
@@ -41,8 +37,7 @@ cdef extern from "gemm.h" nogil:
         int64_t begin, end
 
     ctypedef struct pw_schedule:
-        int32_t mr, panels, block_m, block_n, block_k, prefetch_bytes, threads_m, threads_n, threads_k
-        int32_t loop_order
+        int32_t mr, panels, block_m, block_n, block_k, prefetch_bytes, threads_m, threads_n, threads_k, loop_order
 
     int64_t pw_panels(int64_t n)
     int64_t pw_padded_k(int64_t k)

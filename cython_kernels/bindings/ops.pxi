@@ -11,9 +11,7 @@ cdef extern from "team/team.h" nogil:
         pass
 
     enum:
-        PW_TEAM_OK
-        PW_TEAM_FORKED
-        PW_TEAM_NO_MEMORY
+        PW_TEAM_OK, PW_TEAM_FORKED, PW_TEAM_NO_MEMORY
 
     ctypedef struct pw_place:
         int l3, node
@@ -34,15 +32,8 @@ cdef extern from "team/team.h" nogil:
 
 cdef extern from "ops.h" nogil:
     enum:
-        PW_CHUNK
-        PW_MAX_HEAD_DIM
-        PW_MAX_LATENT_DIM
-        PW_MAX_INDEX_DIM
-        PW_ROW_STRIDE
-        PW_GATES
-        PW_ACTIVATIONS
-        PW_ACT_xielu
-        PW_XIELU_NUMBERS
+        PW_CHUNK, PW_MAX_HEAD_DIM, PW_MAX_LATENT_DIM, PW_MAX_INDEX_DIM, PW_ROW_STRIDE
+        PW_GATES, PW_ACTIVATIONS, PW_ACT_xielu, PW_XIELU_NUMBERS
 
     const char *pw_gate_name(int number)
     const char *pw_activation_name(int number)
@@ -50,8 +41,6 @@ cdef extern from "ops.h" nogil:
     ctypedef struct pw_kv_head:
         void *keys
         void *values
-        float *key_scales
-        float *value_scales
         int32_t format, head_dim, value_dim
 
     ctypedef struct pw_queries:

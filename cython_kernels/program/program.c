@@ -216,15 +216,6 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     return true;
 }
 
-bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
-                         const pw_row_range *ranges) {
-    return pw_schedules_replace(&program->ops[op].shares[table][part].schedules, count, ranges);
-}
-
-bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges) {
-    return pw_schedules_replace(&program->attention[table], count, ranges);
-}
-
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
 
 /* The largest prepared row of any op: the ISA may be changed between steps. */

@@ -81,13 +81,6 @@ static bool is_new(pw_arrivals *const *first, int member, const pw_arrivals *cou
     return true;
 }
 
-int pw_arrivals_counters(int n, pw_arrivals *const *first) {
-    int count = 0;
-    for (int i = 0; i < n; ++i)
-        for (const pw_arrivals *at = first[i]; at; at = at->above) count += is_new(first, i, at);
-    return count;
-}
-
 int pw_arrivals_crossings(int n, pw_arrivals *const *first) {
     int crossings = 0;
     for (int i = 0; i < n; ++i)
