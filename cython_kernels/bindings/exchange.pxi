@@ -1,9 +1,6 @@
 # Collectives over messages outside shared memory: a thin door to group/exchange.h. Textually included by _native.pyx.
 
 
-from libc.stdint cimport uint64_t
-
-
 cdef extern from "group/group.h" nogil:
     uint32_t pw_group_arrivals(const pw_group *group, int rank, int n_ranks)
 

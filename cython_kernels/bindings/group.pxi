@@ -1,7 +1,5 @@
 # Process groups in shared memory. Textually included by _native.pyx.
 
-from libc.stdint cimport int64_t, uint32_t, uintptr_t
-
 from phasewise.cython_kernels.errors import GroupError
 
 

@@ -2,7 +2,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "program/adjust.h"
 #include "program/attend.h"
 #include "program/executor.h"
 #include "program/experts.h"
