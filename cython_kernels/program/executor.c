@@ -171,8 +171,9 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table) {
 static void (*const RUN[])(pw_run *run, const pw_op *op, int member) = {
     [PW_EMBED] = pw_run_embed, [PW_LINEAR] = pw_run_linear, [PW_ATTEND] = pw_run_attend, [PW_INDEX] = pw_run_choose,
     [PW_ADJUST] = pw_run_adjust, [PW_ROUTE] = pw_run_route, [PW_EXPERTS] = pw_run_experts, [PW_COMBINE] = pw_run_combine,
-    [PW_HEADS] = pw_run_heads, [PW_CONVOLVE] = pw_run_convolve, [PW_STATE_GATES] = pw_run_state_gates, [PW_RECUR] = pw_run_recur,
-    [PW_GATE_ROWS] = pw_run_gate_rows, [PW_LAYER_INPUTS] = pw_run_layer_inputs, [PW_STREAMS] = pw_run_streams,
+    [PW_HEADS] = pw_run_heads, [PW_CONVOLVE] = pw_run_convolve, [PW_STATE_GATES] = pw_run_state_gates,
+    [PW_RECUR] = pw_run_recur, [PW_GATE_ROWS] = pw_run_gate_rows, [PW_LAYER_INPUTS] = pw_run_layer_inputs,
+    [PW_STREAMS] = pw_run_streams,
 };
 
 /* Between ranks every op ends with a barrier, between threads the last one is the team's own. */

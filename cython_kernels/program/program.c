@@ -75,11 +75,12 @@ static bool open_step(pw_program *program) {
     const pw_capacity *room = &program->capacity;
     pw_step *step = &program->step;
     program->partial_room = room->kv_slots / PW_CHUNK + 2 * room->max_slices;
-    return NEW(step->tokens, room->max_tokens) && NEW(step->positions, room->max_tokens) && NEW(step->slots, room->max_tokens) &&
-           NEW(step->logit_rows, room->max_logit_rows) && NEW(step->tail_pieces, room->max_logit_rows) &&
-           NEW(step->slices, room->max_slices) && NEW(step->runs, room->max_slices * pw_runs_each(room)) &&
-           NEW(step->ring_places, room->max_tokens) && NEW(step->rings, room->max_slices) &&
+    return NEW(step->tokens, room->max_tokens) && NEW(step->positions, room->max_tokens) &&
+           NEW(step->slots, room->max_tokens) && NEW(step->ring_places, room->max_tokens) &&
            NEW(step->written, room->max_tokens) && NEW(step->keeps, room->max_tokens) &&
+           NEW(step->logit_rows, room->max_logit_rows) && NEW(step->tail_pieces, room->max_logit_rows) &&
+           NEW(step->slices, room->max_slices) && NEW(step->rings, room->max_slices) &&
+           NEW(step->runs, room->max_slices * pw_runs_each(room)) &&
            NEW(step->is_state_taken, larger(room->state_places, 1));
 }
 
