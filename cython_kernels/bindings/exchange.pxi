@@ -1,17 +1,13 @@
 # Collectives over messages outside shared memory: a thin door to group/exchange.h. Textually included by _native.pyx.
 
 
-from libc.stdint cimport uint64_t
-
-
 cdef extern from "group/group.h" nogil:
     uint32_t pw_group_arrivals(const pw_group *group, int rank, int n_ranks)
 
 
 cdef extern from "group/exchange.h" nogil:
     enum:
-        PW_EXCHANGE_LINE
-        PW_EXCHANGE_UNLIKE
+        PW_EXCHANGE_LINE, PW_EXCHANGE_UNLIKE
 
     ctypedef enum pw_addend:
         PW_ADDS_F32

@@ -1,7 +1,5 @@
 # Process groups in shared memory. Textually included by _native.pyx.
 
-from libc.stdint cimport int64_t, uint32_t, uintptr_t
-
 from phasewise.cython_kernels.errors import GroupError
 
 
@@ -10,11 +8,7 @@ cdef extern from "group/group.h" nogil:
         pass
 
     enum:
-        PW_GROUP_OK
-        PW_GROUP_FAILED
-        PW_GROUP_LATE
-        PW_GROUP_MAX_RANKS
-        PW_GROUP_ALIGNMENT
+        PW_GROUP_FAILED, PW_GROUP_LATE, PW_GROUP_MAX_RANKS, PW_GROUP_ALIGNMENT
 
     int64_t pw_group_bytes(int ranks)
     void pw_group_init(pw_group *group, int ranks)

@@ -3,9 +3,7 @@
 
 cdef extern from "program/program.h" nogil:
     enum:
-        PW_MAX_TARGETS
-        PW_MAX_ADAPTERS
-        PW_MAX_LOW_ROWS
+        PW_MAX_TARGETS, PW_MAX_ADAPTERS, PW_MAX_LOW_ROWS
 
     ctypedef struct pw_low_rank_target:
         int64_t column

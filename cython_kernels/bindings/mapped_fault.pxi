@@ -1,6 +1,5 @@
 # What ends a process when a file that it maps is cut short. Textually included by _native.pyx.
 
-import os
 
 cdef extern from "memory/mapped_fault.h":
     enum:

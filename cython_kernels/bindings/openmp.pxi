@@ -8,8 +8,7 @@ cdef extern from "team/openmp_product.h" nogil:
         int (*member)() noexcept nogil
 
     ctypedef enum pw_number:
-        PW_FLOAT32
-        PW_BFLOAT16
+        PW_FLOAT32, PW_BFLOAT16
 
     ctypedef struct pw_openmp_call:
         const pw_weight *weight
@@ -27,15 +26,6 @@ cdef extern from "team/openmp_product.h" nogil:
     void pw_openmp_close(pw_openmp_team *team)
     void pw_openmp_observe(pw_openmp_team *team, int *cpus)
     bint pw_openmp_multiply(pw_openmp_team *team, const pw_openmp_call *call)
-
-
-cdef extern from "program/schedule_table.h" nogil:
-    ctypedef struct pw_schedules:
-        int32_t count
-        pw_row_range *ranges
-
-    bint pw_schedules_replace(pw_schedules *schedules, int32_t count, const pw_row_range *ranges)
-    pw_schedule pw_schedule_for(const pw_schedules *schedules, const pw_weight *weight, int64_t rows, int threads)
 
 
 cdef enum:

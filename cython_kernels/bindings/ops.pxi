@@ -11,9 +11,7 @@ cdef extern from "team/team.h" nogil:
         pass
 
     enum:
-        PW_TEAM_OK
-        PW_TEAM_FORKED
-        PW_TEAM_NO_MEMORY
+        PW_TEAM_OK, PW_TEAM_FORKED, PW_TEAM_NO_MEMORY
 
     ctypedef struct pw_place:
         int l3, node
@@ -32,104 +30,8 @@ cdef extern from "team/team.h" nogil:
     void pw_team_close(pw_team *team)
 
 
-cdef extern from "ops.h" nogil:
-    enum:
-        PW_CHUNK
-        PW_MAX_HEAD_DIM
-        PW_MAX_LATENT_DIM
-        PW_MAX_INDEX_DIM
-        PW_ROW_STRIDE
-        PW_GATES
-        PW_ACTIVATIONS
-        PW_ACT_xielu
-        PW_XIELU_NUMBERS
-
-    const char *pw_gate_name(int number)
-    const char *pw_activation_name(int number)
-
-    ctypedef struct pw_kv_head:
-        void *keys
-        void *values
-        float *key_scales
-        float *value_scales
-        int32_t format, head_dim, value_dim
-
-    ctypedef struct pw_queries:
-        const float *q
-        const int64_t *first
-        const int64_t *last
-        int32_t rows, tile_rows
-        float cap
-        const float *slopes
-        const int64_t *positions
-        const void *next_keys
-
-    ctypedef struct pw_partial:
-        float *top
-        float *sum
-        float *values
-
-    ctypedef struct pw_thin_weight:
-        const void *values
-        int64_t n, rank
-        bint is_bf16
-
-    ctypedef struct pw_thin_rows:
-        const float *x
-        int64_t ldx
-        float *y
-        int64_t ldy
-        const int64_t *row_at
-        int64_t count
-
-    ctypedef struct pw_turn:
-        const float *cosine
-        const float *sine
-        float factor
-
-    ctypedef struct pw_norm:
-        const float *weight
-        const float *bias
-        float eps
-
-    ctypedef struct pw_op_kernels:
-        int32_t lanes
-        void (*layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) noexcept nogil
-        void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *own, float *y) noexcept nogil
-        void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) noexcept nogil
-        void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y) noexcept nogil
-        void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y) noexcept nogil
-        void (*cap)(int64_t n, float c, const float *x, float *y) noexcept nogil
-        void (*add_low_rank)(const pw_thin_weight *w, int64_t first, int64_t end, const pw_thin_rows *rows) noexcept nogil
-        void (*softmax)(int64_t n, const float *x, float *y) noexcept nogil
-        void (*exponential)(int64_t n, const float *x, float *y) noexcept nogil
-        void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key) noexcept nogil
-        void (*store_value)(const pw_kv_head *head, int64_t slot, const float *value) noexcept nogil
-        void (*prepare_queries)(int32_t kv_format, int32_t head_dim, int32_t rows, float *q) noexcept nogil
-        void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t slot,
-                             float *scratch, pw_partial out) noexcept nogil
-        void (*begin)(int32_t rows, int32_t value_dim, pw_partial out) noexcept nogil
-        void (*merge)(int32_t rows, int32_t value_dim, pw_partial part, pw_partial into) noexcept nogil
-        void (*finish)(int32_t head_dim, float sum, const float *values, float *out) noexcept nogil
-        int64_t (*argmax)(int64_t n, const float *x) noexcept nogil
-        double (*logsumexp)(int64_t n, const float *x) noexcept nogil
-        int64_t (*top_k)(int64_t n, const float *x, int64_t k, float *heap, int64_t *index) noexcept nogil
-
-    int64_t pw_attention_scratch(int32_t head_dim)
-    int64_t pw_kv_slot_bytes(int32_t format, int64_t head_dim)
-    int64_t pw_kv_elements(int32_t format, int64_t n)
-    int64_t pw_kv_element_bytes(int32_t format)
-    bint pw_latent_can_be(int32_t format)
-    pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t format, int32_t head_dim)
-
-
-cdef extern from "dispatch.h" nogil:
-    ctypedef struct pw_all_kernels "pw_kernels":
-        pw_op_kernels ops
-
-
 cdef const pw_op_kernels *_ops() noexcept nogil:
-    return &(<const pw_all_kernels *>pw_active()).ops
+    return &pw_active().ops
 
 
 def lanes():

@@ -11,6 +11,7 @@ cdef dict SOURCES = {
 GATES = {pw_gate_name(gate).decode(): gate for gate in range(PW_GATES)}
 cdef dict SCORES = {"softmax": PW_SOFTMAX, "logistic": PW_LOGISTIC, "sparse_mixer": PW_SPARSE_MIXER}
 ACTIVATIONS = {pw_activation_name(number).decode(): number for number in range(PW_ACTIVATIONS)}
+cdef dict _NO_LATENT = {"latent": 0, "index": 0, "chosen": 0}
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 
 
@@ -43,9 +44,6 @@ def default_attention(shape, int64_t tokens, int64_t positions, int threads):
     """
     cdef pw_shape s = {**_NO_LATENT, **shape}
     return fields_of(pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads))
-
-
-_NO_LATENT = {"latent": 0, "index": 0, "chosen": 0}
 
 
 cdef class ProgramBuilder:
@@ -272,7 +270,7 @@ cdef class ProgramBuilder:
         cdef int32_t count
         self._check_part(op, part, table)
         count = read_row_ranges(ranges, found)
-        if not pw_program_schedule(self.program, table, op, part, count, found):
+        if not pw_schedules_replace(&self.program.ops[op].shares[table][part].schedules, count, found):
             raise ProgramError("no memory for another schedule")
 
     def tap(self, packed, float[:, ::1] rows):
@@ -311,7 +309,7 @@ cdef class ProgramBuilder:
         if not 0 <= table < PW_SCHEDULE_TABLES:
             raise ProgramError(f"there is no table {table} of schedules")
         count = read_row_ranges(ranges, found)
-        if not pw_program_schedule_attention(self.program, table, count, found):
+        if not pw_schedules_replace(&self.program.attention[table], count, found):
             raise ProgramError("no memory for another schedule")
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,

@@ -1,46 +1,37 @@
 # C declarations of flat programs: their table of operations, executor and orders. Textually included by _native.pyx.
 
 
-cdef extern from "program/program.h" nogil:
+cdef extern from "program/schedule_table.h" nogil:
     enum:
-        PW_MAX_PARTS
-        PW_MAX_KINDS
-        PW_MAX_EXPERTS
-        PW_SCHEDULE_TABLES
-        PW_MAX_ROW_RANGES
-
-    ctypedef enum pw_opcode:
-        PW_EMBED
-        PW_LINEAR
-        PW_ATTEND
-        PW_INDEX
-        PW_ADJUST
-        PW_ROUTE
-        PW_EXPERTS
-        PW_COMBINE
-        PW_HEADS
-        PW_CONVOLVE
-        PW_STATE_GATES
-        PW_RECUR
-        PW_GATE_ROWS
-        PW_LAYER_INPUTS
-        PW_STREAMS
-
-    ctypedef enum pw_source:
-        PW_FROM_ROWS
-        PW_FROM_NORM
-        PW_FROM_GATE
-        PW_FROM_ACTIVATION
-
-    ctypedef enum pw_rows:
-        PW_EVERY_ROW
-        PW_GATHERED_ROWS
-        PW_LOGIT_ROWS
+        PW_SCHEDULE_TABLES, PW_MAX_ROW_RANGES
 
     ctypedef struct pw_row_range:
         int64_t last_rows
         bint tuned
         pw_schedule schedule
+
+    ctypedef struct pw_schedules:
+        pw_row_range *ranges
+
+    bint pw_schedules_replace(pw_schedules *schedules, int32_t count, const pw_row_range *ranges)
+    pw_schedule pw_schedule_for(const pw_schedules *schedules, const pw_weight *weight, int64_t rows, int threads)
+
+
+cdef extern from "program/program.h" nogil:
+    enum:
+        PW_MAX_PARTS, PW_MAX_KINDS, PW_MAX_EXPERTS
+        PW_MAX_STREAMS, PW_PREDICT, PW_CORRECT, PW_SPREAD, PW_MERGE
+        PW_PROGRESS_LAYERS
+
+    ctypedef enum pw_opcode:
+        PW_EMBED, PW_LINEAR, PW_ATTEND, PW_INDEX, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE, PW_HEADS
+        PW_CONVOLVE, PW_STATE_GATES, PW_RECUR, PW_GATE_ROWS, PW_LAYER_INPUTS, PW_STREAMS
+
+    ctypedef enum pw_source:
+        PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE, PW_FROM_ACTIVATION
+
+    ctypedef enum pw_rows:
+        PW_EVERY_ROW, PW_GATHERED_ROWS, PW_LOGIT_ROWS
 
     ctypedef struct pw_part:
         pw_weight weight
@@ -49,6 +40,7 @@ cdef extern from "program/program.h" nogil:
     ctypedef struct pw_column_share:
         pw_weight weight
         int64_t column
+        pw_schedules schedules
 
     ctypedef struct pw_experts:
         int32_t count, chosen, normalised
@@ -56,9 +48,7 @@ cdef extern from "program/program.h" nogil:
         int64_t n
 
     ctypedef enum pw_scores:
-        PW_SOFTMAX
-        PW_LOGISTIC
-        PW_SPARSE_MIXER
+        PW_SOFTMAX, PW_LOGISTIC, PW_SPARSE_MIXER
 
     ctypedef struct pw_choice:
         pw_scores scores
@@ -87,13 +77,6 @@ cdef extern from "program/program.h" nogil:
         float least, most
         bint gates_rows, silu, erases, norm_first, one_gate, by_key, tiled
 
-    enum:
-        PW_MAX_STREAMS
-        PW_PREDICT
-        PW_CORRECT
-        PW_SPREAD
-        PW_MERGE
-
     ctypedef struct pw_streams:
         int32_t mode, count, active
         int64_t at, stride, each, to, to_stride
@@ -102,33 +85,27 @@ cdef extern from "program/program.h" nogil:
         const float *scale
 
     ctypedef struct pw_op:
-        float sparsity
         pw_streams streams
-        int32_t code, source, epilogue
-        int32_t rows, n_parts
+        int32_t code, source, epilogue, rows, n_parts, gate, layer, kind
         pw_part parts[PW_MAX_PARTS]
         pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]
-        int64_t k, out_stride, in_stride, residual, residual_stride
+        int64_t k, out_stride, in_stride, residual, residual_stride, group, n_growth, growth_span, growth_shift
         int64_t in_at "in"
         int64_t out_at "out"
         const float *norm
-        float eps, scale, cap
-        int32_t gate
+        float eps, scale, cap, sparsity
         const float *bias
         const float *norm_bias
         const float *positions
         const float *segments
-        int32_t layer, kind
         const float *q_norm
         const float *k_norm
         const float *sinks
         const float *v_norm
         bint norm_last, only_reads, keys_are_values
         int64_t second_at "with", second_stride "with_stride"
-        int64_t group
         const float *slopes
         const float *growth
-        int64_t n_growth, growth_span, growth_shift
         pw_experts experts
         pw_choice choice
         pw_heads heads
@@ -193,14 +170,13 @@ cdef extern from "program/program.h" nogil:
         bint bidirectional
         pw_step step
         float *arena
+        pw_schedules attention[PW_SCHEDULE_TABLES]
         int64_t kv_bytes, rows_bytes, memory_bytes, state_floats
 
     pw_program *pw_program_open(pw_shape shape, pw_capacity capacity)
     int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
     void pw_program_close(pw_program *program)
     bint pw_program_add(pw_program *program, const pw_op *op)
-    bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
-                             const pw_row_range *ranges)
     pw_division pw_division_of(int32_t ranks, const int32_t *threads, const int32_t *weights, int32_t rank)
     int64_t pw_runs_each(const pw_capacity *room)
     int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer)
@@ -209,12 +185,8 @@ cdef extern from "program/program.h" nogil:
     int64_t pw_program_kv_bytes(const pw_program *program)
     int64_t pw_program_bytes(const pw_program *program)
     int64_t pw_program_shared_bytes(const pw_program *program)
-    enum:
-        PW_PROGRESS_LAYERS
-
     long long pw_progress_of(pw_program *program)
     bint pw_program_seal(pw_program *program, char *shared, char *kv)
-    bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
     int pw_program_touch(pw_program *program, pw_team *team)
 
 
@@ -224,9 +196,7 @@ cdef extern from "program/attend.h" nogil:
 
 cdef extern from "program/executor.h" nogil:
     enum:
-        PW_RUN_GROUP_FAILED
-        PW_RUN_LATE
-        PW_RUN_MISFIT
+        PW_RUN_GROUP_FAILED, PW_RUN_LATE, PW_RUN_MISFIT
 
     const char *pw_program_check(pw_program *program, int threads, int32_t table)
     int pw_program_run(pw_program *program, pw_team *team, int32_t table)
@@ -239,9 +209,7 @@ cdef extern from "program/move_kv.h" nogil:
 
 cdef extern from "program/orders.h" nogil:
     enum:
-        PW_OBSERVED_THREADS
-        PW_SERVED
-        PW_SERVE_ORPHANED
+        PW_OBSERVED_THREADS, PW_SERVED, PW_SERVE_ORPHANED
 
     void pw_orders_open(pw_program *program)
     bint pw_orders_fit(const pw_program *program, const char *shared)

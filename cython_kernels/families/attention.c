@@ -64,36 +64,29 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) v_store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-#define ATTEND(ROWS, PANELS, FORMAT)                                                                           \
-    static void attend_##ROWS##_##PANELS##_##FORMAT(int64_t steps, const float *a, const matrix *b, float *c,  \
-                                                    int64_t c_stride) {                                        \
-        attend_product(ROWS, PANELS, PW_KV_##FORMAT, PW_ROW_STRIDE, steps, a, b, c, c_stride);                 \
+/* What tiles read b as: a format (int4 is widened first), or float32 whose products are with rows of latent vectors. */
+enum { WITH_LATENT = PW_KV_BF16 + 1, READINGS };
+#define ATTEND(ROWS, PANELS, NAME, FORMAT, STRIDE)                                                           \
+    static void attend_##ROWS##_##PANELS##_##NAME(int64_t steps, const float *a, const matrix *b, float *c,  \
+                                                  int64_t c_stride) {                                        \
+        attend_product(ROWS, PANELS, PW_KV_##FORMAT, STRIDE, steps, a, b, c, c_stride);                      \
     }
-#define ATTEND_FORMATS(ROWS, PANELS) \
-    ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16)
-#define ATTEND_FORMAT_NAMES(ROWS, PANELS)                                                              \
-    [(ROWS)-1][(PANELS)-1] = {attend_##ROWS##_##PANELS##_F32, attend_##ROWS##_##PANELS##_F16, \
-                              attend_##ROWS##_##PANELS##_BF16},
-#if defined(__AVX512F__)
-#define NARROW(ROWS) ATTEND_FORMATS(ROWS, 1) ATTEND_FORMATS(ROWS, 2)
-#define WIDE(ROWS) NARROW(ROWS) ATTEND_FORMATS(ROWS, 3) ATTEND_FORMATS(ROWS, 4)
-#define NARROW_NAMES(ROWS) ATTEND_FORMAT_NAMES(ROWS, 1) ATTEND_FORMAT_NAMES(ROWS, 2)
-#define WIDE_NAMES(ROWS) NARROW_NAMES(ROWS) ATTEND_FORMAT_NAMES(ROWS, 3) ATTEND_FORMAT_NAMES(ROWS, 4)
-#else
-#define NARROW(ROWS) ATTEND_FORMATS(ROWS, 1)
-#define NARROW_NAMES(ROWS) ATTEND_FORMAT_NAMES(ROWS, 1)
-#endif
-FOR_EACH_WIDE(WIDE)
-FOR_EACH_NARROW(NARROW)
-static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][PW_KV_BF16 + 1] = { /* int4 is widened first */
-    FOR_EACH_WIDE(WIDE_NAMES) FOR_EACH_NARROW(NARROW_NAMES)};
+#define ATTEND_READINGS(ROWS, PANELS)                                                               \
+    ATTEND(ROWS, PANELS, F32, F32, PW_ROW_STRIDE) ATTEND(ROWS, PANELS, F16, F16, PW_ROW_STRIDE)     \
+    ATTEND(ROWS, PANELS, BF16, BF16, PW_ROW_STRIDE) ATTEND(ROWS, PANELS, LATENT, F32, PW_LATENT_STRIDE)
+#define ATTEND_NAMES(ROWS, PANELS)                                                               \
+    [(ROWS)-1][(PANELS)-1] = {attend_##ROWS##_##PANELS##_F32, attend_##ROWS##_##PANELS##_F16,    \
+                              attend_##ROWS##_##PANELS##_BF16, attend_##ROWS##_##PANELS##_LATENT},
+EACH_TILE(ATTEND_READINGS)
+static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][READINGS] = {EACH_TILE(ATTEND_NAMES)};
 
-static void attend_multiply(int rows, int64_t panels, int format, int64_t steps, const float *a, matrix b, float *c,
+static void attend_multiply(int rows, int64_t panels, int reading, int64_t steps, const float *a, matrix b, float *c,
                             int64_t c_stride) {
-    int64_t bytes = pw_kv_element_bytes(format), most = rows <= WIDE_ROWS ? ATTEND_PANELS : NARROW_PANELS;
+    int64_t bytes = pw_kv_element_bytes(reading == WITH_LATENT ? PW_KV_F32 : reading);
+    int64_t most = rows <= WIDE_ROWS ? ATTEND_PANELS : NARROW_PANELS;
     for (int64_t done = 0; done < panels;) {
         int now = (int)(panels - done < most ? panels - done : most);
-        attend_tiles[rows - 1][now - 1][format](steps, a, &b, c + done * PW_PANEL, c_stride);
+        attend_tiles[rows - 1][now - 1][reading](steps, a, &b, c + done * PW_PANEL, c_stride);
         b.data = (const char *)b.data + now * b.panel_step * bytes;
         if (b.wanted) b.wanted += steps * now * PW_PANEL * bytes;
         done += now;
@@ -137,21 +130,21 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
                     out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
 
+#define WIDEN(FORMAT)                                                                            \
+    case PW_KV_##FORMAT:                                                                         \
+        for (int64_t i = 0; i < n; i += LANES, p += LANES * pw_kv_element_bytes(PW_KV_##FORMAT)) \
+            v_store(to + i, v_load_stored(p, PW_KV_##FORMAT));                                   \
+        break;
+/* n is whole vectors. */
+static void widen(int format, int64_t n, const void *from, float *to) {
+    const char *p = from;
+    switch (format) { WIDEN(F32) WIDEN(F16) WIDEN(BF16) }
+}
+
 #include "families/attention/pairs.c"
 #include "families/attention/latent.c"
 
 /* ---- chunks ----------------------------------------------------------------------------------------------------- */
-
-#define WIDEN(FORMAT) \
-    case PW_KV_##FORMAT: \
-        for (int64_t i = 0; i < n; i += LANES, p += LANES * pw_kv_element_bytes(PW_KV_##FORMAT)) \
-            v_store(to + i, v_load_stored(p, PW_KV_##FORMAT)); \
-        break;
-/* n is a multiple of 16 */
-static void widen(int format, int64_t n, const void *from, float *to) {
-    const char *p = from;
-    switch (format) { WIDEN(F16) WIDEN(BF16) }
-}
 
 /* Panels of keys in int4: words of 16 slots side by side. */
 static void widen_int4_keys(int64_t panels, int64_t head_dim, const uint32_t *from, float *to) {

@@ -21,14 +21,7 @@ enum {
 };
 
 /* What is added up. bf16 is added in float32 and rounded once, to the nearest, ties to even. */
-typedef enum {
-    PW_ADDS_F32,
-    PW_ADDS_F64,
-    PW_ADDS_BF16,
-    PW_ADDS_I32,
-    PW_ADDS_I64,
-    PW_ADDS_COUNT,
-} pw_addend;
+typedef enum { PW_ADDS_F32, PW_ADDS_F64, PW_ADDS_BF16, PW_ADDS_I32, PW_ADDS_I64, PW_ADDS_COUNT } pw_addend;
 
 /* One rank's view; `piece` begins at 0 on every rank. */
 typedef struct {

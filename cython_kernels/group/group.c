@@ -8,9 +8,7 @@
  * A rank that goes to sleep first says for whom, then looks once more at what it waits for; a rank that arrives first
  * counts, then looks who sleeps for it. Both in one order for all (sequential consistency), so one of the two sees the
  * other. Failure turns the word that everybody sleeps on, whatever they sleep for. */
-#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
-#endif
 #include "group/group.h"
 #include "team/waiting.h"
 

@@ -4,7 +4,7 @@
  * rank may be killed at any point. Waiting is bounded: a rank spins for a short time, then sleeps on a futex that is
  * shared between processes, until what it waits for has happened, the group has failed, or its time is over.
  *
- * One thread of a rank waits at a time. Ranks are numbered 0..ranks - 1; 0..n - 1 of them take part in a barrier or an
+ * One thread of a rank waits at a time. Ranks are numbered 0..ranks - 1; 0..n - 1 of them take part in a
  * barrier over n, and different n do not disturb one another. Nothing counts a rank's processes: the threads of
  * several processes may as well be the ranks of one group. */
 #ifndef PHASEWISE_GROUP_H

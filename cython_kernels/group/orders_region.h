@@ -6,13 +6,9 @@
 #define PHASEWISE_ORDERS_REGION_H
 
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdint.h>
 
-enum {
-    PW_OBSERVED_THREADS = 1024, /* of a rank, whose CPUs are told */
-    PW_ORDERS_ISA_NAME = 32,
-};
+enum { PW_OBSERVED_THREADS = 1024, PW_ORDERS_ISA_NAME = 32 }; /* threads of a rank, whose CPUs are told */
 
 typedef struct {
     _Alignas(128) atomic_uint order;
@@ -36,12 +32,6 @@ typedef struct {
 /* Where the region begins in the shared memory: after the group. Its bytes. */
 int64_t pw_orders_offset(int32_t n_ranks);
 int64_t pw_orders_bytes(int32_t n_ranks);
-
-/* By rank 0 once the shared memory is laid out, before others look. */
-void pw_orders_init(pw_orders *orders, int32_t n_ranks, int64_t shared_bytes, int32_t n_ops);
-
-/* Whether the shared memory is a group of n_ranks whose rank 0 has laid out the same program. */
-bool pw_orders_match(const char *shared, int32_t n_ranks, int64_t shared_bytes, int32_t n_ops);
 
 pw_observation *pw_observation_of(pw_orders *orders, int32_t n_ranks, int32_t table, int32_t rank);
 

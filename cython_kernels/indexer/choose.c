@@ -43,12 +43,8 @@ int64_t pw_choice_floats(const pw_program *program) {
 
 /* A query or key of a row with its first numbers turned. */
 static void turn(const indexing *a, int64_t row, const float *x, float *out) {
-    const pw_program *program = a->run->program;
-    const pw_attention_kind *kind = &program->kinds[a->op->kind];
-    int64_t at = row * kind->half;
-    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, 1.0f};
-    memcpy(out, x, sizeof(float) * (size_t)program->shape.index);
-    a->run->kernels->ops.rope(kind->half, &turn, x, out);
+    memcpy(out, x, sizeof(float) * (size_t)a->run->program->shape.index);
+    pw_turn_row(a->run, a->op, row, 1.0f, x, out);
 }
 
 static void store_key(const indexing *a, int64_t row) {
@@ -124,7 +120,7 @@ static void index_split(const indexing *a, pw_run *run, int member) {
 /* Rows one by one in turns, since later ones have more positions. */
 static void index_rows(const indexing *a, pw_run *run, int member) {
     const pw_step *step = &run->program->step;
-    int64_t rows = a->op->rows == PW_EVERY_ROW ? step->n_tokens : step->n_logit_rows, slice = 0;
+    int64_t rows = pw_op_rows(run, a->op), slice = 0;
     int64_t threads = run->division->ranks == 1 ? run->threads : run->division->n_threads;
     for (int64_t i = pw_rows_of(run, threads, member).begin; i < rows; i += threads) {
         int64_t row = a->op->rows == PW_EVERY_ROW ? i : step->logit_rows[i], position = step->positions[row];

@@ -80,15 +80,4 @@ static inline int64_t pw_chunk_slot(const int32_t *runs, const pw_slice *slice, 
 /* Where states begin, behind so many bytes of keys and values: with a page. */
 static inline int64_t pw_states_after(int64_t kv_bytes) { return (kv_bytes + PW_STATE_PAGE - 1) / PW_STATE_PAGE * PW_STATE_PAGE; }
 
-/* Bytes of one KV head of one layer that keeps every position. */
-static inline int64_t pw_kv_head_bytes(const pw_shape *shape, const pw_capacity *room) {
-    return room->kv_slots * pw_slot_bytes_of(shape, room->kv_format);
-}
-
-/* The KV head behind so many others, copies included, in memory that `kv` begins, where no layer keeps rings. */
-static inline pw_kv_head pw_kv_head_in(char *kv, const pw_shape *shape, const pw_capacity *room, int64_t heads_before) {
-    char *begin = kv + heads_before * pw_kv_head_bytes(shape, room);
-    return pw_kv_head_in_memory(shape, begin, room->kv_slots, room->kv_format);
-}
-
 #endif

@@ -12,7 +12,9 @@ typedef struct {
 
 static int areas_of(const pw_kv_memory *memory, int64_t layer, int64_t kv_head, int32_t copy, area *found) {
     int64_t heads_before = layer * memory->copies[memory->shape.n_kv_heads] + memory->copies[kv_head] + copy;
-    pw_kv_head head = pw_kv_head_in(memory->kv, &memory->shape, &memory->room, heads_before);
+    int64_t slots = memory->room.kv_slots, head_bytes = slots * pw_slot_bytes_of(&memory->shape, memory->room.kv_format);
+    char *begin = memory->kv + heads_before * head_bytes;
+    pw_kv_head head = pw_kv_head_in_memory(&memory->shape, begin, slots, memory->room.kv_format);
     int64_t bytes = pw_kv_element_bytes(head.format);
     int count = 0;
     found[count++] = (area){head.keys, pw_key_elements(&head) * bytes};
@@ -26,38 +28,30 @@ static int32_t copies_of(const pw_kv_memory *memory, int64_t kv_head) {
     return memory->copies[kv_head + 1] - memory->copies[kv_head];
 }
 
-void pw_kv_to_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, char *wire) {
+/* Slots of one copy of a KV head to the wire or from it; returns what follows them there. */
+static char *pass_head(const pw_kv_memory *memory, int64_t layer, int64_t kv_head, int32_t copy, pw_slots slots, char *wire,
+                       bool is_taken) {
     area areas[MOST_AREAS];
-    for (int64_t kv_head = 0; kv_head < memory->shape.n_kv_heads; ++kv_head) {
-        int count = areas_of(memory, layer, kv_head, 0, areas);
-        for (int i = 0; i < count; ++i) {
-            int64_t bytes = slots * areas[i].slot_bytes;
-            memcpy(wire, areas[i].begin + slot * areas[i].slot_bytes, (size_t)bytes);
-            wire += bytes;
-        }
+    int count = areas_of(memory, layer, kv_head, copy, areas);
+    for (int i = 0; i < count; ++i) {
+        char *here = areas[i].begin + slots.begin * areas[i].slot_bytes;
+        int64_t bytes = (slots.end - slots.begin) * areas[i].slot_bytes;
+        memcpy(is_taken ? here : wire, is_taken ? wire : here, (size_t)bytes);
+        wire += bytes;
     }
+    return wire;
 }
 
-/* One KV head in all of its copies; returns what follows it on the wire. */
-static const char *take_head(const pw_kv_memory *memory, int64_t layer, int64_t kv_head, int64_t slot, int64_t slots,
-                             const char *wire) {
-    area areas[MOST_AREAS];
-    const char *from = wire;
-    for (int32_t copy = 0; copy < copies_of(memory, kv_head); ++copy) {
-        int count = areas_of(memory, layer, kv_head, copy, areas);
-        from = wire;
-        for (int i = 0; i < count; ++i) {
-            int64_t bytes = slots * areas[i].slot_bytes;
-            memcpy(areas[i].begin + slot * areas[i].slot_bytes, from, (size_t)bytes);
-            from += bytes;
-        }
-    }
-    return from;
+void pw_kv_to_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, char *wire) {
+    for (int64_t kv_head = 0; kv_head < memory->shape.n_kv_heads; ++kv_head)
+        wire = pass_head(memory, layer, kv_head, 0, (pw_slots){slot, slot + slots}, wire, false);
 }
 
 void pw_kv_from_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, const char *wire) {
-    for (int64_t kv_head = 0; kv_head < memory->shape.n_kv_heads; ++kv_head)
-        wire = take_head(memory, layer, kv_head, slot, slots, wire);
+    char *from = (char *)wire, *next = from;
+    for (int64_t kv_head = 0; kv_head < memory->shape.n_kv_heads; ++kv_head, from = next)
+        for (int32_t copy = 0; copy < copies_of(memory, kv_head); ++copy)
+            next = pass_head(memory, layer, kv_head, copy, (pw_slots){slot, slot + slots}, from, true);
 }
 
 void pw_kv_between(const pw_kv_memory *from, const pw_kv_memory *to, int64_t layer, int64_t source, int64_t target,

@@ -6,6 +6,9 @@
 
 #include <stdint.h>
 
+/* Bytes in whole lines of a cache. */
+static inline int64_t pw_whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
 /* Zeroed memory of `bytes` > 0, or NULL. */
 void *pw_pages_open(int64_t bytes);
 void pw_pages_close(void *pages, int64_t bytes);

@@ -1,4 +1,5 @@
-#include "program/adjust.h"
+/* Rows of a program that are changed one by one, without a product. */
+#include "program/linear.h"
 
 #include <string.h>
 
@@ -30,9 +31,8 @@ static void adjust_row(const pw_run *run, const pw_op *op, int64_t row, float *s
 
 void pw_run_adjust(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
-    int64_t rows = op->rows == PW_EVERY_ROW ? program->step.n_tokens : program->step.n_logit_rows;
     float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
-    pw_range own = pw_rows_of(run, rows, member);
+    pw_range own = pw_rows_of(run, pw_op_rows(run, op), member);
     for (int64_t row = own.begin; row < own.end; ++row) {
         if (op->norm_bias) centre_row(run, op, row);
         else adjust_row(run, op, row, scratch);

@@ -197,17 +197,15 @@ static const float *biased_head(const attending *a, int64_t row, int64_t column,
 static void turned_head(const attending *a, int64_t row, int64_t column, const float *norm, float factor, float *out) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
-    const pw_attention_kind *kind = &program->kinds[a->op->kind];
-    int32_t dim = a->shape.head_dim, turned = 2 * kind->half;
-    int64_t at = row * kind->half;
+    int32_t dim = a->shape.head_dim, turned = 2 * program->kinds[a->op->kind].half;
     bool norm_last = norm && a->op->norm_last;
-    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, norm_last ? 1.0f : factor};
+    float by = norm_last ? 1.0f : factor;
     const float *x = biased_head(a, row, column, out);
     if (norm && !norm_last) ops->rmsnorm(dim, x, norm, program->shape.norm_eps, out);
     if (norm && !norm_last) x = out;
     if (turned < dim && x != out) memcpy(out + turned, x + turned, sizeof(float) * (size_t)(dim - turned));
-    if (turned < dim && turn.factor != 1.0f) ops->scale(dim - turned, factor, out + turned);
-    if (turned > 0) ops->rope(kind->half, &turn, x, out);
+    if (turned < dim && by != 1.0f) ops->scale(dim - turned, by, out + turned);
+    if (turned > 0) pw_turn_row(a->run, a->op, row, by, x, out);
     if (norm_last) ops->rmsnorm(dim, out, norm, program->shape.norm_eps, out);
     if (norm_last && factor != 1.0f) ops->scale(dim, factor, out);
 }
@@ -217,15 +215,12 @@ static void store_latent(const attending *a, int64_t row) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     const pw_latent_op *latent = &a->op->latent;
-    const pw_attention_kind *kind = &program->kinds[a->op->kind];
     const int64_t *slots = program->layers[a->op->layer].in_rings ? program->step.ring_places : program->step.slots;
     const float *vector = program->arena + latent->vector + row * latent->vector_stride;
-    int64_t at = row * kind->half;
-    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, 1.0f};
     pw_kv_head head = read_head(a, 0);
     float x[PW_MAX_LATENT_DIM];
     ops->rmsnorm(head.value_dim, vector, latent->norm, a->op->eps, x);
-    ops->rope(kind->half, &turn, vector + head.value_dim, x + head.value_dim);
+    pw_turn_row(a->run, a->op, row, 1.0f, vector + head.value_dim, x + head.value_dim);
     ops->store_value(&head, slots[row], x);
 }
 
@@ -268,15 +263,12 @@ static float query_factor(const pw_op *op, int64_t position) {
 /* A query of latent attention: what meets the vectors, and its pairs turned, times the scale of scores. */
 static void latent_query(const attending *a, int64_t row, int64_t head, float *x) {
     const pw_program *program = a->run->program;
-    const pw_op_kernels *ops = &a->run->kernels->ops;
     const pw_latent_op *latent = &a->op->latent;
-    const pw_attention_kind *kind = &program->kinds[a->op->kind];
-    int64_t at = row * kind->half, dim = program->shape.latent;
-    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, a->op->scale};
+    const float *pairs = program->arena + latent->query + row * latent->query_stride + head * latent->step + latent->at;
+    int64_t dim = program->shape.latent;
     memcpy(x, program->arena + a->op->in + row * a->op->in_stride + head * dim, sizeof(float) * (size_t)dim);
-    ops->scale(dim, a->op->scale, x);
-    ops->rope(kind->half, &turn,
-              program->arena + latent->query + row * latent->query_stride + head * latent->step + latent->at, x + dim);
+    a->run->kernels->ops.scale(dim, a->op->scale, x);
+    pw_turn_row(a->run, a->op, row, a->op->scale, pairs, x + dim);
 }
 
 /* A query as column n of those of a piece. */

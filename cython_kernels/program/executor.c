@@ -2,7 +2,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "program/adjust.h"
 #include "program/attend.h"
 #include "program/executor.h"
 #include "program/experts.h"
@@ -169,6 +168,14 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table) {
     return problem;
 }
 
+static void (*const RUN[])(pw_run *run, const pw_op *op, int member) = {
+    [PW_EMBED] = pw_run_embed, [PW_LINEAR] = pw_run_linear, [PW_ATTEND] = pw_run_attend, [PW_INDEX] = pw_run_choose,
+    [PW_ADJUST] = pw_run_adjust, [PW_ROUTE] = pw_run_route, [PW_EXPERTS] = pw_run_experts, [PW_COMBINE] = pw_run_combine,
+    [PW_HEADS] = pw_run_heads, [PW_CONVOLVE] = pw_run_convolve, [PW_STATE_GATES] = pw_run_state_gates,
+    [PW_RECUR] = pw_run_recur, [PW_GATE_ROWS] = pw_run_gate_rows, [PW_LAYER_INPUTS] = pw_run_layer_inputs,
+    [PW_STREAMS] = pw_run_streams,
+};
+
 /* Between ranks every op ends with a barrier, between threads the last one is the team's own. */
 static void run_ops(void *context, int member) {
     pw_run *run = context;
@@ -176,21 +183,7 @@ static void run_ops(void *context, int member) {
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
         pw_clear_tickets(pw_region_tickets(program, i + 1), (int)pw_region_ticket_count(program), run->threads, member);
-        if (op->code == PW_EMBED) pw_run_embed(run, op, member);
-        if (op->code == PW_LINEAR) pw_run_linear(run, op, member);
-        if (op->code == PW_ATTEND) pw_run_attend(run, op, member);
-        if (op->code == PW_ADJUST) pw_run_adjust(run, op, member);
-        if (op->code == PW_ROUTE) pw_run_route(run, op, member);
-        if (op->code == PW_EXPERTS) pw_run_experts(run, op, member);
-        if (op->code == PW_COMBINE) pw_run_combine(run, op, member);
-        if (op->code == PW_HEADS) pw_run_heads(run, op, member);
-        if (op->code == PW_CONVOLVE) pw_run_convolve(run, op, member);
-        if (op->code == PW_STATE_GATES) pw_run_state_gates(run, op, member);
-        if (op->code == PW_RECUR) pw_run_recur(run, op, member);
-        if (op->code == PW_GATE_ROWS) pw_run_gate_rows(run, op, member);
-        if (op->code == PW_LAYER_INPUTS) pw_run_layer_inputs(run, op, member);
-        if (op->code == PW_STREAMS) pw_run_streams(run, op, member);
-        if (op->code == PW_INDEX) pw_run_choose(run, op, member);
+        RUN[op->code](run, op, member);
         if (i + 1 == program->n_ops && run->division->ranks == 1) return;
         if (!pw_meet(run, member)) return;
         if (op->code == PW_ATTEND && !op->only_reads && member == 0 && program->rank == 0)

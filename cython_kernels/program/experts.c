@@ -7,11 +7,6 @@
 
 enum { PIECES_PER_THREAD = 6 };
 
-static int64_t rows_of_op(const pw_run *run, const pw_op *op) {
-    const pw_step *step = &run->program->step;
-    return op->rows == PW_EVERY_ROW ? step->n_tokens : step->n_logit_rows;
-}
-
 /* ---- routes ----------------------------------------------------------------------------------------------------- */
 
 /* The largest number that is not chosen yet, the lowest of equals; some expert even where all are NaN. */
@@ -152,7 +147,7 @@ static void find_busy(pw_routes *routes, const pw_experts *experts) {
 /* Every rank finds the same routes for itself. */
 void pw_run_route(pw_run *run, const pw_op *op, int member) {
     pw_routes *routes = &run->program->routes;
-    int64_t rows = rows_of_op(run, op);
+    int64_t rows = pw_op_rows(run, op);
     for (int64_t row = rows * member / run->threads; row < rows * (member + 1) / run->threads; ++row)
         route_row(run, op, row);
     if (rows > 1) pw_team_barrier(run->team, member);
@@ -206,7 +201,7 @@ static bool prepare(pw_run *run, const pw_op *op, int member, int64_t bytes) {
     const pw_program *program = run->program;
     char *scratch = program->scratch + member * program->scratch_bytes;
     bool of_pairs = op->source == PW_FROM_GATE || op->source == PW_FROM_ACTIVATION;
-    int64_t rows = rows_of_op(run, op);
+    int64_t rows = pw_op_rows(run, op);
     pw_range own = pw_rows_of(run, of_pairs ? rows * op->experts.chosen : rows, member);
     for (int64_t i = own.begin; i < own.end; ++i) {
         if (of_pairs) prepare_pair(run, op, i, (float *)scratch);
@@ -232,7 +227,7 @@ static void multiply(const pw_run *run, const pw_op *op, int32_t e, pw_range pan
 void pw_run_experts(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     const pw_routes *routes = &program->routes;
-    if (rows_of_op(run, op) == 0) return;
+    if (pw_op_rows(run, op) == 0) return;
     int64_t bytes = run->kernels->gemm.row_bytes(&op->preparation.forms[0], op->k);
     if (!prepare(run, op, member, bytes)) return;
     pw_range own = pw_share_of(run->division, pw_panels(op->experts.n));
@@ -254,7 +249,7 @@ void pw_run_combine(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     const pw_routes *routes = &program->routes;
     const pw_op_kernels *ops = &run->kernels->ops;
-    pw_range own = pw_rows_of(run, rows_of_op(run, op), member);
+    pw_range own = pw_rows_of(run, pw_op_rows(run, op), member);
     for (int64_t row = own.begin; row < own.end; ++row) {
         float *out = program->arena + op->out + row * op->out_stride;
         if (op->epilogue == PW_STORE) memset(out, 0, sizeof(float) * (size_t)op->k);

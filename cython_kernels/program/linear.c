@@ -127,7 +127,7 @@ static pw_range rows_to_prepare(const pw_run *run, preparation by, int64_t rows,
 
 void pw_run_linear(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
-    int64_t rows = op->rows == PW_EVERY_ROW ? program->step.n_tokens : program->step.n_logit_rows;
+    int64_t rows = pw_op_rows(run, op);
     if (rows == 0) return;
     char *scratch = program->scratch + member * program->scratch_bytes;
     float *row_scratch = (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes);

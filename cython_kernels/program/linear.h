@@ -1,4 +1,4 @@
-/* Embedding lookups and linear layers of a program: a member's share. */
+/* Embedding lookups, linear layers and changes of single rows of a program: a member's share. */
 #ifndef PHASEWISE_LINEAR_H
 #define PHASEWISE_LINEAR_H
 
@@ -10,6 +10,9 @@ void pw_run_embed(pw_run *run, const pw_op *op, int member);
  * several of its rows. */
 void pw_run_layer_inputs(pw_run *run, const pw_op *op, int member);
 void pw_run_linear(pw_run *run, const pw_op *op, int member);
+
+/* Rows normalised, biased, capped, added. */
+void pw_run_adjust(pw_run *run, const pw_op *op, int member);
 
 /* Products by head (pw_heads, heads.c): every head of every row of a step, on one rank. A row's result depends on that row
  * alone. */

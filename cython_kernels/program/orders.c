@@ -11,11 +11,19 @@ enum { NOTHING, RUN, REST, STOP };
 #define LOOK_NS 1000000000L  /* how often a waiting rank looks whether rank 0's process is still there */
 
 void pw_orders_open(pw_program *program) {
-    pw_orders_init(program->orders, program->n_ranks, pw_program_shared_bytes(program), program->n_ops);
+    pw_orders *orders = program->orders;
+    orders->shared_bytes = pw_program_shared_bytes(program);
+    orders->n_ops = program->n_ops;
+    orders->table = -1;
+    for (int32_t i = 0; i < PW_SCHEDULE_TABLES * program->n_ranks; ++i)
+        for (int32_t thread = 0; thread < PW_OBSERVED_THREADS; ++thread)
+            atomic_store(&pw_observation_of(orders, program->n_ranks, 0, i)->cpus[thread], -1);
 }
 
 bool pw_orders_fit(const pw_program *program, const char *shared) {
-    return pw_orders_match(shared, program->n_ranks, pw_program_shared_bytes(program), program->n_ops);
+    const pw_orders *orders = (const pw_orders *)(const void *)(shared + pw_orders_offset(program->n_ranks));
+    return pw_group_ranks((const pw_group *)(const void *)shared) == program->n_ranks &&
+           orders->shared_bytes == pw_program_shared_bytes(program) && orders->n_ops == program->n_ops;
 }
 
 const int32_t *pw_orders_observed(const pw_program *program, int32_t table, int32_t rank) {
@@ -108,8 +116,8 @@ int pw_orders_serve(pw_program *program, pw_team *const *teams) {
     server s = {.program = program, .teams = teams};
     pid_t first_rank = getppid();
     for (;;) {
-        unsigned order = atomic_exchange_explicit(&program->orders->boxes[program->rank].order, NOTHING,
-                                                  memory_order_acquire);
+        pw_letter_box *box = &program->orders->boxes[program->rank];
+        unsigned order = atomic_exchange_explicit(&box->order, NOTHING, memory_order_acquire);
         int status = PW_TEAM_OK;
         if (order == STOP) return PW_SERVED;
         if (order == REST) rest(&s);

@@ -7,13 +7,13 @@
 #include "indexer/choose.h"
 #include "memory/pages.h"
 
-#define LINE 64
-
 enum { PAGE = 4096 };
 
-static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 static int64_t whole_pages(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* An array of zeros; false without memory. */
+#define NEW(array, count) (((array) = calloc((size_t)(count), sizeof *(array))) != NULL)
 
 /* ---- adapters --------------------------------------------------------------------------------------------------- */
 
@@ -36,8 +36,8 @@ static void measure_low_rank(const pw_program *program, int64_t *taken, int64_t 
             *taken = larger(*taken, own->down.rank);
             *low = larger(*low, own->down.n);
         }
-    *taken = aligned(*taken * 4) / 4;
-    *low = aligned(*low * 4) / 4;
+    *taken = pw_whole_lines(*taken * 4) / 4;
+    *low = pw_whole_lines(*low * 4) / 4;
 }
 
 static int64_t low_rank_bytes(const pw_program *program) {
@@ -53,14 +53,10 @@ static bool open_low_rank(pw_program *program, char *memory) {
     measure_low_rank(program, &low->taken_stride, &low->low_stride);
     low->taken = (float *)memory;
     low->low = low->taken + rows * low->taken_stride;
-    low->in_order = calloc((size_t)rows, sizeof *low->in_order);
-    if (!low->in_order) return false;
+    if (!NEW(low->in_order, rows)) return false;
     for (int64_t i = 0; i < rows; ++i) low->in_order[i] = i;
-    for (int i = 0; i < 2; ++i) {
-        low->adapted[i].rows = calloc((size_t)rows, sizeof *low->adapted[i].rows);
-        low->adapted[i].first = calloc((size_t)program->n_adapters + 1, sizeof *low->adapted[i].first);
-        if (!low->adapted[i].rows || !low->adapted[i].first) return false;
-    }
+    for (int i = 0; i < 2; ++i)
+        if (!NEW(low->adapted[i].rows, rows) || !NEW(low->adapted[i].first, program->n_adapters + 1)) return false;
     return true;
 }
 
@@ -79,21 +75,13 @@ static bool open_step(pw_program *program) {
     const pw_capacity *room = &program->capacity;
     pw_step *step = &program->step;
     program->partial_room = room->kv_slots / PW_CHUNK + 2 * room->max_slices;
-    step->tokens = calloc((size_t)room->max_tokens, sizeof *step->tokens);
-    step->positions = calloc((size_t)room->max_tokens, sizeof *step->positions);
-    step->slots = calloc((size_t)room->max_tokens, sizeof *step->slots);
-    step->logit_rows = calloc((size_t)room->max_logit_rows, sizeof *step->logit_rows);
-    step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
-    step->runs = calloc((size_t)(room->max_slices * pw_runs_each(room)), sizeof *step->runs);
-    step->ring_places = calloc((size_t)room->max_tokens, sizeof *step->ring_places);
-    step->rings = calloc((size_t)room->max_slices, sizeof *step->rings);
-    step->written = calloc((size_t)room->max_tokens, sizeof *step->written);
-    step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
-    step->keeps = calloc((size_t)room->max_tokens, sizeof *step->keeps);
-    step->is_state_taken = calloc((size_t)larger(room->state_places, 1), sizeof *step->is_state_taken);
-    if (!step->keeps || !step->is_state_taken) return false;
-    return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->runs &&
-           step->ring_places && step->rings && step->written && step->tail_pieces;
+    return NEW(step->tokens, room->max_tokens) && NEW(step->positions, room->max_tokens) &&
+           NEW(step->slots, room->max_tokens) && NEW(step->ring_places, room->max_tokens) &&
+           NEW(step->written, room->max_tokens) && NEW(step->keeps, room->max_tokens) &&
+           NEW(step->logit_rows, room->max_logit_rows) && NEW(step->tail_pieces, room->max_logit_rows) &&
+           NEW(step->slices, room->max_slices) && NEW(step->rings, room->max_slices) &&
+           NEW(step->runs, room->max_slices * pw_runs_each(room)) &&
+           NEW(step->is_state_taken, larger(room->state_places, 1));
 }
 
 pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
@@ -104,13 +92,12 @@ pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
     program->n_ranks = 1;
     program->outputs = shape.vocab;
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1, 0, 0, 1, 1};
-    program->layers = calloc((size_t)shape.n_layers, sizeof *program->layers);
-    for (int32_t i = 0; program->layers && i < shape.n_layers; ++i)
-        program->layers[i] = (pw_layer_kv){.n_kv_heads = shape.n_kv_heads, .head_dim = shape.head_dim, .slots = capacity.kv_slots};
-    if (!program->layers || !open_step(program)) {
+    if (!NEW(program->layers, shape.n_layers) || !open_step(program)) {
         pw_program_close(program);
         return NULL;
     }
+    for (int32_t i = 0; i < shape.n_layers; ++i)
+        program->layers[i] = (pw_layer_kv){.n_kv_heads = shape.n_kv_heads, .head_dim = shape.head_dim, .slots = capacity.kv_slots};
     return program;
 }
 
@@ -125,11 +112,9 @@ int32_t pw_program_kind(pw_program *program, pw_attention_kind kind) {
     pw_attention_kind *added = &program->kinds[index];
     pw_plan *plan = &program->step.plans[index];
     *added = kind;
-    added->inv_freq = malloc(sizeof *kind.inv_freq * (size_t)larger(kind.half, 1));
-    plan->first_part = calloc((size_t)program->capacity.max_slices, sizeof *plan->first_part);
-    plan->pieces = calloc((size_t)larger(program->capacity.max_tokens, program->partial_room), sizeof *plan->pieces);
     program->n_kinds += 1; /* closed with the program, whatever is there of it */
-    if (!added->inv_freq || !plan->first_part || !plan->pieces) return -1;
+    if (!NEW(added->inv_freq, larger(kind.half, 1)) || !NEW(plan->first_part, program->capacity.max_slices)) return -1;
+    if (!NEW(plan->pieces, larger(program->capacity.max_tokens, program->partial_room))) return -1;
     memcpy(added->inv_freq, kind.inv_freq, sizeof *kind.inv_freq * (size_t)kind.half);
     added->angles = 0;
     while (!same_rotation(&program->kinds[added->angles], added)) added->angles += 1;
@@ -216,15 +201,6 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     return true;
 }
 
-bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
-                         const pw_row_range *ranges) {
-    return pw_schedules_replace(&program->ops[op].shares[table][part].schedules, count, ranges);
-}
-
-bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges) {
-    return pw_schedules_replace(&program->attention[table], count, ranges);
-}
-
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
 
 /* The largest prepared row of any op: the ISA may be changed between steps. */
@@ -240,10 +216,9 @@ static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t 
         *row_floats = larger(*row_floats, pw_padded_k(read));
         for (int32_t form = 0; form < op->preparation.count; ++form)
             for (int isa = 0; isa < pw_usable_count(); ++isa)
-                *row_bytes =
-                    larger(*row_bytes, heads * pw_usable(isa)->gemm.row_bytes(&op->preparation.forms[form], op->k));
+                *row_bytes = larger(*row_bytes, heads * pw_usable(isa)->gemm.row_bytes(&op->preparation.forms[form], op->k));
     }
-    *row_bytes = aligned(*row_bytes);
+    *row_bytes = pw_whole_lines(*row_bytes);
 }
 
 static int32_t most_forms(const pw_program *program) {
@@ -279,11 +254,11 @@ static void lay_out_step(const pw_program *program, layout *l) {
     const pw_capacity *room = &program->capacity;
     if (program->n_ranks == 1) return;
     l->orders = pw_orders_offset(program->n_ranks);
-    l->tokens = l->orders + aligned(pw_orders_bytes(program->n_ranks));
-    l->logit_rows = l->tokens + aligned(room->max_tokens * (int64_t)sizeof(int32_t));
-    l->slices = l->logit_rows + aligned(room->max_logit_rows * (int64_t)sizeof(int64_t));
-    l->runs = l->slices + aligned(room->max_slices * (int64_t)sizeof(pw_slice));
-    l->keeps = l->runs + aligned(room->max_slices * pw_runs_each(room) * (int64_t)sizeof(int32_t));
+    l->tokens = l->orders + pw_whole_lines(pw_orders_bytes(program->n_ranks));
+    l->logit_rows = l->tokens + pw_whole_lines(room->max_tokens * (int64_t)sizeof(int32_t));
+    l->slices = l->logit_rows + pw_whole_lines(room->max_logit_rows * (int64_t)sizeof(int64_t));
+    l->runs = l->slices + pw_whole_lines(room->max_slices * (int64_t)sizeof(pw_slice));
+    l->keeps = l->runs + pw_whole_lines(room->max_slices * pw_runs_each(room) * (int64_t)sizeof(int32_t));
     l->arena = whole_pages(l->keeps + room->max_tokens * (int64_t)sizeof(pw_keep));
 }
 
@@ -311,8 +286,7 @@ static int64_t kv_bytes_before(const pw_program *program, int64_t layer) {
 
 static bool place_keys_and_values(pw_program *program) {
     int64_t each = program->shape.n_kv_heads + 1;
-    program->copies = calloc((size_t)(program->shape.n_layers * each), sizeof *program->copies);
-    if (!program->copies) return false;
+    if (!NEW(program->copies, program->shape.n_layers * each)) return false;
     for (int32_t i = 0; i < program->shape.n_layers; ++i) {
         int32_t n_kv_heads = program->layers[i].n_kv_heads, *copies = program->copies + i * each;
         program->layers[i].offset = kv_bytes_before(program, i);
@@ -335,29 +309,29 @@ int64_t pw_program_kv_bytes(const pw_program *program) {
 static layout lay_out(const pw_program *program) {
     const pw_capacity *room = &program->capacity;
     layout l = {0};
-    int64_t row_bytes, row_floats, angles = aligned(room->max_tokens * (program->shape.head_dim / 2) * 4);
+    int64_t row_bytes, row_floats, angles = pw_whole_lines(room->max_tokens * (program->shape.head_dim / 2) * 4);
     measure_rows(program, &row_bytes, &row_floats);
     l.forms = most_forms(program);
     l.private_row = row_bytes;
-    l.prepared_each = aligned(row_bytes * larger(room->max_tokens, room->max_logit_rows));
-    l.own_prepared_each = program->n_ranks > 1 ? aligned(row_bytes * PW_OWN_ROWS) : 0;
+    l.prepared_each = pw_whole_lines(row_bytes * larger(room->max_tokens, room->max_logit_rows));
+    l.own_prepared_each = program->n_ranks > 1 ? pw_whole_lines(row_bytes * PW_OWN_ROWS) : 0;
     int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
     pw_shape widest = pw_widest_shape(program);
-    l.scratch_each = aligned(larger(linear, larger(pw_attend_scratch_floats(&widest), pw_choice_floats(program)) * 4));
+    l.scratch_each = pw_whole_lines(larger(linear, larger(pw_attend_scratch_floats(&widest), pw_choice_floats(program)) * 4));
     lay_out_step(program, &l);
-    l.angles = l.arena + aligned(program->arena_floats * 4);
+    l.angles = l.arena + pw_whole_lines(program->arena_floats * 4);
     l.angles_each = angles;
     l.prepared = l.angles + 2 * program->n_kinds * angles;
     l.pairs = l.prepared + l.forms * l.prepared_each;
     l.low = l.pairs + program->experts.chosen * l.prepared_each;
-    l.chosen = l.low + aligned(low_rank_bytes(program));
-    l.index_scores = l.chosen + aligned(room->max_tokens * program->shape.chosen * (int64_t)sizeof(int32_t));
+    l.chosen = l.low + pw_whole_lines(low_rank_bytes(program));
+    l.index_scores = l.chosen + pw_whole_lines(room->max_tokens * program->shape.chosen * (int64_t)sizeof(int32_t));
     l.rows_end = l.index_scores + (program->shape.index ? program->partial_room * PW_CHUNK * (int64_t)sizeof(float) : 0);
     l.kv = whole_pages(l.rows_end);
     l.shared_end = whole_pages(l.kv + pw_program_kv_bytes(program));
-    l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
+    l.own_prepared = pw_whole_lines(program->partial_room * pw_partial_floats(&program->shape) * 4);
     l.split = l.own_prepared + l.forms * l.own_prepared_each;
-    l.split_each = aligned(split_floats(program) * 4);
+    l.split_each = pw_whole_lines(split_floats(program) * 4);
     l.scratch = l.split + PW_MAX_PARTS * l.split_each;
     l.end = l.scratch + room->max_threads * l.scratch_each;
     return l;
@@ -393,16 +367,10 @@ static void seal_shared(pw_program *program, const layout *l, char *shared) {
 
 static bool open_routes(pw_program *program) {
     pw_routes *routes = &program->routes;
-    size_t experts = (size_t)program->experts.count;
-    size_t pairs = (size_t)pw_most_rows(&program->capacity) * (size_t)program->experts.chosen;
+    int64_t experts = program->experts.count, pairs = pw_most_rows(&program->capacity) * program->experts.chosen;
     if (pairs == 0) return true;
-    routes->expert = calloc(pairs, sizeof *routes->expert);
-    routes->weight = calloc(pairs, sizeof *routes->weight);
-    routes->pair = calloc(pairs, sizeof *routes->pair);
-    routes->expert_of = calloc(pairs, sizeof *routes->expert_of);
-    routes->first = calloc(experts + 1, sizeof *routes->first);
-    routes->busy = calloc(experts, sizeof *routes->busy);
-    return routes->expert && routes->weight && routes->pair && routes->expert_of && routes->first && routes->busy;
+    return NEW(routes->expert, pairs) && NEW(routes->weight, pairs) && NEW(routes->pair, pairs) &&
+           NEW(routes->expert_of, pairs) && NEW(routes->first, experts + 1) && NEW(routes->busy, experts);
 }
 
 bool pw_program_seal(pw_program *program, char *shared, char *kv) {
@@ -419,12 +387,11 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
         program->is_kv_given = kv != NULL;
         program->kv = kv ? kv : pw_pages_open(program->kv_bytes);
     }
-    program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
-    program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));
-    program->merged = calloc((size_t)pw_merged_count(program), sizeof *program->merged);
-    if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets)
-        return false;
-    if (!program->merged || !open_routes(program) || !open_low_rank(program, program->rows + l.low)) return false;
+    program->tickets = aligned_alloc(PW_LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
+    program->region_tickets = aligned_alloc(PW_LINE, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));
+    if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets) return false;
+    if (!NEW(program->merged, pw_merged_count(program)) || !open_routes(program)) return false;
+    if (!open_low_rank(program, program->rows + l.low)) return false;
     program->arena = (float *)(program->rows + l.arena);
     program->states = (float *)(program->kv + states_offset(program));
     for (int32_t kind = 0; kind < program->n_kinds; ++kind) {

@@ -318,7 +318,7 @@ typedef struct {
     int64_t private_row_bytes; /* of one prepared row in scratch */
     float *split[PW_MAX_PARTS]; /* part sums of the products of one op; NULL where no weight is summed in parts */
     int64_t split_floats;       /* of each */
-    pw_schedules attention[PW_SCHEDULE_TABLES];
+    pw_schedules attention[PW_SCHEDULE_TABLES]; /* by the most rows of a slice: pw_plan_attention */
     pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
     pw_ticket *region_tickets; /* [2][PW_MAX_PARTS][max_threads]: an op uses one half, and clears the other */
     atomic_long *merged;       /* [kinds][max_slices][n_kv_heads] */
@@ -342,14 +342,6 @@ void pw_program_close(pw_program *program);
 
 /* A copy of `op` is appended; its forms are worked out here. False without memory. */
 bool pw_program_add(pw_program *program, const pw_op *op);
-
-/* Gives a weight of a linear op the schedules of one table: `count` ranges, copied, in place of those it had. They
- * change no result. False without memory. */
-bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
-                         const pw_row_range *ranges);
-
-/* The same for attention, by the most rows of a slice of a step. What its schedules mean: pw_plan_attention. */
-bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges);
 
 /* Before the program is sealed: adapter `adapter` (from 1 on) of a linear op. A copy is kept. False without memory. */
 bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw_low_rank *low_rank);

@@ -9,6 +9,14 @@ pw_range pw_rows_of(const pw_run *run, int64_t rows, int member) {
     return (pw_range){rows * thread / threads, rows * (thread + 1) / threads};
 }
 
+void pw_turn_row(const pw_run *run, const pw_op *op, int64_t row, float factor, const float *x, float *out) {
+    const pw_program *program = run->program;
+    const pw_attention_kind *kind = &program->kinds[op->kind];
+    int64_t at = row * kind->half;
+    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, factor};
+    run->kernels->ops.rope(kind->half, &turn, x, out);
+}
+
 /* Run by the last member of a team to arrive. A rank that gives up a step fails the group, and so ends it for all. */
 static void meet_ranks(void *context) {
     pw_run *run = context;

@@ -23,6 +23,14 @@ bool pw_meet(pw_run *run, int member);
 /* A row as a linear op reads it: where it lies, or normalised or gated in `scratch`. */
 const float *pw_op_input(const pw_run *run, const pw_op *op, int64_t row, float *scratch);
 
+/* Turns the pairs of x as the op's kind of attention says of a row, times `factor`. */
+void pw_turn_row(const pw_run *run, const pw_op *op, int64_t row, float factor, const float *x, float *out);
+
+/* Rows of the step that an op computes. */
+static inline int64_t pw_op_rows(const pw_run *run, const pw_op *op) {
+    return op->rows == PW_EVERY_ROW ? run->program->step.n_tokens : run->program->step.n_logit_rows;
+}
+
 /* A member's share of rows among the threads of all ranks. */
 pw_range pw_rows_of(const pw_run *run, int64_t rows, int member);
 

@@ -224,7 +224,6 @@ static void gate_row(const pw_run *run, const pw_op *op, int64_t row, float *scr
 void pw_run_gate_rows(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
-    int64_t n_rows = op->rows == PW_EVERY_ROW ? program->step.n_tokens : program->step.n_logit_rows;
-    pw_range rows = pw_rows_of(run, n_rows, member);
+    pw_range rows = pw_rows_of(run, pw_op_rows(run, op), member);
     for (int64_t row = rows.begin; row < rows.end; ++row) gate_row(run, op, row, scratch);
 }

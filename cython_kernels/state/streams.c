@@ -91,7 +91,7 @@ void pw_run_streams(pw_run *run, const pw_op *op, int member) {
     const pw_streams *s = &op->streams;
     bool every = op->rows == PW_EVERY_ROW;
     float *scratch = (float *)(program->scratch + member * program->scratch_bytes), *arena = program->arena;
-    pw_range own = pw_rows_of(run, every ? program->step.n_tokens : program->step.n_logit_rows, member);
+    pw_range own = pw_rows_of(run, pw_op_rows(run, op), member);
     for (int64_t row = own.begin; row < own.end; ++row) {
         int64_t of_step = every || s->mode == PW_MERGE ? row : program->step.logit_rows[row];
         row_of_streams from = {arena + s->at + of_step * s->stride, s->each};

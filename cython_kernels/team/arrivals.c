@@ -1,6 +1,3 @@
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "team/arrivals.h"
 
 #include <dirent.h>
@@ -79,13 +76,6 @@ static bool is_new(pw_arrivals *const *first, int member, const pw_arrivals *cou
         for (const pw_arrivals *at = first[i]; at; at = at->above)
             if (at == counter) return false;
     return true;
-}
-
-int pw_arrivals_counters(int n, pw_arrivals *const *first) {
-    int count = 0;
-    for (int i = 0; i < n; ++i)
-        for (const pw_arrivals *at = first[i]; at; at = at->above) count += is_new(first, i, at);
-    return count;
 }
 
 int pw_arrivals_crossings(int n, pw_arrivals *const *first) {

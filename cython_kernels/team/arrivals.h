@@ -27,8 +27,7 @@ pw_place pw_place_of(int cpu);
 /* Fills first[n] with each member's own counter. The result is one allocation, to be freed; NULL: no memory. */
 pw_arrivals *pw_arrivals_open(int n, const pw_place *places, pw_arrivals **first);
 
-/* How many counters there are, and how many arrivals of a barrier may find the line in another node's caches. */
-int pw_arrivals_counters(int n, pw_arrivals *const *first);
+/* How many arrivals of a barrier may find the line in another node's caches. */
 int pw_arrivals_crossings(int n, pw_arrivals *const *first);
 
 /* True for the member that arrives last of all. Whoever it was, it sees what all wrote before they arrived. */

@@ -1,6 +1,4 @@
-#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
-#endif
 #include "team/openmp_product.h"
 
 #include <pthread.h>
@@ -11,8 +9,6 @@
 #include "memory/pages.h"
 #include "simd/common.h"
 
-#define LINE 64
-
 struct pw_openmp_team {
     pw_openmp library;
     int threads;
@@ -22,12 +18,10 @@ struct pw_openmp_team {
     int64_t memory_bytes;
 };
 
-static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
-
 pw_openmp_team *pw_openmp_open(pw_openmp library, int threads) {
     pw_openmp_team *team = calloc(1, sizeof *team);
     if (!team) return NULL;
-    team->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * (size_t)threads);
+    team->tickets = aligned_alloc(PW_LINE, sizeof(pw_ticket) * (size_t)threads);
     if (!team->tickets) {
         free(team);
         return NULL;
@@ -150,7 +144,7 @@ static bool lay_out(pw_openmp_team *team, job *j) {
     const pw_weight *w = c->weight;
     bool is_narrow = c->number == PW_BFLOAT16;
     j->row_bytes = j->kernels->row_bytes(&j->form, w->k);
-    int64_t prepared = aligned(c->rows * j->row_bytes), wide = aligned(is_narrow ? team->threads * w->k * 4 : 0);
+    int64_t prepared = pw_whole_lines(c->rows * j->row_bytes), wide = pw_whole_lines(is_narrow ? team->threads * w->k * 4 : 0);
     if (!make_room(team, prepared + wide + (is_narrow ? c->rows * w->n * 4 : 0))) return false;
     j->prepared = team->memory;
     j->wide = (float *)(team->memory + prepared);

@@ -1,6 +1,4 @@
-#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
-#endif
 #include "team/team.h"
 #include "team/waiting.h"
 
@@ -17,7 +15,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define LINE PW_LINE
 #define MAX_CPUS 8192
 #define BARRIER_SPIN_NS 200000 /* longer, and the host took a CPU away or the shares were uneven: sleep */
 
@@ -37,12 +34,12 @@ typedef struct borrowed {
 
 /* A counter that threads wait upon, alone on its cache line. */
 typedef struct {
-    _Alignas(LINE) atomic_uint value;
+    _Alignas(PW_LINE) atomic_uint value;
     atomic_int sleepers;
 } signal_word;
 
 typedef struct {
-    _Alignas(LINE) pw_team *team;
+    _Alignas(PW_LINE) pw_team *team;
     pthread_t thread;
     int index;
     int cpu;
@@ -56,8 +53,8 @@ struct pw_team {
     pw_arrivals *counters;
     pw_arrivals **first; /* each member's own */
     int64_t *ends;       /* [2][n_members + 1]: sums of weights, streaming and computing; NULL: all are alike */
-    _Alignas(LINE) atomic_bool resting;
-    _Alignas(LINE) pw_task task;
+    _Alignas(PW_LINE) atomic_bool resting;
+    _Alignas(PW_LINE) pw_task task;
     void *context;
     bool closing;
     bool pinned;
@@ -341,8 +338,8 @@ static bool open_arrivals(pw_team *team, const pw_place *places) {
 }
 
 static pw_team *allocate(int n_members, const int *cpus, const pw_place *places, int idle_spin_us) {
-    pw_team *team = aligned_alloc(LINE, sizeof *team);
-    member *members = aligned_alloc(LINE, sizeof(member) * (size_t)n_members);
+    pw_team *team = aligned_alloc(PW_LINE, sizeof *team);
+    member *members = aligned_alloc(PW_LINE, sizeof(member) * (size_t)n_members);
     if (!team || !members) {
         free(team);
         free(members);

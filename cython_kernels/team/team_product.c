@@ -7,17 +7,13 @@
 #include "cpu.h"
 #include "memory/pages.h"
 
-#define LINE 64
-
-static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
-
 static bool lay_out(pw_team_product *t) {
     const pw_weight *w = t->weights;
     t->ldy = pw_panels(w->n) * PW_PANEL;
     t->row_bytes = t->kernels->gemm.row_bytes(&t->form, w->k);
     t->split_floats = w->k_parts > 1 ? pw_split_floats(w, t->rows) : 0;
-    int64_t x = aligned(t->rows * w->k * 4), prepared = aligned(t->rows * t->row_bytes);
-    int64_t y = aligned(t->rows * t->ldy * 4);
+    int64_t x = pw_whole_lines(t->rows * w->k * 4), prepared = pw_whole_lines(t->rows * t->row_bytes);
+    int64_t y = pw_whole_lines(t->rows * t->ldy * 4);
     t->memory_bytes = x + prepared + y + t->split_floats * 4;
     t->memory = pw_pages_open(t->memory_bytes);
     if (!t->memory) return false;
@@ -38,7 +34,7 @@ pw_team_product *pw_team_product_open(pw_team *team, int32_t n_weights, const pw
     t->rows = rows;
     t->form = pw_form_of(weights);
     t->weights = malloc(sizeof *weights * (size_t)n_weights);
-    t->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * 2 * (size_t)t->threads);
+    t->tickets = aligned_alloc(PW_LINE, sizeof(pw_ticket) * 2 * (size_t)t->threads);
     if (!t->weights || !t->tickets) {
         pw_team_product_close(t);
         return NULL;

@@ -4,52 +4,16 @@
  * Sixteen query rows share a vector register, and each number of a key meets them all: a score is the same chain of
  * multiply-adds over the dimensions as where keys lie in panels, and the bound is that of attention.c. */
 
-#define LATENT(ROWS, PANELS)                                                                                            \
-    static void latent_##ROWS##_##PANELS(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride) {  \
-        attend_product(ROWS, PANELS, PW_KV_F32, PW_LATENT_STRIDE, steps, a, b, c, c_stride);                            \
-    }
-#define LATENT_NAMES(ROWS, PANELS) [(ROWS)-1][(PANELS)-1] = latent_##ROWS##_##PANELS,
-#if defined(__AVX512F__)
-#define LATENT_NARROW(ROWS) LATENT(ROWS, 1) LATENT(ROWS, 2)
-#define LATENT_WIDE(ROWS) LATENT_NARROW(ROWS) LATENT(ROWS, 3) LATENT(ROWS, 4)
-#define LATENT_NAMES_NARROW(ROWS) LATENT_NAMES(ROWS, 1) LATENT_NAMES(ROWS, 2)
-#define LATENT_NAMES_WIDE(ROWS) LATENT_NAMES_NARROW(ROWS) LATENT_NAMES(ROWS, 3) LATENT_NAMES(ROWS, 4)
-#else
-#define LATENT_NARROW(ROWS) LATENT(ROWS, 1)
-#define LATENT_NAMES_NARROW(ROWS) LATENT_NAMES(ROWS, 1)
-#endif
-FOR_EACH_WIDE(LATENT_WIDE)
-FOR_EACH_NARROW(LATENT_NARROW)
-static const attend_function latent_tiles[ATTEND_ROWS][ATTEND_PANELS] = {FOR_EACH_WIDE(LATENT_NAMES_WIDE)
-                                                                             FOR_EACH_NARROW(LATENT_NAMES_NARROW)};
-
-/* Products of up to ATTEND_ROWS vectors with the queries of all rows, sixteen of these to a panel. */
-static void latent_multiply(int vectors, int64_t panels, int64_t steps, const float *a, matrix q, float *c, int64_t c_stride) {
-    int64_t most = vectors <= WIDE_ROWS ? ATTEND_PANELS : NARROW_PANELS;
-    for (int64_t done = 0; done < panels;) {
-        int64_t now = panels - done < most ? panels - done : most;
-        latent_tiles[vectors - 1][now - 1](steps, a, &q, c + done * PW_PANEL, c_stride);
-        q.data = (const float *)q.data + now * q.panel_step;
-        done += now;
-    }
-}
-
-#define TAKE_LATENT(FORMAT)                                                                 \
-    case PW_KV_##FORMAT:                                                                    \
-        for (; i + LANES <= dim; i += LANES)                                                \
-            v_store(to + i, v_load_stored(from + i * pw_kv_element_bytes(PW_KV_##FORMAT), PW_KV_##FORMAT)); \
-        break;
-/* One stored vector as float32; what is left of it after whole registers number by number. */
+/* One stored vector as float32; what is left of it after whole registers by way of one. */
 static void take_latent(int format, int64_t dim, const char *from, float *to) {
-    int64_t i = 0;
-    switch (format) { TAKE_LATENT(F32) TAKE_LATENT(F16) TAKE_LATENT(BF16) }
-    if (i == dim) return;
+    int64_t whole = dim / LANES * LANES, bytes = pw_kv_element_bytes(format);
+    widen(format, whole, from, to);
+    if (whole == dim) return;
     char rest[LANES * sizeof(float)] = {0};
     float last[LANES];
-    int64_t bytes = pw_kv_element_bytes(format);
-    memcpy(rest, from + i * bytes, (size_t)((dim - i) * bytes));
-    take_latent(format, LANES, rest, last);
-    memcpy(to + i, last, sizeof(float) * (size_t)(dim - i));
+    memcpy(rest, from + whole * bytes, (size_t)((dim - whole) * bytes));
+    widen(format, LANES, rest, last);
+    memcpy(to + whole, last, sizeof(float) * (size_t)(dim - whole));
 }
 
 /* What a chunk is to all tiles of rows. */
@@ -72,7 +36,8 @@ static latent_chunk multiply_chunk(const pw_kv_head *head, const pw_queries *que
     }
     for (int64_t j = all.begin; j < all.end; j += ATTEND_ROWS) {
         int now = all.end - j < ATTEND_ROWS ? (int)(all.end - j) : ATTEND_ROWS;
-        latent_multiply(now, padded / PW_PANEL, head->head_dim, vectors + j * PW_LATENT_STRIDE, q, products + j * padded, padded);
+        attend_multiply(now, padded / PW_PANEL, WITH_LATENT, head->head_dim, vectors + j * PW_LATENT_STRIDE, q,
+                        products + j * padded, padded);
     }
     return (latent_chunk){vectors, products, padded};
 }

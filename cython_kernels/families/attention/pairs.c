@@ -155,19 +155,8 @@ PW_INLINE void pair_product(const int rows, const int panels, const int of_colum
         pair_product(ROWS, PANELS, 0, steps, a, b, factors, c, c_stride);                                               \
     }
 #define PAIR_NAMES(ROWS, PANELS) [(ROWS)-1][(PANELS)-1] = {pairs_##ROWS##_##PANELS##_rows, pairs_##ROWS##_##PANELS##_columns},
-#if defined(__AVX512F__)
-#define PAIRS_NARROW(ROWS) PAIRS(ROWS, 1) PAIRS(ROWS, 2)
-#define PAIRS_WIDE(ROWS) PAIRS_NARROW(ROWS) PAIRS(ROWS, 3) PAIRS(ROWS, 4)
-#define PAIR_NAMES_NARROW(ROWS) PAIR_NAMES(ROWS, 1) PAIR_NAMES(ROWS, 2)
-#define PAIR_NAMES_WIDE(ROWS) PAIR_NAMES_NARROW(ROWS) PAIR_NAMES(ROWS, 3) PAIR_NAMES(ROWS, 4)
-#else
-#define PAIRS_NARROW(ROWS) PAIRS(ROWS, 1)
-#define PAIR_NAMES_NARROW(ROWS) PAIR_NAMES(ROWS, 1)
-#endif
-FOR_EACH_WIDE(PAIRS_WIDE)
-FOR_EACH_NARROW(PAIRS_NARROW)
-static const pair_function pair_tiles[ATTEND_ROWS][ATTEND_PANELS][2] = {FOR_EACH_WIDE(PAIR_NAMES_WIDE)
-                                                                            FOR_EACH_NARROW(PAIR_NAMES_NARROW)};
+EACH_TILE(PAIRS)
+static const pair_function pair_tiles[ATTEND_ROWS][ATTEND_PANELS][2] = {EACH_TILE(PAIR_NAMES)};
 
 static void pair_multiply(int rows, int64_t panels, int of_columns, int64_t steps, const char *a, pair_matrix b,
                           const float *factors, float *c, int64_t c_stride) {

@@ -1,19 +1,20 @@
 /* From the scores of a tile of rows over a chunk to weights: maxima, exponentials, sums. */
 
 /* Sums of at most 24 registers of 32, or 12 of 16: few rows take more panels at once, so that each score or weight that
- * is broadcast meets more of them. */
+ * is broadcast meets more of them. EACH_TILE: X(rows, panels) of all of them. */
 #if defined(__AVX512F__)
 enum { ATTEND_ROWS = 12, WIDE_ROWS = 6, ATTEND_PANELS = 4, NARROW_PANELS = 2 };
-#define FOR_EACH_WIDE(X) X(1) X(2) X(3) X(4) X(5) X(6)
-#define FOR_EACH_NARROW(X) X(7) X(8) X(9) X(10) X(11) X(12)
+#define NARROW(X, ROWS) X(ROWS, 1) X(ROWS, 2)
+#define WIDE(X, ROWS) NARROW(X, ROWS) X(ROWS, 3) X(ROWS, 4)
+#define EACH_TILE(X)                                                  \
+    WIDE(X, 1) WIDE(X, 2) WIDE(X, 3) WIDE(X, 4) WIDE(X, 5) WIDE(X, 6) \
+    NARROW(X, 7) NARROW(X, 8) NARROW(X, 9) NARROW(X, 10) NARROW(X, 11) NARROW(X, 12)
 #elif defined(__AVX2__) || defined(PW_NEON)
 enum { ATTEND_ROWS = 6, WIDE_ROWS = 0, ATTEND_PANELS = 1, NARROW_PANELS = 1 };
-#define FOR_EACH_WIDE(X)
-#define FOR_EACH_NARROW(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define EACH_TILE(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1)
 #else
 enum { ATTEND_ROWS = 2, WIDE_ROWS = 0, ATTEND_PANELS = 1, NARROW_PANELS = 1 };
-#define FOR_EACH_WIDE(X)
-#define FOR_EACH_NARROW(X) X(1) X(2)
+#define EACH_TILE(X) X(1, 1) X(2, 1)
 #endif
 
 enum { LEAD = PW_PANEL }; /* floats before a row of scores: a chunk may begin inside a panel */

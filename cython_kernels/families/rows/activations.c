@@ -34,20 +34,9 @@ PW_INLINE vf xielu_lanes(vf t, const float *own) {
     return vi_as_vf(vi_or(vi_and(chosen, v_bits(below)), vi_and(vi_sub(vi_set1(-1), chosen), v_bits(above))));
 }
 
-#define ROWS_OF(NAME, FULL, REST)                                                                    \
-    void ISA(NAME)(int64_t n, const float *x, const float *own, float *y) {                          \
-        int64_t i = 0;                                                                               \
-        for (; i + LANES <= n; i += LANES) {                                                         \
-            vf t = v_load(x + i);                                                                    \
-            v_store(y + i, FULL);                                                                    \
-        }                                                                                            \
-        int rest = (int)(n - i);                                                                     \
-        if (!rest) return;                                                                           \
-        vf t = v_load_n(x + i, rest);                                                                \
-        v_store_n(y + i, REST, rest);                                                                \
+#define ACTIVATION(NAME)                                                                                       \
+    void ISA(NAME)(int64_t n, const float *x, const float *own, float *y) {                                    \
+        EACH_ELEMENT(n, y, NAME##_lanes(own ? v_add(LOAD(x + i), LOAD(own + i)) : LOAD(x + i)));               \
     }
-#define ACTIVATION(NAME)                                                                             \
-    ROWS_OF(NAME, NAME##_lanes(own ? v_add(t, v_load(own + i)) : t),                                 \
-            NAME##_lanes(own ? v_add(t, v_load_n(own + i, rest)) : t))
 PW_EACH_OF_SUMS(ACTIVATION)
-ROWS_OF(xielu, xielu_lanes(t, own), xielu_lanes(t, own))
+void ISA(xielu)(int64_t n, const float *x, const float *own, float *y) { EACH_ELEMENT(n, y, xielu_lanes(LOAD(x + i), own)); }

@@ -1,32 +1,22 @@
-/* Element by element, any length and alignment. add, sum and scale round once for each operation.
+/* Element by element. add, sum and scale round once for each operation.
  * silu_gate: g / (1 + exp(-g)) * u, relative error <= 6 * 2^-24 for g >= -87 (exp.h: 2; sum; quotient; product); below
  * that |result| <= 1e-35 * |u| where the true value is smaller still. */
 void ISA(add)(int64_t n, const float *y, float *x) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(x + i, v_add(v_load(x + i), v_load(y + i)));
-    int rest = (int)(n - i);
-    if (rest) v_store_n(x + i, v_add(v_load_n(x + i, rest), v_load_n(y + i, rest)), rest);
+    EACH_ELEMENT(n, x, v_add(LOAD(x + i), LOAD(y + i)));
+}
+
+PW_INLINE vf sum_lanes(int n_parts, const float *const *parts, int64_t i, int count) {
+    vf v = LOAD(parts[0] + i);
+    for (int p = 1; p < n_parts; ++p) v = v_add(v, LOAD(parts[p] + i));
+    return v;
 }
 
 void ISA(sum)(int n_parts, const float *const *parts, int64_t n, float *out) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vf v = v_load(parts[0] + i);
-        for (int p = 1; p < n_parts; ++p) v = v_add(v, v_load(parts[p] + i));
-        v_store(out + i, v);
-    }
-    int rest = (int)(n - i);
-    if (rest <= 0) return;
-    vf v = v_load_n(parts[0] + i, rest);
-    for (int p = 1; p < n_parts; ++p) v = v_add(v, v_load_n(parts[p] + i, rest));
-    v_store_n(out + i, v, rest);
+    EACH_ELEMENT(n, out, sum_lanes(n_parts, parts, i, count));
 }
 
 void ISA(scale)(int64_t n, float factor, float *x) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(x + i, v_mul(v_load(x + i), v_set1(factor)));
-    int rest = (int)(n - i);
-    if (rest) v_store_n(x + i, v_mul(v_load_n(x + i, rest), v_set1(factor)), rest);
+    EACH_ELEMENT(n, x, v_mul(LOAD(x + i), v_set1(factor)));
 }
 
 /* x / (1 + exp(-z)) */
@@ -56,12 +46,9 @@ PW_INLINE vf clamped_silu_gate_lanes(vf gate, vf up) {
 /* up / (1 + exp(-gate)) */
 PW_INLINE vf logistic_gate_lanes(vf gate, vf up) { return times_logistic(up, gate); }
 
-#define GATE(NAME)                                                                                              \
-    void ISA(NAME##_gate)(int64_t n, const float *gate, const float *up, float *y) {                            \
-        int64_t i = 0;                                                                                          \
-        for (; i + LANES <= n; i += LANES) v_store(y + i, NAME##_gate_lanes(v_load(gate + i), v_load(up + i))); \
-        int rest = (int)(n - i);                                                                                \
-        if (rest) v_store_n(y + i, NAME##_gate_lanes(v_load_n(gate + i, rest), v_load_n(up + i, rest)), rest);  \
+#define GATE(NAME)                                                                   \
+    void ISA(NAME##_gate)(int64_t n, const float *gate, const float *up, float *y) { \
+        EACH_ELEMENT(n, y, NAME##_gate_lanes(LOAD(gate + i), LOAD(up + i)));         \
     }
 PW_EACH_GATE(GATE)
 
@@ -73,23 +60,13 @@ PW_INLINE vf cap_lanes(vf x, vf twice_inverse, vf c) {
 
 void ISA(cap)(int64_t n, float c, const float *x, float *y) {
     vf twice_inverse = v_set1(2.0f / c), all = v_set1(c);
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(y + i, cap_lanes(v_load(x + i), twice_inverse, all));
-    int rest = (int)(n - i);
-    if (rest) v_store_n(y + i, cap_lanes(v_load_n(x + i, rest), twice_inverse, all), rest);
+    EACH_ELEMENT(n, y, cap_lanes(LOAD(x + i), twice_inverse, all));
 }
 
 void ISA(add_scaled)(int64_t n, float factor, const float *x, float *y) {
-    vf f = v_set1(factor);
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(y + i, v_fma(f, v_load(x + i), v_load(y + i)));
-    int rest = (int)(n - i);
-    if (rest) v_store_n(y + i, v_fma(f, v_load_n(x + i, rest), v_load_n(y + i, rest)), rest);
+    EACH_ELEMENT(n, y, v_fma(v_set1(factor), LOAD(x + i), LOAD(y + i)));
 }
 
 void ISA(exponential)(int64_t n, const float *x, float *y) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(y + i, v_exp(v_load(x + i)));
-    int rest = (int)(n - i);
-    if (rest) v_store_n(y + i, v_exp(v_load_n(x + i, rest)), rest);
+    EACH_ELEMENT(n, y, v_exp(LOAD(x + i)));
 }

@@ -7,8 +7,7 @@
  *     |error_i| <= |w_i| / s (e_i + |d_i| (rms(e) / s + (g / 2 + 8) u)) + 4 u (|w_i d_i| / s + |b_i|)
  * (sums: Higham 2002, ch. 4; the root halves the relative error of a variance). */
 PW_INLINE vf with_bias(const float *x, const float *bias, int64_t i, int count, float *t) {
-    vf v = count == LANES ? v_load(x + i) : v_load_n(x + i, count);
-    if (bias) v = v_add(v, count == LANES ? v_load(bias + i) : v_load_n(bias + i, count));
+    vf v = bias ? v_add(LOAD(x + i), LOAD(bias + i)) : LOAD(x + i);
     if (count == LANES) v_store(t + i, v);
     else v_store_n(t + i, v, count);
     return v;
@@ -64,13 +63,5 @@ static float inverse_deviation(int64_t n, const float *t, float mean, float eps)
 void ISA(layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) {
     float mean = biased_mean(n, x, bias, y);
     vf m = v_set1(mean), scale = v_set1(inverse_deviation(n, y, mean, norm->eps));
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vf d = v_mul(v_sub(v_load(y + i), m), scale);
-        v_store(y + i, v_fma(d, v_load(norm->weight + i), v_load(norm->bias + i)));
-    }
-    int rest = (int)(n - i);
-    if (!rest) return;
-    vf d = v_mul(v_sub(v_load_n(y + i, rest), m), scale);
-    v_store_n(y + i, v_fma(d, v_load_n(norm->weight + i, rest), v_load_n(norm->bias + i, rest)), rest);
+    EACH_ELEMENT(n, y, v_fma(v_mul(v_sub(LOAD(y + i), m), scale), LOAD(norm->weight + i), LOAD(norm->bias + i)));
 }

@@ -14,35 +14,17 @@
  *
  * A state passes through registers once for several rows, which changes no operation: TOGETHER of them where nothing is erased;
  * else a row's change and the decay of the next one. */
-#define CONVOLVE(i, LOAD, STORE)                                                    \
-    do {                                                                            \
-        vf sum = c->bias ? LOAD(c->bias + (i)) : v_zero();                          \
-        for (int t = 0; t < c->taps; ++t)                                           \
-            sum = v_fma(LOAD(c->weights + t * c->weights_stride + (i)), LOAD(c->rows[t] + (i)), sum); \
-        if (c->silu) sum = silu_lanes(sum);                                         \
-        if (c->gate) sum = v_mul(sum, LOAD(c->gate + (i)));                         \
-        STORE(c->y + (i), sum);                                                     \
-    } while (0)
-
-void ISA(convolve)(int64_t n, const pw_convolution *c) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) CONVOLVE(i, v_load, v_store);
-    int rest = (int)(n - i);
-    if (!rest) return;
-#define LOAD_REST(p) v_load_n(p, rest)
-#define STORE_REST(p, v) v_store_n(p, v, rest)
-    CONVOLVE(i, LOAD_REST, STORE_REST);
-#undef LOAD_REST
-#undef STORE_REST
+PW_INLINE vf convolved(const pw_convolution *c, int64_t i, int count) {
+    vf sum = c->bias ? LOAD(c->bias + i) : v_zero();
+    for (int t = 0; t < c->taps; ++t) sum = v_fma(LOAD(c->weights + t * c->weights_stride + i), LOAD(c->rows[t] + i), sum);
+    if (c->silu) sum = silu_lanes(sum);
+    return c->gate ? v_mul(sum, LOAD(c->gate + i)) : sum;
 }
+
+void ISA(convolve)(int64_t n, const pw_convolution *c) { EACH_ELEMENT(n, c->y, convolved(c, i, count)); }
 
 /* y[n] *= x[n] */
-void ISA(multiply)(int64_t n, const float *x, float *y) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(y + i, v_mul(v_load(y + i), v_load(x + i)));
-    int rest = (int)(n - i);
-    if (rest) v_store_n(y + i, v_mul(v_load_n(y + i, rest), v_load_n(x + i, rest)), rest);
-}
+void ISA(multiply)(int64_t n, const float *x, float *y) { EACH_ELEMENT(n, y, v_mul(LOAD(y + i), LOAD(x + i))); }
 
 typedef struct {
     sixteen chain[4];
@@ -61,8 +43,9 @@ PW_INLINE four_chains no_chains(void) {
 /* The decay of element i of a key. */
 PW_INLINE vf decay_of(const float *gates, const float *decays, int32_t i) { return v_set1(decays ? decays[i] : gates[0]); }
 
-/* S = a S, and its sum with the key. */
-PW_INLINE sixteen decay_and_read(const pw_recurrence *r, const float *key, const float *gates, const float *decays) {
+/* S = a S, and its sum with the key; or with a change d, S = fma(k, d, S) and its sum with the query. */
+PW_INLINE sixteen pass(const pw_recurrence *r, const float *key, const float *gates, const float *decays, const float *query,
+                       const sixteen *change) {
     four_chains sums = no_chains();
     int32_t whole = r->key_dim / 4 * 4;
     for (int32_t i = 0; i < r->key_dim; i += 4) {
@@ -70,38 +53,19 @@ PW_INLINE sixteen decay_and_read(const pw_recurrence *r, const float *key, const
         PW_UNROLL for (int c = 0; c < 4; ++c) {
             if (c >= chains) break;
             float *row = r->state + (i + c) * SIXTEEN;
-            vf k = v_set1(key[i + c]), a = decay_of(gates, decays, i + c);
+            vf k = v_set1(key[i + c]), by = change ? v_set1(query[i + c]) : decay_of(gates, decays, i + c);
             PW_UNROLL for (int p = 0; p < PARTS_OF_SIXTEEN; ++p) {
-                vf s = v_mul(v_load(row + p * LANES), a);
+                vf s = v_load(row + p * LANES);
+                s = change ? v_fma(k, change->part[p], s) : v_mul(s, by);
                 v_store(row + p * LANES, s);
-                sums.chain[c].part[p] = v_fma(k, s, sums.chain[c].part[p]);
+                sums.chain[c].part[p] = v_fma(change ? by : k, s, sums.chain[c].part[p]);
             }
         }
     }
     return of_four(&sums);
 }
 
-/* S = fma(k, d, S), and its sum with the query. */
-PW_INLINE sixteen change_and_read(const pw_recurrence *r, const float *key, const float *query, const sixteen *change) {
-    four_chains sums = no_chains();
-    int32_t whole = r->key_dim / 4 * 4;
-    for (int32_t i = 0; i < r->key_dim; i += 4) {
-        int32_t chains = i < whole ? 4 : r->key_dim - i;
-        PW_UNROLL for (int c = 0; c < 4; ++c) {
-            if (c >= chains) break;
-            float *row = r->state + (i + c) * SIXTEEN;
-            vf k = v_set1(key[i + c]), q = v_set1(query[i + c]);
-            PW_UNROLL for (int p = 0; p < PARTS_OF_SIXTEEN; ++p) {
-                vf s = v_fma(k, change->part[p], v_load(row + p * LANES));
-                v_store(row + p * LANES, s);
-                sums.chain[c].part[p] = v_fma(q, s, sums.chain[c].part[p]);
-            }
-        }
-    }
-    return of_four(&sums);
-}
-
-/* The same, and then S = a S with the decay of the next row, and its sum with that row's key. Part by part of sixteen: each
+/* The change, and then S = a S with the decay of the next row, and its sum with that row's key. Part by part of sixteen: each
  * has eight chains. */
 PW_INLINE sixteen change_and_decay(const pw_recurrence *r, const float *key, const float *query, const sixteen *change,
                                    const float *next_key, const float *gates, const float *decays, sixteen *kept) {
@@ -147,7 +111,7 @@ PW_INLINE void write_read(const pw_recurrence *r, int64_t row, sixteen value, si
 PW_INLINE void recur_erasing(const pw_recurrence *r, bool by_key) {
     const float *decays = by_key ? r->decays : NULL;
     sixteen kept = no_sums();
-    if (r->n_rows > 0) kept = decay_and_read(r, r->key, r->gates, decays);
+    if (r->n_rows > 0) kept = pass(r, r->key, r->gates, decays, NULL, NULL);
     for (int64_t row = 0; row < r->n_rows; ++row) {
         const float *key = r->key + row * r->stride, *query = r->query + row * r->stride;
         vf b = v_set1(r->gates[row * r->gates_stride + r->factor_at]);
@@ -158,7 +122,7 @@ PW_INLINE void recur_erasing(const pw_recurrence *r, bool by_key) {
             read = change_and_decay(r, key, query, &change, key + r->stride, r->gates + next, by_key ? decays + next : NULL,
                                     &kept);
         } else {
-            read = change_and_read(r, key, query, &change);
+            read = pass(r, key, NULL, NULL, query, &change);
         }
         write_read(r, row, v, read);
     }

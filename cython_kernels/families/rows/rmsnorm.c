@@ -27,8 +27,5 @@ static float sum_of_squares(int64_t n, const float *x) {
 
 void ISA(rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) {
     vf scale = v_set1(1.0f / sqrtf(sum_of_squares(n, x) / (float)n + eps));
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(y + i, v_mul(v_mul(v_load(x + i), scale), v_load(w + i)));
-    int rest = (int)(n - i);
-    if (rest) v_store_n(y + i, v_mul(v_mul(v_load_n(x + i, rest), scale), v_load_n(w + i, rest)), rest);
+    EACH_ELEMENT(n, y, v_mul(v_mul(LOAD(x + i), scale), LOAD(w + i)));
 }
