@@ -144,7 +144,7 @@ typedef struct {
     const float *slopes;      /* [rows]: a score loses this much for each position between (ALiBi); NULL: nothing */
     const int64_t *positions; /* [rows], where there are slopes */
     const void *next_keys; /* what is read after the chunk, to be asked for meanwhile; NULL: nothing */
-    const int32_t *chosen; /* ascending: of latent vectors the positions that all rows see; NULL: first to last */
+    const int32_t *chosen; /* slots of the latent vectors that all rows see, by position, PW_CHUNK to a chunk; NULL: first to last */
     int64_t n_chosen;
 } pw_queries;
 

@@ -2,7 +2,6 @@
  * positions of the largest scores, the earlier of equals; a row at an earlier position sees all. Scores depend on the row and
  * on positions alone. Of a step in which every slice has one token, chunks of positions are divided over the threads of
  * all ranks; of any other step, rows are. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "program/attend.h"
@@ -13,20 +12,17 @@ typedef struct {
     const pw_op *op;
     pw_kv_head keys; /* behind the latent vectors */
     int64_t padded;  /* heads, up to a multiple of 16 */
-    float *weights, *q, *chunk, *scores, *heap;
-    int64_t *order;
+    float *weights, *q, *chunk, *scores;
 } indexing;
 
 /* Carves the scratch out of `memory`; returns the floats used. */
 static int64_t carve(const pw_program *program, const pw_op *op, float *memory, indexing *own) {
-    int64_t padded = (op->latent.step + PW_PANEL - 1) / PW_PANEL * PW_PANEL, chosen = program->shape.chosen, at = 0;
+    int64_t padded = (op->latent.step + PW_PANEL - 1) / PW_PANEL * PW_PANEL, at = 0;
     own->padded = padded;
-    own->order = (int64_t *)memory, at += 2 * chosen;
     own->weights = memory + at, at += padded;
     own->q = memory + at, at += padded * program->shape.index;
     own->chunk = memory + at, at += pw_latent_scratch(padded);
     own->scores = memory + at, at += program->capacity.kv_slots + PW_CHUNK;
-    own->heap = memory + at, at += chosen;
     return at;
 }
 
@@ -58,8 +54,6 @@ static void store_key(const indexing *a, int64_t row) {
     a->run->kernels->ops.store_value(&a->keys, program->step.slots[row], turned);
 }
 
-static bool has_choice(const pw_program *program, int64_t row) { return program->step.positions[row] >= program->shape.chosen; }
-
 /* A row's queries, a column each, and their weights. */
 static pw_queries load_row(const indexing *a, int64_t row) {
     const pw_program *program = a->run->program;
@@ -82,66 +76,101 @@ static void score_chunk(const indexing *a, const pw_queries *queries, const pw_s
     a->run->kernels->ops.score_keys(&a->keys, queries, a->weights, slot, left < PW_CHUNK ? left : PW_CHUNK, a->chunk, scores);
 }
 
-static int ascending(const void *a, const void *b) {
-    int64_t first = *(const int64_t *)a, second = *(const int64_t *)b;
-    return (first > second) - (first < second);
+/* Whole numbers in the order of scores, zeros alike and NaN below all. */
+static uint32_t in_order(float score) {
+    uint32_t bits;
+    score += 0.0f; /* -0 becomes 0 */
+    memcpy(&bits, &score, sizeof bits);
+    return score != score ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-static void choose(const indexing *a, int64_t row, const float *scores) {
+/* The k-th largest of n numbers, byte by byte, and how many of its equals are among the k largest. */
+static uint32_t largest(int64_t n, const uint32_t *x, int64_t k, int64_t *equals) {
+    uint32_t found = 0, mask = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int64_t count[256] = {0};
+        for (int64_t i = 0; i < n; ++i) count[x[i] >> shift & 255] += (x[i] & mask) == found;
+        uint32_t byte = 255;
+        for (; count[byte] < k; --byte) k -= count[byte];
+        found |= byte << shift;
+        mask |= 255u << shift;
+    }
+    *equals = k;
+    return found;
+}
+
+static void choose(const indexing *a, const pw_slice *slice, int64_t row, float *scores) {
     const pw_program *program = a->run->program;
-    int64_t count = program->shape.chosen;
-    a->run->kernels->ops.top_k(program->step.positions[row] + 1, scores, count, a->heap, a->order);
-    qsort(a->order, (size_t)count, sizeof *a->order, ascending);
-    for (int64_t i = 0; i < count; ++i) program->chosen[row * count + i] = (int32_t)a->order[i];
+    int64_t count = program->step.positions[row] + 1, equals, base = 0;
+    uint32_t *numbers = (uint32_t *)scores; /* in their place */
+    int32_t *chosen = program->chosen + row * program->shape.chosen;
+    for (int64_t i = 0; i < count; ++i) {
+        uint32_t number = in_order(scores[i]);
+        memcpy(numbers + i, &number, sizeof number);
+    }
+    uint32_t least = largest(count, numbers, program->shape.chosen, &equals);
+    for (int64_t i = 0; i < count; ++i) {
+        if (i % PW_CHUNK == 0) base = pw_chunk_slot_in(program, a->op->layer, slice, i / PW_CHUNK) - i;
+        if (numbers[i] > least || (numbers[i] == least && equals-- > 0)) *chosen++ = (int32_t)(base + i);
+    }
+}
+
+/* Chunks that are scored for a slice of one token. */
+static int64_t chunks_to_score(const pw_program *program, const pw_slice *slice) {
+    return pw_has_choice(program, slice->start) ? slice->start / PW_CHUNK + 1 : 0;
 }
 
 /* A member's chunks of all slices, and then its slices. */
-static void index_split(const indexing *a, pw_run *run, int member) {
+static void index_split(const indexing *a, pw_run *run, int64_t chunks, int member) {
     const pw_program *program = run->program;
     const pw_step *step = &program->step;
-    const int64_t *first_part = step->plans[a->op->kind].first_part, last = step->n_slices - 1;
-    pw_range parts = pw_rows_of(run, first_part[last] + step->slices[last].start / PW_CHUNK + 1, member);
-    for (int64_t slice = 0; slice <= last; ++slice) {
-        int64_t row = step->slices[slice].first_row, position = step->positions[row], first = first_part[slice];
-        int64_t begin = parts.begin > first ? parts.begin : first, end = first + position / PW_CHUNK + 1;
-        if (parts.end < end) end = parts.end;
-        if (begin >= end || !has_choice(program, row)) continue;
-        pw_queries queries = load_row(a, row);
-        for (int64_t part = begin; part < end; ++part)
-            score_chunk(a, &queries, &step->slices[slice], position, part - first, program->index_scores + part * PW_CHUNK);
+    pw_range own = pw_rows_of(run, chunks, member), slices = pw_rows_of(run, step->n_slices, member);
+    int64_t first = 0;
+    for (const pw_slice *slice = step->slices; slice < step->slices + step->n_slices; ++slice) {
+        int64_t begin = own.begin > first ? own.begin : first, end = first + chunks_to_score(program, slice);
+        if (own.end < end) end = own.end;
+        if (begin < end) {
+            pw_queries queries = load_row(a, slice->first_row);
+            for (int64_t i = begin; i < end; ++i)
+                score_chunk(a, &queries, slice, slice->start, i - first, program->index_scores + i * PW_CHUNK);
+        }
+        first += chunks_to_score(program, slice);
     }
     if (!pw_meet(run, member)) return;
-    pw_range slices = pw_rows_of(run, step->n_slices, member);
-    for (int64_t slice = slices.begin; slice < slices.end; ++slice)
-        if (has_choice(program, step->slices[slice].first_row))
-            choose(a, step->slices[slice].first_row, program->index_scores + first_part[slice] * PW_CHUNK);
+    first = 0;
+    for (int64_t s = 0; s < slices.end; first += chunks_to_score(program, &step->slices[s++]))
+        if (s >= slices.begin && chunks_to_score(program, &step->slices[s]))
+            choose(a, &step->slices[s], step->slices[s].first_row, program->index_scores + first * PW_CHUNK);
 }
 
 /* Rows one by one in turns, since later ones have more positions. */
 static void index_rows(const indexing *a, pw_run *run, int member) {
+    const pw_slice *slice = run->program->step.slices;
     const pw_step *step = &run->program->step;
-    int64_t rows = pw_op_rows(run, a->op), slice = 0;
-    int64_t threads = run->division->ranks == 1 ? run->threads : run->division->n_threads;
+    int64_t rows = pw_op_rows(run, a->op), threads = run->division->ranks == 1 ? run->threads : run->division->n_threads;
     for (int64_t i = pw_rows_of(run, threads, member).begin; i < rows; i += threads) {
         int64_t row = a->op->rows == PW_EVERY_ROW ? i : step->logit_rows[i], position = step->positions[row];
-        if (!has_choice(run->program, row)) continue;
-        while (row >= step->slices[slice].first_row + step->slices[slice].n_rows) ++slice;
+        if (!pw_has_choice(run->program, position)) continue;
+        while (row >= slice->first_row + slice->n_rows) ++slice;
         pw_queries queries = load_row(a, row);
         for (int64_t chunk = 0; chunk <= position / PW_CHUNK; ++chunk)
-            score_chunk(a, &queries, &step->slices[slice], position, chunk, a->scores + chunk * PW_CHUNK);
-        choose(a, row, a->scores);
+            score_chunk(a, &queries, slice, position, chunk, a->scores + chunk * PW_CHUNK);
+        choose(a, slice, row, a->scores);
     }
 }
 
 void pw_run_choose(pw_run *run, const pw_op *op, int member) {
     pw_program *program = run->program;
+    const pw_step *step = &program->step;
+    int64_t chunks = 0;
     indexing a = {.run = run, .op = op, .keys = pw_kv_head_of(program, op->layer, 0, 0)};
     carve(program, op, (float *)(program->scratch + member * program->scratch_bytes), &a);
     a.keys.values = (char *)a.keys.values + a.keys.head_dim * pw_kv_element_bytes(a.keys.format);
     a.keys.head_dim = program->shape.index;
-    pw_range rows = pw_rows_of(run, program->step.n_tokens, member);
+    pw_range rows = pw_rows_of(run, step->n_tokens, member);
     for (int64_t row = rows.begin; row < rows.end; ++row) store_key(&a, row);
     if (!pw_meet(run, member)) return;
-    if (program->step.split) index_split(&a, run, member);
+    for (int64_t s = 0; s < step->n_slices && step->split; ++s) chunks += chunks_to_score(program, &step->slices[s]);
+    if (step->split && chunks <= program->partial_room) index_split(&a, run, chunks, member);
     else index_rows(&a, run, member);
 }

@@ -30,9 +30,12 @@ typedef struct {
     int64_t first, count;
 } run_of_chunks;
 
+static int64_t chosen_chunks(const pw_program *program) { return (program->shape.chosen + PW_CHUNK - 1) / PW_CHUNK; }
+
 /* The chunks that a slice of one token sees. */
 static run_of_chunks chunks_of(const pw_program *program, int32_t kind, int64_t slice) {
     int64_t position = program->step.slices[slice].start;
+    if (pw_has_choice(program, position)) return (run_of_chunks){0, chosen_chunks(program)};
     int64_t first = first_seen(program, kind, position) / PW_CHUNK;
     return (run_of_chunks){first, position / PW_CHUNK - first + 1};
 }
@@ -308,7 +311,8 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
         }
     if (!shape->latent)
         a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
-    const int32_t *chosen = shape->chosen && program->step.positions[row] >= shape->chosen ? program->chosen + row * shape->chosen : NULL;
+    bool has_choice = pw_has_choice(program, program->step.positions[row]);
+    const int32_t *chosen = has_choice ? program->chosen + row * shape->chosen : NULL;
     return (pw_queries){.q = a->work.q, .chosen = chosen, .n_chosen = shape->chosen, .first = a->work.first, .last = a->work.last, .rows = n,
                         .tile_rows = program->step.tile_rows, .cap = a->op->cap,
                         .slopes = a->op->slopes ? a->work.slopes : NULL, .positions = a->work.positions};
@@ -346,24 +350,14 @@ static const void *keys_of(const attending *a, const pw_slice *slice, int64_t ch
     return (const char *)head.keys + panel * PW_PANEL * elements * pw_kv_element_bytes(head.format);
 }
 
-static int64_t chosen_before(const pw_queries *queries, int64_t position) {
-    int64_t low = 0, high = queries->n_chosen;
-    while (low < high) {
-        int64_t middle = (low + high) / 2;
-        if (queries->chosen[middle] < position) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-/* What of a chunk queries with a choice see: false, nothing. */
-static bool sees(const pw_queries *queries, int64_t chunk, pw_queries *of_chunk) {
-    *of_chunk = *queries;
-    if (!queries->chosen) return true;
-    int64_t first = chosen_before(queries, chunk * PW_CHUNK);
-    of_chunk->chosen += first;
-    of_chunk->n_chosen = chosen_before(queries, (chunk + 1) * PW_CHUNK) - first;
-    return of_chunk->n_chosen > 0;
+/* Queries as one chunk meets them. */
+static pw_queries in_chunk(const pw_queries *queries, int64_t chunk) {
+    pw_queries own = *queries;
+    if (!own.chosen) return own;
+    own.chosen += chunk * PW_CHUNK;
+    own.n_chosen -= chunk * PW_CHUNK;
+    if (own.n_chosen > PW_CHUNK) own.n_chosen = PW_CHUNK;
+    return own;
 }
 
 /* Chunks [first, first + count) of loaded queries, merged in order and finished: all that tokens of a row see. After
@@ -378,9 +372,8 @@ static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *
     for (int64_t chunk = first; chunk < first + count; ++chunk) {
         int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
         queries->next_keys = chunk + 1 < first + count ? keys_of(a, slice, chunk + 1, kv_head) : next;
-        pw_queries seeing;
-        if (!sees(queries, chunk, &seeing)) continue;
-        ops->attend_chunk(&head, &seeing, chunk, slot, a->work.chunk, a->work.part);
+        pw_queries own = in_chunk(queries, chunk);
+        ops->attend_chunk(&head, &own, chunk, slot, a->work.chunk, a->work.part);
         ops->merge(queries->rows, value_dim, a->work.part, a->work.into);
     }
 }
@@ -390,6 +383,7 @@ static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_h
     int64_t row = slice->first_row + piece->first;
     pw_queries queries = load_queries(a, slice, piece->first, piece->count, kv_head);
     int64_t first = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
+    if (queries.chosen) first = 0, last = chosen_chunks(a->run->program) - 1;
     attend_whole(a, slice, &queries, first, last - first + 1, kv_head, NULL);
     finish_rows(a, row, piece->count, kv_head);
 }
@@ -403,16 +397,14 @@ static pw_partial partial_of(const attending *a, int64_t part, int64_t kv_head) 
     return (pw_partial){at + head, at + heads + head, at + 2 * heads + head * pw_value_dim_of(shape)};
 }
 
-static void merge_chunks(const attending *a, int32_t slice, run_of_chunks seen, const pw_queries *queries, int64_t kv_head) {
+static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     int32_t value_dim = pw_value_dim_of(&a->shape);
     const pw_plan *plan = &program->step.plans[a->op->kind];
     begin_rows(a, a->own.count, kv_head);
-    pw_queries seeing;
-    for (int64_t i = 0; i < seen.count; ++i)
-        if (sees(queries, seen.first + i, &seeing))
-            ops->merge(a->own.count, value_dim, partial_of(a, plan->first_part[slice] + i, kv_head), a->work.into);
+    for (int64_t i = 0; i < n_chunks; ++i)
+        ops->merge(a->own.count, value_dim, partial_of(a, plan->first_part[slice] + i, kv_head), a->work.into);
 }
 
 /* A run of one token's chunks. The slot of the token itself is read with its last chunk alone. */
@@ -434,15 +426,14 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
         int64_t chunk = piece->first + i, part = plan->first_part[piece->slice] + before + i;
         queries.next_keys = i + 1 < piece->count ? keys_of(a, slice, chunk + 1, kv_head) : next;
         int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
-        pw_queries seeing;
-        if (sees(&queries, chunk, &seeing))
-            a->run->kernels->ops.attend_chunk(&head, &seeing, chunk, slot, a->work.chunk, partial_of(a, part, kv_head));
+        pw_queries own = in_chunk(&queries, chunk);
+        a->run->kernels->ops.attend_chunk(&head, &own, chunk, slot, a->work.chunk, partial_of(a, part, kv_head));
     }
     int64_t slot = a->op->kind * program->capacity.max_slices + piece->slice;
     atomic_long *merged = &program->merged[slot * program->shape.n_kv_heads + kv_head];
     long finished = atomic_fetch_add_explicit(merged, piece->count, memory_order_acq_rel) + piece->count;
     if (finished % seen.count) return; /* every layer of a kind adds as many as the slice sees */
-    merge_chunks(a, piece->slice, seen, &queries, kv_head);
+    merge_chunks(a, piece->slice, seen.count, kv_head);
     finish_rows(a, row, 1, kv_head);
 }
 

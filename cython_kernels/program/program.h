@@ -308,7 +308,7 @@ typedef struct {
     float *arena, *partials;
     float *cosines[PW_MAX_KINDS], *sines[PW_MAX_KINDS]; /* [max_tokens][half] */
     char *pairs;               /* prepared rows of experts' products */
-    int32_t *chosen;           /* [max_tokens][shape.chosen], ascending: positions that rows see, where an indexer chooses */
+    int32_t *chosen;           /* [max_tokens][shape.chosen]: slots that rows see, by position, where an indexer chooses */
     float *index_scores;       /* [partial_room][PW_CHUNK], of a step that is split; shared by ranks, as those are */
     int64_t partial_room;      /* chunks that may be split off in one step */
     char *prepared[PW_MAX_PARTS];     /* by form: rows of a step */
@@ -403,6 +403,11 @@ static inline pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer,
 static inline int64_t pw_chunk_slot_in(const pw_program *program, int64_t layer, const pw_slice *slice, int64_t chunk) {
     if (!program->layers[layer].in_rings) return pw_chunk_slot(program->step.runs, slice, chunk);
     return slice->ring_base - program->capacity.kv_slots + chunk * PW_CHUNK % slice->ring_slots;
+}
+
+/* Whether a row at a position sees what an indexer has chosen, and not all. */
+static inline bool pw_has_choice(const pw_program *program, int64_t position) {
+    return program->shape.index && position >= program->shape.chosen;
 }
 
 /* The tickets of an op's products: [PW_MAX_PARTS][max_threads], and how many those are. */

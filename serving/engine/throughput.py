@@ -185,8 +185,13 @@ def _uses(model: PackedModel, name: str) -> int:
 
 def _attention_flops(config: ModelConfig, workload: Workload) -> int:
     n = workload.n_prompt + workload.n_gen
-    scores = n * workload.n_depth + n * (n + 1) // 2  # causal: position i sees i + 1 keys
-    return 2 * scores * sum(part.n_heads * part.numbers for part in config.keeping)
+    return 2 * sum(part.multiplications(workload.n_depth, n) for part in config.keeping)
+
+
+def _slots_read(config: ModelConfig, first: int, n: int) -> float:
+    """Slots that rows at `n` positions from `first` on read, in the mean of layers by what they keep."""
+    parts = [(part.heads.n_kv_heads * part.heads.head_dim, part) for part in config.keeping]
+    return sum(size * part.slots_read(first, n) for size, part in parts) / sum(size for size, _ in parts)
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:
@@ -198,18 +203,18 @@ def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: in
     unread = sum(_unread_bytes(model, name, workload.n_sequences) for name in model.weights)
     adapters = sum(adapter.n_bytes for adapter in model.adapters[: workload.n_sequences])
     weights = model.weight_bytes - embedding - unread + (adapters if workload.n_adapters else 0)
-    before = workload.n_gen * (workload.n_depth + workload.n_prompt)
-    kv = workload.n_sequences * kv_bytes_per_slot * (before + workload.n_gen * (workload.n_gen + 1) // 2)
-    return float(weights * workload.n_gen + kv)
+    slots = _slots_read(model.config, workload.n_depth + workload.n_prompt, workload.n_gen)
+    return float(weights * workload.n_gen + workload.n_sequences * kv_bytes_per_slot * slots)
 
 
-def kv_read_rate(deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) -> float:
+def kv_read_rate(model: PackedModel, deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) -> float:
     """Bytes of keys and values read per second while decoding behind a depth, from the extra time over the
     same test without depth. 0: there was no extra time."""
     workload, longer_s = deep.workload, deep.median_s - shallow.median_s
     assert workload.n_prompt == 0, "of decoding alone"
     assert shallow.workload == replace(workload, n_depth=0), "the same test"
-    more_bytes = workload.n_sequences * kv_bytes_per_slot * workload.n_gen * workload.n_depth
+    read = (streamed_bytes(model, each.workload, kv_bytes_per_slot) for each in (deep, shallow))
+    more_bytes = next(read) - next(read)
     return more_bytes / longer_s if longer_s > 0 else 0.0
 
 

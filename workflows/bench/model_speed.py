@@ -199,7 +199,8 @@ def bench_rows(
                 without_depth[workload] = timed
             is_deep_decode = workload.n_depth > 0 and workload.n_prompt == 0
             shallow = without_depth.get(replace(workload, n_depth=0)) if is_deep_decode else None
-            kv_rate = kv_read_rate(timed, shallow, opened.ranks.kv_bytes_per_slot) if shallow else 0.0
+            slot_bytes = opened.ranks.kv_bytes_per_slot
+            kv_rate = kv_read_rate(opened.model, timed, shallow, slot_bytes) if shallow else 0.0
             cores.tell_changes()
             yield _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
 

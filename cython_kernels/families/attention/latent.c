@@ -23,15 +23,15 @@ typedef struct {
     int64_t padded;
 } latent_chunk;
 
-/* Products of the vectors [all.begin, all.end) of a chunk, or of the chosen ones, with the queries of all rows. */
-static latent_chunk multiply_chunk(const pw_kv_head *head, const pw_queries *queries, span all, int64_t chunk, int64_t origin,
-                                   float *scratch) {
+/* Products of the vectors [all.begin, all.end) of a chunk, whose first lies in slot `origin`, or of the chosen ones, with the
+ * queries of all rows. */
+static latent_chunk multiply_chunk(const pw_kv_head *head, const pw_queries *queries, span all, int64_t origin, float *scratch) {
     int64_t padded = (queries->rows + PW_PANEL - 1) / PW_PANEL * PW_PANEL;
     int64_t row_bytes = head->stride * pw_kv_element_bytes(head->format);
     float *vectors = scratch + PW_TILE_ROWS * PW_ROW_STRIDE, *products = vectors + PW_CHUNK * PW_LATENT_STRIDE;
     matrix q = {queries->q, padded, PW_PANEL, NULL};
     for (int64_t j = all.begin; j < all.end; ++j) {
-        int64_t slot = origin + (queries->chosen ? queries->chosen[j] - chunk * PW_CHUNK : j);
+        int64_t slot = queries->chosen ? queries->chosen[j] : origin + j;
         take_latent(head->format, head->head_dim, (const char *)head->values + slot * row_bytes, vectors + j * PW_LATENT_STRIDE);
     }
     for (int64_t j = all.begin; j < all.end; j += ATTEND_ROWS) {
@@ -65,7 +65,7 @@ static void attend_tile_latent(const pw_kv_head *head, const pw_queries *queries
 static void attend_chunk_latent(const pw_kv_head *head, const pw_queries *queries, int most, span all, int64_t chunk,
                                 int64_t origin, float *scratch, pw_partial out) {
     if (queries->chosen) all = (span){0, queries->n_chosen};
-    latent_chunk data = multiply_chunk(head, queries, all, chunk, origin, scratch);
+    latent_chunk data = multiply_chunk(head, queries, all, origin, scratch);
     for (int row = 0; row < queries->rows; row += most) {
         int rows = queries->rows - row < most ? queries->rows - row : most;
         attend_tile_latent(head, queries, row, rows, chunk, &data, scratch + LEAD, out);
@@ -75,7 +75,7 @@ static void attend_chunk_latent(const pw_kv_head *head, const pw_queries *querie
 /* Each product off by at most head_dim 2^-24 |query| |key|, and the sum by (heads / 16 + 6) 2^-24 of its magnitudes more. */
 void ISA(score_keys)(const pw_kv_head *head, const pw_queries *queries, const float *weights, int64_t slot, int64_t count,
                      float *scratch, float *scores) {
-    latent_chunk data = multiply_chunk(head, queries, (span){0, count}, 0, slot, scratch);
+    latent_chunk data = multiply_chunk(head, queries, (span){0, count}, slot, scratch);
     for (int64_t j = 0; j < count; ++j) {
         sixteen sum = no_sums();
         for (int64_t i = 0; i < data.padded; i += SIXTEEN)

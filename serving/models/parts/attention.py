@@ -203,6 +203,12 @@ class AttentionForm:
         return replace(self, query_growth=None) if grows_elsewhere else self
 
 
+def seen(first: int, n: int, most: int | None = None) -> int:
+    """Positions that rows at `n` positions from `first` on see, of all rows: each itself and those before it,
+    at most `most`."""
+    return sum(min(count, most or count) for count in range(first + 1, first + n + 1))
+
+
 @dataclass(frozen=True)
 class Attending(Mixer):
     """A mixer that reads what a layer keeps of every token: keys and values, or one vector. `kind`: index of
@@ -233,6 +239,14 @@ class Attending(Mixer):
     def numbers(self) -> int:
         """Numbers of one position that a head multiplies, for its score and for its result."""
         return 2 * self.heads.head_dim
+
+    def slots_read(self, first: int, n: int) -> float:
+        """Slots of the layer that rows at `n` positions from `first` on read."""
+        return seen(first, n, self.window)
+
+    def multiplications(self, first: int, n: int) -> int:
+        """Multiplications of scores and results of rows at `n` positions from `first` on."""
+        return self.n_heads * self.numbers * seen(first, n, self.window)
 
     def copies(self, teams: Teams) -> tuple[int, ...]:
         """Copies of each KV head that the ranks keep; latent vectors are kept once for all ranks. `teams`:
@@ -394,6 +408,19 @@ class LatentMixer(Attending):
     def indexer(self) -> Indexer | None:
         """The layer's own indexer."""
         return None if self.reuses_choice else self.latent.indexer
+
+    def slots_read(self, first: int, n: int) -> float:
+        """With an indexer the vectors that it chose, and its keys of all positions."""
+        if self.latent.indexer is None:
+            return super().slots_read(first, n)
+        keys = self.indexer.dim * seen(first, n) if self.indexer else 0
+        return (self.latent.vector * seen(first, n, self.latent.indexer.chosen) + keys) / self.latent.kept
+
+    def multiplications(self, first: int, n: int) -> int:
+        if self.latent.indexer is None:
+            return super().multiplications(first, n)
+        own = self.indexer.heads * self.indexer.dim * seen(first, n) if self.indexer else 0
+        return self.n_heads * self.numbers * seen(first, n, self.latent.indexer.chosen) + own
 
     @property
     def _queries(self) -> int:

@@ -27,6 +27,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.pacing import Pacing
+from tests.support.models.family_models import write_family_hf
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.servers.fake_engine import FakeRanks, make_engine, next_letter
 
@@ -129,7 +130,7 @@ def test_the_peak_is_that_of_the_format_that_does_the_work(model: PackedModel) -
     weights_s=st.floats(0.001, 10),
 )
 def test_the_rate_of_reading_kv_is_what_the_depth_adds(
-    workload: Workload, slot_bytes: int, rate: float, weights_s: float
+    model: PackedModel, workload: Workload, slot_bytes: int, rate: float, weights_s: float
 ) -> None:
     """Whatever the rest of a step takes; 0 where a deeper test took no longer."""
     shallow = Workload(0, workload.n_gen, workload.n_sequences)
@@ -139,12 +140,23 @@ def test_the_rate_of_reading_kv_is_what_the_depth_adds(
         Throughput(test, (ns,)) for test, ns in zip((shallow, workload), times_ns, strict=True)
     )
 
-    kv_rate = kv_read_rate(behind, without, slot_bytes)
+    kv_rate = kv_read_rate(model, behind, without, slot_bytes)
 
     rounding_s = 2e-9
     assert more_bytes / kv_rate == pytest.approx(more_bytes / rate, abs=rounding_s) if kv_rate else True
     assert (kv_rate > 0) == (times_ns[1] > times_ns[0])
-    assert kv_read_rate(Throughput(workload, (times_ns[0],)), without, slot_bytes) == 0
+    assert kv_read_rate(model, Throughput(workload, (times_ns[0],)), without, slot_bytes) == 0
+
+
+def test_an_indexed_model_reads_what_it_chose_and_the_keys_of_its_indexer(tmp_path: Path) -> None:
+    """Of 100 positions 24, in three layers of 4 heads over 40 numbers, and keys of 16 numbers in two."""
+    model = load_model(str(write_family_hf(tmp_path / "glm", "glm-dsa")), "f32", cache_dir=tmp_path)
+    deep, shallow = Workload(0, 1, 1, 99), Workload(0, 1, 1)
+
+    more = flops(model, deep) - flops(model, shallow)
+    assert more == 2 * (3 * 4 * (40 + 32) * 23 + 2 * 8 * 16 * 99)
+    bytes_more = streamed_bytes(model, deep, 3 * 56 * 4) - streamed_bytes(model, shallow, 3 * 56 * 4)
+    assert bytes_more == pytest.approx(4 * (3 * 40 * 23 + 2 * 16 * 99))
 
 
 REQUEST = Submit("r", (97,), 8, GREEDY)
