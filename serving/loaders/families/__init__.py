@@ -31,7 +31,7 @@ FAMILIES: tuple[Family, ...] = tuple(
 """Every family that is a constant of a file."""
 
 
-REFUSED = dict.fromkeys(("deepseek_v4", "deepseek4"), "attention over positions that an indexer chooses")
+REFUSED = dict.fromkeys(("deepseek_v4", "deepseek4"), "attention over runs of positions compressed to one")
 """Architectures that users ask for, in names of either format, and what in them has no arithmetic here."""
 
 BY_HF = {name: family for family in FAMILIES for name in family.names(family.hf)}

@@ -183,6 +183,7 @@ BAD_CONFIGS = {
     "growth by a word": ({"model_type": "llama4_text", "attn_temperature_tuning": "yes"}, "true or false"),
     "growth in no positions": ({"model_type": "llama4_text", "floor_scale": 0,
      "no_rope_layer_interval": 2}, "queries grow is 0"),
+    "a model of compressed positions": ({"model_type": "deepseek_v4"}, "compressed to one"),
     "no positions to choose": ({"model_type": "deepseek_v32", "index_topk": 0}, "index_topk is 0"),
     "an indexer of odd heads": ({"model_type": "deepseek_v32", "index_head_dim": 65}, "641 head dimensions"),
     "an indexer of larger heads": ({"model_type": "deepseek_v32", "index_head_dim": 130}, "is 130"),
