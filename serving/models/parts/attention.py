@@ -90,9 +90,9 @@ class Indexer:
         check_whole("index_topk", self.chosen, 1, 1 << 20)
 
     @property
-    def into(self) -> dict[str, int]:
-        """Outputs of the products of the stream: keys and weights."""
-        return {"index_k": self.dim, "index_w": self.heads}
+    def numbers(self) -> int:
+        """Numbers of the queries of all heads."""
+        return self.heads * self.dim
 
 
 @dataclass(frozen=True)
@@ -419,7 +419,7 @@ class LatentMixer(Attending):
     def multiplications(self, first: int, n: int) -> int:
         if self.latent.indexer is None:
             return super().multiplications(first, n)
-        own = self.indexer.heads * self.indexer.dim * seen(first, n) if self.indexer else 0
+        own = self.indexer.numbers * seen(first, n) if self.indexer else 0
         return self.n_heads * self.numbers * seen(first, n, self.latent.indexer.chosen) + own
 
     @property
@@ -438,11 +438,13 @@ class LatentMixer(Attending):
     def queries(self) -> Product:
         return Product.alone("q_b", self._queries, self.latent.q_rank)
 
-    def _indexing(self, indexer: Indexer) -> tuple[Product, Product]:
-        """The products of an indexer: of the stream, and of the rows that queries are a product of."""
-        numbers = indexer.heads * indexer.dim
-        return Product("index", self.hidden, indexer.into), Product.alone(
-            "index_q", numbers, self.latent.q_rank
+    def _indexing(self, indexer: Indexer) -> tuple[Product, Product, Product]:
+        """The products of an indexer: of the stream its keys, and its weights, which keep the file's format;
+        of the rows that queries are a product of, its queries."""
+        return (
+            Product.alone("index_k", indexer.dim, self.hidden),
+            Product("index_w", self.hidden, {"index_w": indexer.heads}, is_native=True),
+            Product.alone("index_q", indexer.numbers, self.latent.q_rank),
         )
 
     @property
@@ -471,7 +473,7 @@ class LatentMixer(Attending):
     @property
     def widths(self) -> MixingRows[int]:
         latent, heads, indexer = self.latent, self.n_heads, self.indexer
-        of_index = (sum(indexer.into.values()), indexer.heads * indexer.dim) if indexer else (0, 0)
+        of_index = (indexer.dim + indexer.heads, indexer.numbers) if indexer else (0, 0)
         return MixingRows(
             products=sum(self.into.outputs.values()) + of_index[0],
             own=self._queries if latent.q_rank else 0,
@@ -520,14 +522,15 @@ class LatentMixer(Attending):
         rows: Rows,
     ) -> None:
         """Add the choice of positions. `reads`: the stream, and the rows that queries are a product of."""
-        (begin, stride), of_stream = places.products, sum(self.into.outputs.values())
-        keys, weights = begin + of_stream, begin + of_stream + indexer.dim
-        for product, reading, place, column in zip(
-            self._indexing(indexer), reads, (places.products, places.gates), (of_stream, 0), strict=True
-        ):
-            site.add(product, reading, place, column)
+        (begin, stride), column = places.products, sum(self.into.outputs.values())
+        keys, weights = (begin + column, stride), (begin + column + indexer.dim, stride)
+        stream, normed = reads
+        of_key, of_weight, of_query = self._indexing(indexer)
+        site.add(of_key, stream, places.products, column)
+        site.add(of_weight, stream, places.products, column + indexer.dim)
+        site.add(of_query, normed, places.gates)
         norm, bias = site.needed("index_k_norm"), site.needed("index_k_norm_bias")
-        of_row = places.gates, (keys, stride), (weights, stride), indexer.heads
+        of_row = places.gates, keys, weights, indexer.heads
         site.program.choose(kept_as, *of_row, norm, bias, INDEX_EPS, rows=rows, kind=self.kind)
 
 
