@@ -13,6 +13,10 @@ STEP_TOKENS = 512
 the weights well, few enough for a layer's rows to stay in the L2 caches."""
 
 
+KV_CHUNK = 128
+"""Positions of a run in a placement by table (PW_CHUNK of the kernels)."""
+
+
 class SequenceSlice(NamedTuple):
     """Consecutive tokens of one sequence, and the KV slots of their keys and values.
 

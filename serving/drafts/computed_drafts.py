@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.batch import KV_CHUNK, Batch, SequenceSlice
 from phasewise.serving.drafts.contract import NO_DRAFT, Agreement, Draft, DraftMemory, StepCosts
 from phasewise.serving.drafts.gain import DraftGain, Drafting
 from phasewise.serving.models.draft_head import FedRows, RowVectors
@@ -94,6 +94,14 @@ class GuestHead(GuestRank):
             self.forward(Batch("prefill", tuple(step)))
             first += n_tokens
         return np.empty((0, self.vocab_size), np.float32), rows[:0]
+
+
+def slots_of(piece: SequenceSlice) -> npt.NDArray[np.int64]:
+    """The slots of a sequence's positions up to the end of a slice."""
+    positions = np.arange(piece.start + len(piece.token_ids))
+    if piece.table is None:
+        return piece.slot_base + positions
+    return np.array(piece.table)[positions // KV_CHUNK] + positions % KV_CHUNK
 
 
 class DraftState:
@@ -273,6 +281,8 @@ class ModelDrafter(ComputedDrafter[_Computed]):
             ranks, costs, most_rows, lambda _: _Computed(agreement.of_request()), clock_ns, n_tokens
         )
         self._vocab_size = vocab_size
+        self._lacking = np.zeros(0, bool)
+        """By slot: True where the served model has keys and values of a prompt, and the draft model none."""
 
     def computed(self, batch: Batch) -> None:
         """Compute the batch's prompts by the draft model too, while drafts pay."""
@@ -281,13 +291,39 @@ class ModelDrafter(ComputedDrafter[_Computed]):
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
             is_new = name not in self._known
             drafted = self._of(name)
-            if is_new or piece.start < drafted.n_known:
-                drafted.n_known, drafted.draft = piece.start, ()  # copied, or begun again in another block
-            if self.gain.pays and piece.start == drafted.n_known:
+            if is_new or piece.start < drafted.n_known:  # copied, or begun again in another block
+                drafted.n_known, drafted.draft = self._n_known_before(piece), ()
+            is_read = self.gain.pays and piece.start == drafted.n_known
+            self._note_slots(piece, lacking=not is_read)
+            if is_read:
                 slices.append(piece._replace(wants_logits=False))
                 drafted.n_known += len(piece.token_ids)
         if slices:
             self._ranks.forward(Batch("prefill", tuple(slices)))
+
+    def _copy(self, batch: Batch) -> None:
+        super()._copy(batch)
+        for source, target, n_slots in batch.copies:
+            self._reach(max(source, target) + n_slots)
+            self._lacking[target : target + n_slots] = self._lacking[source : source + n_slots].copy()
+
+    def _reach(self, n_slots: int) -> None:
+        more = n_slots - len(self._lacking)
+        if more > 0:
+            self._lacking = np.append(self._lacking, np.zeros(more, bool))
+
+    def _note_slots(self, piece: SequenceSlice, *, lacking: bool) -> None:
+        """Note whether the draft model lacks keys and values of the slice's tokens."""
+        slots = slots_of(piece)
+        self._reach(int(slots.max()) + 1)
+        self._lacking[slots[piece.start :]] = lacking
+
+    def _n_known_before(self, piece: SequenceSlice) -> int:
+        """Leading positions before the slice whose keys and values the draft model has."""
+        slots = slots_of(piece)[: piece.start]
+        self._reach(int(slots.max(initial=-1)) + 1)
+        lacking = np.flatnonzero(self._lacking[slots])
+        return int(lacking[0]) if len(lacking) else piece.start
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
         self._copy(batch)
@@ -302,6 +338,8 @@ class ModelDrafter(ComputedDrafter[_Computed]):
         if ready:
             self.gain.tried()
             slices = [row.catching_up(row.lag, wants_logits=True) for row in ready]
+            for piece in slices:
+                self._note_slots(piece, lacking=False)
             self._extend(ready, slices, length, lambda batch, _: self._as_wide(self._ranks.forward(batch)))
         return [row.finish() for row in rows]
 
@@ -317,6 +355,8 @@ class ModelDrafter(ComputedDrafter[_Computed]):
                 left -= len(slices[-1].token_ids)
             if row.lag - 1 <= _LEAST_LATE and row.room.most:
                 ready.append(row)
+        for piece in slices:
+            self._note_slots(piece, lacking=False)
         if slices:
             self._ranks.forward(Batch("prefill", tuple(slices)))
         return ready

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from phasewise._words import counted
 from phasewise.cython_kernels.division import Teams
-from phasewise.serving.batch import STEP_TOKENS
+from phasewise.serving.batch import KV_CHUNK, STEP_TOKENS
 from phasewise.serving.drafts.contract import MOST_DRAFTED
 from phasewise.serving.errors import ContextLengthExceeded, ServingError
 from phasewise.serving.models.forward import (
@@ -20,7 +20,7 @@ from phasewise.serving.models.forward import (
 )
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Rings
+from phasewise.serving.pools.contract import ALIGNMENT, Rings
 from phasewise.serving.pools.opening import DEFAULT_POLICY
 from phasewise.serving.processes.headroom import available_bytes
 from phasewise.serving.ranks.first_rank import KvSettings, RankOptions, room_for

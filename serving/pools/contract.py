@@ -15,13 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phasewise.serving.batch import KvCopy
+from phasewise.serving.batch import KV_CHUNK, KvCopy
 
 ALIGNMENT = 16
 """Slots of a panel of keys: blocks begin and end at its multiples."""
-
-KV_CHUNK = 128
-"""Positions of a run in a placement by table (PW_CHUNK of the kernels)."""
 
 
 class PoolError(AssertionError):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from phasewise._words import counted
+from phasewise.serving.batch import KV_CHUNK
 from phasewise.serving.errors import ServingError
 from phasewise.serving.pools.buckets import LearntSizes
 from phasewise.serving.pools.contiguous import ContiguousPool
 from phasewise.serving.pools.contract import (
     ALIGNMENT,
-    KV_CHUNK,
     BucketStats,
     Demand,
     Grant,

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phasewise._words import counted
+from phasewise.serving.batch import KV_CHUNK
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
+from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.scheduling.prefixes import Computed
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phasewise._words import counted
-from phasewise.serving.batch import KvCopy
-from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement, Rings
+from phasewise.serving.batch import KV_CHUNK, KvCopy
+from phasewise.serving.pools.contract import ALIGNMENT, Placement, Rings
 
 RUN_TOKENS = ALIGNMENT
 """Tokens in a run: one panel of keys, since copies move whole panels."""

@@ -13,7 +13,8 @@ from enum import IntEnum
 
 from phasewise._words import counted
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
-from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
+from phasewise.serving.batch import KV_CHUNK
+from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.ranks.kv_share import KvShape
 
 VERSION = 3

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
@@ -225,6 +225,14 @@ def lookup_drafter(n_tokens: int | None = None) -> LookupDrafter:
     chunk=st.integers(1, 64),
     clients=CLIENTS,
     n_tokens=st.sampled_from([None, 1, 5]),
+)
+@example(  # a prompt that drafts paid too little for, and one that begins with it
+    asked=[((1, 4), (0, 0), None), ((16, 1), (1, 0), None), ((17, 3), (0, 0), None)],
+    every=2,
+    reuse=True,
+    chunk=1,
+    clients="a",
+    n_tokens=None,
 )
 def test_a_draft_model_changes_no_token_and_reads_what_it_has_computed(
     policy: str,

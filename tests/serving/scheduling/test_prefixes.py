@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cluster.routing import HeldBlocks
-from phasewise.serving.batch import KvCopy
-from phasewise.serving.pools.contract import KV_CHUNK, Placement, PoolSettings
+from phasewise.serving.batch import KV_CHUNK, KvCopy
+from phasewise.serving.pools.contract import Placement, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.scheduling import held_prefixes

@@ -10,17 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.batch import Batch, KvCopy
+from phasewise.serving.batch import KV_CHUNK, Batch, KvCopy
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.messages import Answer, Submit
-from phasewise.serving.pools.contract import (
-    KV_CHUNK,
-    Demand,
-    Estimate,
-    Placement,
-    PoolSettings,
-    Rings,
-)
+from phasewise.serving.pools.contract import Demand, Estimate, Placement, PoolSettings, Rings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.pool import Beside, KvPool
 from phasewise.serving.pools.state_places import StatePlaces

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.batch import KV_CHUNK, Batch, SequenceSlice
 from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.live_request import Vocabulary
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import RankLost
-from phasewise.serving.pools.contract import KV_CHUNK, PoolSettings
+from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.request import SchedulerLimits
