@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Cut, HeadParts, HeadStack, Names, Turned
 from phasewise.serving.loaders.families.family import (
@@ -253,7 +254,8 @@ def _reusing(get: Get, config: ModelConfig, period: int, first: int) -> list[boo
     stated = get("attention.indexer.types", list)  # of GGUF files, true for layers with an indexer
     if stated is not None:
         if len(stated) != config.n_layers:
-            raise ModelError(f"the GGUF metadata gives attention.indexer.types of {len(stated)} layers")
+            n_stated = counted(len(stated), "layer")
+            raise ModelError(f"the GGUF metadata gives attention.indexer.types of {n_stated}")
         return [not own for own in stated]
     if get("indexer_types", list) is not None:
         return named_layers(get, config, "shared", "full", "indexer_types")
