@@ -237,8 +237,8 @@ GLM4_MOE_LITE = replace(
 
 
 def _indexed(get: Get, config: ModelConfig, period: int = 1, first: int = 2) -> ModelConfig:
-    """Add the indexer. `period`, `first`: how many layers share a choice, behind so many that choose, in a
-    file that names none (index_topk_freq, index_skip_topk_offset)."""
+    """Add the indexer. Of a file that names no layers: the first `first` layers choose, and behind them every
+    `period`-th one (index_skip_topk_offset, index_topk_freq)."""
     assert config.latent is not None
     of_index = ("index_n_heads", "index_head_dim", "index_topk")
     latent = replace(config.latent, indexer=Indexer(*(whole_number(get, key) for key in of_index)))
