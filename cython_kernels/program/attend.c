@@ -313,7 +313,8 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
         a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
     bool has_choice = pw_has_choice(program, program->step.positions[row]);
     const int32_t *chosen = has_choice ? program->chosen + row * shape->chosen : NULL;
-    return (pw_queries){.q = a->work.q, .chosen = chosen, .n_chosen = shape->chosen, .first = a->work.first, .last = a->work.last, .rows = n,
+    return (pw_queries){.q = a->work.q, .chosen = chosen, .n_chosen = shape->chosen,
+                        .first = a->work.first, .last = a->work.last, .rows = n,
                         .tile_rows = program->step.tile_rows, .cap = a->op->cap,
                         .slopes = a->op->slopes ? a->work.slopes : NULL, .positions = a->work.positions};
 }

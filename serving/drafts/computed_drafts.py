@@ -96,9 +96,9 @@ class GuestHead(GuestRank):
         return np.empty((0, self.vocab_size), np.float32), rows[:0]
 
 
-def slots_of(piece: SequenceSlice) -> npt.NDArray[np.int64]:
-    """The slots of a sequence's positions up to the end of a slice."""
-    positions = np.arange(piece.start + len(piece.token_ids))
+def slots_of(piece: SequenceSlice, begin: int, end: int) -> npt.NDArray[np.int64]:
+    """The slots of positions [begin, end) of a slice's sequence."""
+    positions = np.arange(begin, end)
     if piece.table is None:
         return piece.slot_base + positions
     return np.array(piece.table)[positions // KV_CHUNK] + positions % KV_CHUNK
@@ -314,13 +314,13 @@ class ModelDrafter(ComputedDrafter[_Computed]):
 
     def _note_slots(self, piece: SequenceSlice, *, lacking: bool) -> None:
         """Note whether the draft model lacks keys and values of the slice's tokens."""
-        slots = slots_of(piece)
+        slots = slots_of(piece, piece.start, piece.start + len(piece.token_ids))
         self._reach(int(slots.max()) + 1)
-        self._lacking[slots[piece.start :]] = lacking
+        self._lacking[slots] = lacking
 
     def _n_known_before(self, piece: SequenceSlice) -> int:
         """Leading positions before the slice whose keys and values the draft model has."""
-        slots = slots_of(piece)[: piece.start]
+        slots = slots_of(piece, 0, piece.start)
         self._reach(int(slots.max(initial=-1)) + 1)
         lacking = np.flatnonzero(self._lacking[slots])
         return int(lacking[0]) if len(lacking) else piece.start

@@ -243,8 +243,9 @@ class Turned(Cut):
 
     def parts_of(self, tensor: SourceTensor, cut_for: CutFor) -> Parts:
         n_heads, turned = cut_for.turns[self.heads] if self.heads else 1, cut_for.turns["turned"]
-        of_head = tensor.shape[0] // n_heads
-        if tensor.shape[0] % n_heads or not 0 < turned <= of_head or turned % 2:
+        n_rows = tensor.shape[0] if len(tensor.shape) in (1, 2) else 0
+        of_head = n_rows // n_heads
+        if n_rows % n_heads or not 0 < turned <= of_head or turned % 2:
             raise ModelError(
                 f"{cut_for.what} is {tensor.shape}: {counted(n_heads, 'head')}, each with {turned} turned"
                 " rows, expected"

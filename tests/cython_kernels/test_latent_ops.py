@@ -148,7 +148,7 @@ class Latent:
         return program
 
     def index_scores(self, kv_format: str) -> Array:
-        """Of the indexer, from the definition, in float64 from keys as they are stored; -inf after a row."""
+        """Scores [rows, positions] of the indexer in float64, of keys as stored; -inf behind a row's own."""
         assert self.index is not None
         assert self.index_norm is not None
         x, n = self.rows[:, self.indexed :].astype(np.float64), len(self.rows)
@@ -166,7 +166,7 @@ class Latent:
         return np.where(np.tri(n, dtype=bool), scores, -np.inf)
 
     def seen(self, kv_format: str) -> Array:
-        """Which positions each row sees."""
+        """True [rows, positions] where a row sees a position."""
         n = len(self.rows)
         if self.index is None:
             return np.tri(n, dtype=bool)

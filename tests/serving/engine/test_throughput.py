@@ -149,7 +149,7 @@ def test_the_rate_of_reading_kv_is_what_the_depth_adds(
 
 
 def test_an_indexed_model_reads_what_it_chose_and_the_keys_of_its_indexer(tmp_path: Path) -> None:
-    """Of 100 positions 24, in three layers of 4 heads over 40 numbers, and keys of 16 numbers in two."""
+    """A row reads 24 of 100 vectors in each of three layers, and 100 keys of the indexer in two of them."""
     model = load_model(str(write_family_hf(tmp_path / "glm", "glm-dsa")), "f32", cache_dir=tmp_path)
     deep, shallow = Workload(0, 1, 1, 99), Workload(0, 1, 1)
 
