@@ -26,6 +26,7 @@ from phasewise.serving.grammar.grammar_limits import (
     checked_pattern,
     checked_schema,
 )
+from phasewise.serving.processes.headroom import return_free_memory
 from phasewise.serving.sandbox.confined import (
     Bounds,
     CancelToken,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 _MOST_COMPILED = 32
 _MOST_COMPILED_BYTES = 24 << 20
+_LARGE_BYTES = 1 << 20
+"""A compilation that takes more leaves holes in the heap, which malloc would keep."""
 _MOST_LARK_CHARACTERS = 256 * 1024
 BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
 """Limits of one compilation. A common schema takes some milliseconds and megabytes."""
@@ -291,13 +294,17 @@ class GuideCompiler:
     def _keep(self, grammar: Grammar, kept: _Kept) -> _Kept:
         with self._cache_lock:
             self._cache[grammar] = kept
-            while (
-                len(self._cache) > _MOST_COMPILED
-                or sum(kept.n_bytes + len(grammar.text) for grammar, kept in self._cache.items())
-                > _MOST_COMPILED_BYTES
-            ):
-                self._cache.popitem(last=False)
+            self._make_room(0)
         return kept
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Drop the grammars that were used longest ago until `n_bytes` more fit."""
+        while self._cache and (
+            len(self._cache) > _MOST_COMPILED
+            or sum(kept.n_bytes + len(grammar.text) for grammar, kept in self._cache.items()) + n_bytes
+            > _MOST_COMPILED_BYTES
+        ):
+            self._cache.popitem(last=False)
 
     def _compile_checked(self, grammar: Grammar, cancel: CancelToken | None) -> _Kept:
         """Compile a grammar in the confined process, then here: one at a time, on one core."""
@@ -317,7 +324,11 @@ class GuideCompiler:
             kept = self._known(grammar)
             if kept is not None:
                 return kept
+            with self._cache_lock:
+                self._make_room(n_bytes)
             outcome = _with_stack(lambda: compile_grammar(grammar, self._tokenizer, self.tokens.vocab_size))
+            if n_bytes > _LARGE_BYTES:
+                return_free_memory()
             return self._keep(grammar, _Kept(outcome, n_bytes))
 
     @cached_property

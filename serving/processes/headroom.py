@@ -77,11 +77,14 @@ _M_ARENA_MAX = -8
 _LIBC = ctypes.CDLL(None)
 
 
+_MALLINFO = getattr(_LIBC, "mallinfo2", None) or getattr(_LIBC, "mallinfo", None)
+
+
 class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """glibc's `struct mallinfo2`, or its older `struct mallinfo`."""
 
     _fields_ = tuple(
-        (name, ctypes.c_size_t)
+        (name, ctypes.c_size_t if hasattr(_LIBC, "mallinfo2") else ctypes.c_uint)
         for name in (
             *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
             *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
@@ -90,13 +93,19 @@ class _MallInfo(ctypes.Structure):
 
 
 def malloc_bytes_in_use() -> int | None:
-    """Bytes that malloc has allocated; None if the C library does not report them (glibc 2.33 does). Python's
-    arenas are not counted: they come from the system."""
-    if not hasattr(_LIBC, "mallinfo2"):
+    """Bytes that malloc has allocated, modulo 4 GiB before glibc 2.33; None if the C library is not glibc.
+    Python's arenas are not counted: they come from the system."""
+    if _MALLINFO is None:
         return None
-    _LIBC.mallinfo2.restype = _MallInfo
-    told = _LIBC.mallinfo2()
-    return int(told.uordblks + told.hblkhd)
+    _MALLINFO.restype = _MallInfo
+    told = _MALLINFO()
+    return int(told.uordblks) + int(told.hblkhd)
+
+
+def return_free_memory() -> None:
+    """Return malloc's free pages to the system, those between used ones included: some milliseconds."""
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
 
 
 def use_one_heap() -> None:

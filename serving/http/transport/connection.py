@@ -393,10 +393,15 @@ class Connection(asyncio.BufferedProtocol):
         self._others.tasks.add(task)
 
     def _has_spent(self, exchange: Exchange, seconds: float) -> None:
-        """Charge a request's `seconds` of loop time, unless the engine has answered the request."""
+        """Charge a request's `seconds` of loop time, unless the engine has answered the request, and let go
+        of it: an idle connection holds no prompt and no grammar."""
         exchange.at_end()
-        if exchange is not self._answered_exchange:
+        if exchange is self._answered_exchange:
+            self._answered_exchange = None
+        else:
             self._allowance.spend(max(0.0, seconds - REQUEST_S))
+        if exchange is self._exchange:
+            self._exchange = None
 
     def _read_or_pause(self) -> None:
         """Pause the transport's reading while earlier bytes wait to be parsed."""

@@ -207,7 +207,7 @@ class ConnectionClocks:
         _stop(self._stalled)
 
     def stop(self) -> None:
-        _stop(self._late)
+        self.wait_for(None)
         _stop(self._stalled)
 
 

@@ -21,7 +21,7 @@ from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.tiers import first_is_smoke, n_examples
 
 FAULTS = ["killed_while_starting", "killed_in_each_phase", "killed_under_migration", "disk_full"]
-ATTACKS = ["schemas_that_explode", "templates_that_burn", "turns_in_contents"]
+ATTACKS = ["schemas_that_explode", "grammars_that_stay", "templates_that_burn", "turns_in_contents"]
 
 
 def assert_row_holds(program: str, row: str) -> None:

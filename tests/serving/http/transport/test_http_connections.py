@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
 import ssl
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -412,6 +414,37 @@ def test_pipelined_requests_are_answered_in_order(bare: BareServer) -> None:
     answers = said(bare, *sent).split(b"HTTP/1.1 200")
 
     assert [answer[answer.index(b"got") :][:5] for answer in answers[1:]] == [b"got 1", b"got 2", b"got 3"]
+
+
+class Scopes(Application):
+    """Tells which requests' scopes are in memory: a scope holds all that was made of its request."""
+
+    class Mark:
+        """Lives as long as the scope that it lies in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: weakref.WeakSet[Scopes.Mark] = weakref.WeakSet()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["mark"] = mark = self.Mark()
+        self.marks.add(mark)
+        del mark
+        await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize("path", ["/", "/unread"])
+def test_an_answered_request_is_let_go_though_its_connection_stays(path: str) -> None:
+    """At once, not when Python looks for cycles: a prompt or a grammar may take megabytes."""
+    gc.disable()
+    try:
+        app = Scopes()
+        with bare_server(app, HttpLimits()) as running, connect(running.url) as raw:
+            raw.sendall(request(f"POST {path} HTTP/1.1", "Content-Length: 0"))
+            assert raw.recv(1000).startswith(b"HTTP/1.1 ")
+            until(lambda: not app.marks, "a request that was answered is still held")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
