@@ -29,6 +29,7 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": "1048576",  # malloc would let it grow with what a job has freed
     "MALLOC_ARENA_MAX": "1",  # further arenas take address space that the bound would count
 }
 _COMMAND = ("-P", "-m", "phasewise.serving.sandbox.confined_process")

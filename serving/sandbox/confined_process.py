@@ -91,6 +91,7 @@ class _Keeper:
             if not request:  # the wait for a job that had just ended
                 continue
             write_frame(self._answers, self._done(request))
+            del request  # megabytes, perhaps, until the next
             if self._child.has_ended:
                 self._child = self._forked()
 
@@ -192,6 +193,7 @@ def _work(job: Job, bounds: Bounds, requests: int, answers: int) -> None:
         _release()
         has_grown = _resident_bytes() > begun_bytes + _MOST_GROWTH_BYTES
         write_frame(answers, (_HAS_GROWN if has_grown else _GOES_ON) + verdict)
+        del request, verdict
 
 
 def _confine(n_bytes: int, seconds: float) -> None:

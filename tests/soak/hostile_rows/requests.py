@@ -69,6 +69,8 @@ def long_conversations(siege: Siege) -> str:
     """Bodies of megabytes for /v1/responses and /tokenize: they are worked on beside the event loop."""
     with siege.server("--api-key", KEYS[0], "--api-key", KEYS[1]) as server:
         modest = siege.asked(server, KEYS[1])
+        for path, body in {"/v1/responses": {"input": "a"}, "/tokenize": {"prompt": "a"}}.items():
+            modest.post(path, {"model": modest.model, **body})  # starts the processes that such bodies need
         return siege.under_attack(server, _long, siege.asked(server, KEYS[0]), well_behaved=modest.complete)
 
 
