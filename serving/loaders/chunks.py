@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -20,6 +20,8 @@ CHUNK_VALUES_APART = 2 << 20
 """The same where scales are arrays of their own: the hash of contents takes values and scales by turns, so
 that it depends on this number."""
 MOST_THREADS = 16
+AHEAD = 8
+"""Chunks for each thread that are made before they are asked for: a write may take as long as several."""
 
 
 def rows_at_once(form: WeightForm, k: int) -> int:
@@ -45,14 +47,14 @@ def _packed_chunk(plan: WeightPlan, start: int, stop: int) -> PackedWeight:
     return pack_rows(pieces, plan.form, plan.name)
 
 
-def made_ahead(calls: Iterator[Callable[[], PackedWeight]]) -> Iterator[PackedWeight]:
+def made_ahead(calls: Iterable[Callable[[], PackedWeight]]) -> Iterator[PackedWeight]:
     """Yield results in order, made by as many threads as there are cores: numpy runs without the GIL."""
     threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     waiting: deque[Future[PackedWeight]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for call in calls:
             waiting.append(pool.submit(call))
-            if len(waiting) > threads:
+            if len(waiting) > AHEAD * threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

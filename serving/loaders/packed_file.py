@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -426,8 +427,9 @@ def _write_arrays(
     buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(MOST_ARRAYS)]
     total, done, begun_s = sum(plan.nbytes for plan in weights), 0, time.monotonic()
     told_s = begun_s
+    chunks = made_ahead(chain.from_iterable(map(packed_chunks, weights)))
     for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
-        tops[slot.name] = _write_weight(fd, slot, weight, content.update, buffers)
+        tops[slot.name] = _write_weight(fd, slot, chunks, content.update, buffers)
         done += weight.nbytes
         now_s = time.monotonic()
         if now_s >= told_s + TELL_EVERY_S:
@@ -444,16 +446,18 @@ def _write_arrays(
 def _write_weight(
     fd: int,
     slot: _Slot,
-    plan: WeightPlan,
+    chunks: Iterator[PackedWeight],
     digest: Callable[[bytes | memoryview], None],
     buffers: list[memoryview],
 ) -> int:
-    """Write a weight a few rows at a time, so that memory stays small; returns its top exponent. The digest
-    is over the dense weight, whatever its storage. `buffers`: one of RUN_BYTES for each array."""
+    """Take the chunks of a weight, and write them; returns its top exponent. The digest is over the dense
+    weight, whatever its storage. `buffers`: one of RUN_BYTES for each array."""
     digest(_label(slot))
-    top, stream_bytes = 0, 0
+    top, stream_bytes, rows = 0, 0, 0
     runs = [_Run(fd, offset, buffer) for offset, buffer in zip(slot.offsets, buffers, strict=False)]
-    for packed in made_ahead(packed_chunks(plan)):
+    while rows < slot.n:
+        packed = next(chunks)
+        rows += packed.n
         for array in packed.arrays:
             digest(_bytes_of(array))
         arrays = packed.arrays
@@ -467,7 +471,7 @@ def _write_weight(
     for run in runs:
         run.write_out()
     if stream_bytes != (slot.stream_bytes or 0):
-        raise ModelError(f"{plan.name} changed while it was read: pack it again")
+        raise ModelError(f"{slot.name} changed while it was read: pack it again")
     return top
 
 
