@@ -45,7 +45,8 @@ serving.text: serving.text serving.sandbox serving.errors
 serving.pools: serving.pools serving.batch serving.errors
 # Integers in, decisions out: no tensors, sockets or clock, so that a simulator can run the same code.
 serving.scheduling: serving.scheduling serving.pools serving.batch serving.errors tuner.plans
-serving.grammar: serving.grammar serving.sandbox serving.scheduling.waiting_line serving.errors
+serving.grammar: serving.grammar serving.sandbox serving.processes.headroom serving.scheduling.waiting_line
+    serving.errors
 serving.tools: serving.tools serving.text serving.grammar serving.errors
 serving.sampling: serving.sampling serving.grammar serving.errors cython_kernels
 serving.models: serving.models serving.sampling serving.errors cython_kernels _files
