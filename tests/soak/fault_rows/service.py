@@ -64,7 +64,7 @@ def kv_exhausted(setting: Setting) -> str:
         replies = asyncio.run(storm())
         wait_until_free(server)
         metrics = server.metrics()
-        too_long = server.ask("POST", "/v1/completions", setting.body("x", 3500))
+        too_long = server.ask("POST", "/v1/completions", setting.body("x " * 3500, 1))
     codes = Counter(reply.status for reply in replies)
     expect(set(codes) <= {200, 429} and codes[200] > 0, f"answers {dict(codes)}")
     expect(
@@ -74,12 +74,12 @@ def kv_exhausted(setting: Setting) -> str:
     for i, reply in enumerate(replies):
         right = reply.status != 200 or reply.json()["choices"][0]["text"] == wanted[i % len(bodies)]
         expect(right, "another answer than alone")
-    expect(too_long.status == 400, f"a request that can never fit gets {too_long.status}")
+    expect(too_long.status == 400, f"a prompt that can never fit gets {too_long.status}")
     counts = {name: metrics.get(f"phasewise_{name}_total", 0) for name in ("preemptions", "kv_migrations")}
     return (
         f"{codes[200]} answered and right, {codes[429]} refused with 429, none lost;"
         f" {counts['preemptions']:.0f} preemptions, {counts['kv_migrations']:.0f} migrations;"
-        " one that can never fit gets 400"
+        " a prompt that can never fit gets 400"
     )
 
 
