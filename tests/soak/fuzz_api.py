@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 
@@ -29,7 +31,12 @@ def fake() -> Iterator[str]:
     from tests.support.servers.fake_server import fake_server
 
     guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
-    with fake_server(model=lambda served: replace(served, guides=guides)) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fake_server(
+            model=lambda served: replace(served, guides=guides), batch_dir=Path(folder), batch_bytes=1 << 20
+        ) as server,
+    ):
         yield server.url
         server.wait_until_idle()
 
