@@ -4,6 +4,7 @@ EXPECTED_SKIPS = (
     # What the machine at hand is not.
     r"this machine has no (tile unit|float16 instructions)",  # both are tested emulated as well
     r"this CPU has no arithmetic of tiles",
+    r"under AddressSanitizer",
     r"this CPU does not expand: auto asks for no measurement",
     r"needs (two|three|five) CPUs|two ranks need two cores|one CPU is allowed",
     r"CPU 0 may not be used here",

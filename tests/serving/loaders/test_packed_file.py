@@ -339,6 +339,10 @@ def test_memory_that_is_too_short_is_one_line(tmp_path: Path, monkeypatch: pytes
         load_model(ref, "native", tmp_path, pack="memory")
 
 
+without_asan = pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""),
+    reason="under AddressSanitizer: its memory, its signals",
+)
 PACK_AND_MEASURE = """
 import sys
 from pathlib import Path
@@ -359,6 +363,7 @@ print(most_mib() - before, model.file.n_bytes / 2**20)
 
 
 @pytest.mark.slow
+@without_asan
 def test_packing_in_memory_takes_little_more_than_the_file(tmp_path: Path) -> None:
     small = write_tiny_gguf(tmp_path / "tiny.gguf", types="F32")
     shape = TinyShape(n_layers=10, hidden=512, ffn=8192, n_heads=4, n_kv_heads=2, head_dim=128)
@@ -611,6 +616,7 @@ def test_a_file_that_is_cut_short_while_it_is_mapped_ends_in_one_line(tmp_path: 
     assert str(packed_path(tmp_path)) in said
 
 
+@without_asan
 def test_a_bus_error_elsewhere_is_none_of_ours(tmp_path: Path) -> None:
     """The handler hands on what it does not know, and so the process dies of the signal."""
     other = tmp_path / "other"
