@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from phasewise._words import number
 from phasewise.tuner.config.lengths import RequestLengths, Trace
-from phasewise.tuner.config.slo import parse_bounds
+from phasewise.tuner.config.slo import LatencyBounds, parse_bounds
 from phasewise.tuner.errors import TraceError
 
 
@@ -77,26 +76,9 @@ def instants_of(trace: Trace) -> list[float] | None:
     return instants_s if len(instants_s) == len(trace) else None
 
 
-@dataclass(frozen=True, slots=True)
-class LatencySlo:
-    """Upper bounds of a request's latencies in milliseconds; None: no bound."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2el_ms: float | None = None
-
-    def describe(self) -> str:
-        return ",".join(f"{name}:{number(ms)}" for name, ms in self.promises().items())
-
-    def promises(self) -> dict[str, float]:
-        named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
-        return {name: ms for name, ms in named.items() if ms is not None}
-
-
-def parse_slo(text: str) -> LatencySlo:
+def parse_slo(text: str) -> LatencyBounds:
     """Parse bounds of request latencies, in the syntax of `slo.parse_bounds`. Raises TraceError."""
     bounds = parse_bounds(text)
     if any(bound.percentile is not None for bound in bounds):
         raise TraceError(f"this SLO bounds every request, without percentiles: {text!r:.60}")
-    limits_ms = {bound.metric: bound.below_ms for bound in bounds}
-    return LatencySlo(limits_ms.get("ttft"), limits_ms.get("tpot"), limits_ms.get("e2e"))
+    return LatencyBounds.of(bounds)

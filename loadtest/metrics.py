@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phasewise.loadtest.arrivals import LatencySlo
+from phasewise.tuner.config.slo import LatencyBounds
 
 
 class FailureKind(StrEnum):
@@ -102,7 +102,7 @@ def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
     }
 
 
-def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
+def flat_result(measured: Measured, slo: LatencyBounds | None) -> dict[str, Any]:
     """The fields of vLLM's flat JSON. As in vLLM, a metric without samples is 0; so is rtfx (for speech)."""
     complete, duration_s = measured.complete, measured.duration_s
     n_input = sum(outcome.prompt_tokens for outcome in complete)
@@ -138,32 +138,31 @@ def _statistics(name: str, samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def keeps(outcome: RequestOutcome, slo: LatencySlo) -> bool:
+def keeps(outcome: RequestOutcome, slo: LatencyBounds) -> bool:
     """True if the answer is complete and within every bound. An answer of one token keeps any TPOT."""
     return outcome.is_complete and all(kept_promises(outcome, slo).values())
 
 
-def kept_promises(outcome: RequestOutcome, slo: LatencySlo) -> dict[str, bool]:
+def kept_promises(outcome: RequestOutcome, slo: LatencyBounds) -> dict[str, bool]:
     """The bounds that a request kept; a failed request keeps none."""
     found_s = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.latency_s}
     return {
-        name: outcome.is_complete and 1e3 * found_s[name] <= most_ms
-        for name, most_ms in slo.promises().items()
+        name: outcome.is_complete and 1e3 * found_s[name] <= most_ms for name, most_ms in slo.named().items()
     }
 
 
-def attainment(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> float:
+def attainment(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> float:
     """Share of all requests, failed ones too, that kept every promise."""
     return sum(keeps(outcome, slo) for outcome in outcomes) / len(outcomes) if outcomes else 0.0
 
 
-def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = GOAL) -> bool:
+def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencyBounds, goal: float = GOAL) -> bool:
     """True if each promise by itself was kept by `goal` of all requests: P90 of TTFT, and P90 of TPOT."""
     missed = Counter(
         name for outcome in outcomes for name, kept in kept_promises(outcome, slo).items() if not kept
     )
     most = math.floor(len(outcomes) * (1 - goal) + 1e-9)
-    return bool(outcomes) and all(missed[name] <= most for name in slo.promises())
+    return bool(outcomes) and all(missed[name] <= most for name in slo.named())
 
 
 def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:

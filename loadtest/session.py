@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from phasewise._json import read_json
 from phasewise._options import changed, refuse_unused
 from phasewise._words import counted, percent
-from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated
+from phasewise.loadtest.arrivals import RequestPace, instants_of, parse_slo, repeated
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, base_of, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept
 from phasewise.loadtest.prompts import Prompts, calibrated
@@ -26,6 +26,7 @@ from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
+from phasewise.tuner.config.slo import LatencyBounds
 from phasewise.tuner.config.trace import fitted, read_trace
 from phasewise.tuner.errors import TraceError
 
@@ -59,7 +60,7 @@ class LoadTest:
     target: Target
     requests: Trace
     pace: RequestPace
-    slo: LatencySlo | None
+    slo: LatencyBounds | None
     lengths: SentLengths
     promises: Promises
     duration_s: float | None
@@ -86,7 +87,7 @@ class LoadReport:
     date: datetime
     n_requests: int
     pace: RequestPace
-    slo: LatencySlo | None
+    slo: LatencyBounds | None
     measured: Measured
     prompts: str
     probes: Sequence[RateProbe] = ()
@@ -121,7 +122,7 @@ def load_test_of(
     return LoadTest(target, requests, pace, slo, lengths, promises, times.duration_s)
 
 
-def _slo(promises: Promises) -> LatencySlo | None:
+def _slo(promises: Promises) -> LatencyBounds | None:
     if promises.goodput is None:
         if promises.find_rate:
             raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
@@ -333,7 +334,7 @@ def in_turn(requests: Trace, count: int) -> tuple[RequestLengths, ...]:
     return tuple(requests[index % len(requests)] for index in range(count))
 
 
-def longest_s(slo: LatencySlo, output_tokens: int) -> float | None:
+def longest_s(slo: LatencyBounds, output_tokens: int) -> float | None:
     """The seconds after which an answer has broken a promise for certain; None where no promise bounds it."""
     bounds_ms = []
     if slo.ttft_ms is not None and slo.tpot_ms is not None:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import (
-    LatencySlo,
     RequestPace,
     instants_of,
     parse_slo,
@@ -24,6 +23,7 @@ from phasewise.loadtest.arrivals import (
 from phasewise.loadtest.metrics import FailureKind, RequestOutcome, hit_rate
 from phasewise.loadtest.prompts import IdPrompts, TextPrompts
 from phasewise.tuner.config.lengths import RequestLengths
+from phasewise.tuner.config.slo import LatencyBounds
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.config.trace_files import read_trace as read_trace_file
 from phasewise.tuner.errors import TraceError
@@ -100,10 +100,10 @@ def test_lengths_alone_have_no_arrivals() -> None:
 
 
 def test_promises_are_read() -> None:
-    assert parse_slo("ttft:2000,tpot:280") == LatencySlo(2000, 280)
-    assert parse_slo("ttft=2s tpot=280ms") == LatencySlo(2000, 280)
-    assert parse_slo("e2el:500") == LatencySlo(e2el_ms=500)
-    assert parse_slo(LatencySlo(1.5, 2, 3).describe()) == LatencySlo(1.5, 2, 3)
+    assert parse_slo("ttft:2000,tpot:280") == LatencyBounds(2000, 280)
+    assert parse_slo("ttft=2s tpot=280ms") == LatencyBounds(2000, 280)
+    assert parse_slo("e2el:500") == LatencyBounds(e2el_ms=500)
+    assert parse_slo(LatencyBounds(1.5, 2, 3).describe()) == LatencyBounds(1.5, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
         "was_interrupted": report.was_stopped,
     }
     if slo is not None:
-        fields["goodput_slo_ms"] = slo.promises()
+        fields["goodput_slo_ms"] = slo.named()
         fields["slo_attainment"] = attainment(measured.outcomes, slo)
     if report.is_search:
         fields["goodput_rate"] = report.found_rate

@@ -21,14 +21,15 @@ from phasewise.cli.commands.bench.serve_text import (
     draw_report,
     fields_of,
 )
-from phasewise.loadtest.arrivals import LatencySlo, RequestPace
+from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import Target
 from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
 from phasewise.loadtest.session import LoadReport, RateProbe
+from phasewise.tuner.config.slo import LatencyBounds
 from tests.support import SHARED
 from tests.support.tiers import examples
 
-SLO = LatencySlo(200.0, 50.0)
+SLO = LatencyBounds(200.0, 50.0)
 
 
 OUTCOMES = (
