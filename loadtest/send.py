@@ -127,7 +127,7 @@ class _Running:
     async def _one(self, index: int) -> RequestOutcome:
         load, request = self._load, self._load.requests[index]
         n_prompt, n_answer = request.prompt_tokens, request.output_tokens
-        prompt = load.prompts(load.first_index + index, n_prompt, request.blocks, request.block_tokens)
+        prompt = load.prompts(load.first_index + index, request)
         body = self._client.target.body(prompt, n_answer)
         begun_s = time.perf_counter()
         try:

@@ -21,7 +21,7 @@ from phasewise._words import counted, percent
 from phasewise.loadtest.arrivals import RequestPace, instants_of, parse_slo, repeated
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, base_of, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept
-from phasewise.loadtest.prompts import Prompts, calibrated
+from phasewise.loadtest.prompts import IdPrompts, TextPrompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
@@ -234,7 +234,7 @@ class _Session:
 
     client: LoadClient
     test: LoadTest
-    prompts: Prompts
+    prompts: IdPrompts | TextPrompts
     stop: asyncio.Event
     report: Report
     progress: OpenProgress

@@ -130,20 +130,15 @@ def test_prompts_of_equal_blocks_begin_with_equal_tokens(
     first_blocks: list[int], second_blocks: list[int], n_tokens: int, block_tokens: int
 ) -> None:
     """And with no more than that, up to a chance token."""
-    ids = IdPrompts(3)
-    first, second = (
-        ids(0, n_tokens, first_blocks, block_tokens),
-        ids(1, n_tokens, second_blocks, block_tokens),
-    )
+    both = (first_blocks, second_blocks)
+    requests = [RequestLengths(n_tokens, 1, None, tuple(blocks), block_tokens) for blocks in both]
+    first, second = (IdPrompts(3)(index, request) for index, request in enumerate(requests))
 
     shared = min(n_tokens, common(first_blocks, second_blocks) * block_tokens)
     assert len(first) == len(second) == n_tokens
-    assert shared <= common(first, second) <= shared + 4  # type: ignore[arg-type]
-    texts = TextPrompts(3)
-    words = [
-        texts(index, n_tokens, blocks, block_tokens).split()
-        for index, blocks in enumerate((first_blocks, second_blocks))
-    ]
+    assert shared <= common(first, second) <= shared + 4
+    texts = [TextPrompts(3)(index, request) for index, request in enumerate(requests)]
+    words = [str(text).split() for text in texts]
     assert [len(text) for text in words] == [n_tokens, n_tokens]
     assert common(*words) >= shared
 
