@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -82,7 +83,9 @@ class StreamReader:
         if not isinstance(event, dict):
             self._fail(FailureKind.garbage, f"an event that is no object: {data[:60]!r}")
         elif event.get("error") is not None:
-            self._fail(FailureKind.stream_error, f"the server failed: {_message(event['error'])}")
+            error = event["error"]
+            reason = error.get("message", error) if isinstance(error, dict) else error
+            self._fail(FailureKind.stream_error, f"the server failed: {reason}")
         else:
             self._usage(event.get("usage"))
             self._choice(event.get("choices"), at_s)
@@ -124,10 +127,6 @@ def _count_in(fields: Any, name: str, before: Known) -> int | Known:
     """The count that a server reports in `fields`, else `before`."""
     count = fields.get(name) if isinstance(fields, dict) else None
     return count if type(count) is int and 0 <= count < 1 << 32 else before
-
-
-def _message(error: Any) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 CONNECT_S = 10.0
@@ -204,10 +203,6 @@ class LoadClient:
         self._session = session
         self.target = target
 
-    def aimed_at(self, target: Target) -> LoadClient:
-        """A client of another target over the same connections."""
-        return LoadClient(self._session, target)
-
     async def send(self, body: bytes, prompt_tokens: int, timeout_s: float | None = None) -> RequestOutcome:
         """Send one streamed request. Raises nothing but CancelledError.
 
@@ -261,7 +256,7 @@ class LoadClient:
         where = f"{self.target.base}/v1/models"
         try:
             async with self._session.get(where, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response:
-                listed = await _json(response)
+                listed = read_json(await response.content.read(MAX_BODY_BYTES))
                 status = response.status
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             raise LoadTestError(f"{where} does not answer: {why(error)}") from error
@@ -275,7 +270,7 @@ class LoadClient:
         body = self.target.body(prompt, 1, streamed=False)
         try:
             async with self._post(body, LONGEST_S) as response:
-                answer = await _json(response)
+                answer = read_json(await response.content.read(MAX_BODY_BYTES))
                 usage = answer.get("usage") if response.status == 200 and isinstance(answer, dict) else None
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError):
             return None
@@ -286,23 +281,15 @@ class LoadClient:
 @asynccontextmanager
 async def open_client(target: Target) -> AsyncIterator[LoadClient]:
     """A client without a limit on connections; the load decides how many are open."""
-    connector: aiohttp.BaseConnector = (
-        aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        if target.unix_socket is None
-        else aiohttp.UnixConnector(target.unix_socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    )
+    socket = target.unix_socket
+    connect = aiohttp.TCPConnector if socket is None else partial(aiohttp.UnixConnector, socket)
+    connector = connect(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
-    async with aiohttp.ClientSession(
-        connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
-    ) as session:
+    cookies = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=cookies) as session:
         yield LoadClient(session, target)
-
-
-async def _json(response: aiohttp.ClientResponse) -> Any:
-    """Read a small JSON body. ValueError where the body is no JSON."""
-    return read_json(await response.content.read(MAX_BODY_BYTES))
 
 
 def _tokens_in(raw: bytes) -> int:

@@ -31,7 +31,7 @@ class FailureKind(StrEnum):
     """The server said in the stream that it failed."""
     timeout = "timeout"
     unfinished = "unfinished"
-    """Cut off by this client: Ctrl-C, or a probe that was already decided."""
+    """Cut off by this client: Ctrl-C."""
 
 
 @dataclass(slots=True)
@@ -124,18 +124,12 @@ def flat_result(measured: Measured, slo: LatencyBounds | None) -> dict[str, Any]
         "rtfx": 0.0,
     }
     for name, samples in latencies_ms(complete).items():
-        fields.update(_statistics(name, samples))
+        values = np.asarray(samples or [0.0])
+        fields[f"mean_{name}_ms"] = float(values.mean())
+        fields[f"median_{name}_ms"] = float(np.median(values))
+        fields[f"std_{name}_ms"] = float(values.std())
+        fields |= {f"p{rank}_{name}_ms": float(np.percentile(values, rank)) for rank in PERCENTILES}
     return fields
-
-
-def _statistics(name: str, samples: Sequence[float]) -> dict[str, float]:
-    values = np.asarray(samples or [0.0])
-    return {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(values.std()),
-        **{f"p{rank}_{name}_ms": float(np.percentile(values, rank)) for rank in PERCENTILES},
-    }
 
 
 def keeps(outcome: RequestOutcome, slo: LatencyBounds) -> bool:
@@ -156,12 +150,12 @@ def attainment(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> float:
     return sum(keeps(outcome, slo) for outcome in outcomes) / len(outcomes) if outcomes else 0.0
 
 
-def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencyBounds, goal: float = GOAL) -> bool:
-    """True if each promise by itself was kept by `goal` of all requests: P90 of TTFT, and P90 of TPOT."""
+def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> bool:
+    """True if each promise by itself was kept by GOAL of all requests: P90 of TTFT, and P90 of TPOT."""
     missed = Counter(
         name for outcome in outcomes for name, kept in kept_promises(outcome, slo).items() if not kept
     )
-    most = math.floor(len(outcomes) * (1 - goal) + 1e-9)
+    most = math.floor(len(outcomes) * (1 - GOAL) + 1e-9)
     return bool(outcomes) and all(missed[name] <= most for name in slo.named())
 
 
@@ -174,9 +168,8 @@ def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:
 
 def failures(outcomes: Sequence[RequestOutcome]) -> Mapping[str, int]:
     """Failures by kind, the most frequent first."""
-    return dict(
-        Counter(outcome.failure.value for outcome in outcomes if outcome.failure is not None).most_common()
-    )
+    kinds = Counter(outcome.failure.value for outcome in outcomes if outcome.failure is not None)
+    return dict(kinds.most_common())
 
 
 def _most_in_a_second(outcomes: Sequence[RequestOutcome]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,19 +36,19 @@ class RequestLoad:
     seed: int = 0
     first_index: int = 0
     """Index of the first prompt; loads of one test use different ranges, so that they share no prompt."""
-    duration_s: float | None = None
-    """Seconds from the start after which no request is sent; None: no limit."""
+    duration_s: float = math.inf
+    """Seconds from the start after which no request is sent."""
     limit_s: Limit = field(default=lambda _tokens: None)
     heeds_refusals: bool = True
     """True if a refused client of a closed loop pauses, for as long as the server says."""
 
 
-Observe: TypeAlias = Callable[[RequestOutcome], bool]
-"""Called with every outcome; True stops the load."""
+Observe: TypeAlias = Callable[[RequestOutcome], None]
+"""Called with every outcome."""
 
 
 async def run_load(
-    client: LoadClient, load: RequestLoad, stop: asyncio.Event, observe: Observe = lambda _outcome: False
+    client: LoadClient, load: RequestLoad, stop: asyncio.Event, observe: Observe = lambda _outcome: None
 ) -> Measured:
     """Send the load and measure it.
 
@@ -70,7 +71,7 @@ class _Running:
         self._load = load
         self._stop = stop
         self._observe = observe
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[RequestOutcome]] = set()
 
     async def run(self, started_s: float) -> None:
         send = self._closed_loop if self._load.pace.is_closed_loop else self._open_loop
@@ -90,39 +91,30 @@ class _Running:
         gate = asyncio.Semaphore(load.pace.most_at_once or len(load.requests) or 1)
         instants_s = load.pace.arrivals_s(len(load.requests), load.seed)
         for index, at_s in enumerate(instants_s):
-            if load.duration_s is not None and at_s > load.duration_s:
+            if at_s > load.duration_s:
                 break
             wait_s = started_s + at_s - time.perf_counter()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             await gate.acquire()
-            task = asyncio.create_task(self._through_the_gate(index, gate))
+            task = asyncio.create_task(self._one(index))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: gate.release())
         while self._tasks:
             await asyncio.wait(self._tasks)
-
-    async def _through_the_gate(self, index: int, gate: asyncio.Semaphore) -> None:
-        try:
-            await self._one(index)
-        finally:
-            gate.release()
 
     async def _closed_loop(self, started_s: float) -> None:
         """Run `most_at_once` clients, each with one request at a time, until no request is left."""
         waiting = deque(range(len(self._load.requests)))
 
         async def client() -> None:
-            while waiting and not self._is_late(started_s):
+            while waiting and time.perf_counter() - started_s <= self._load.duration_s:
                 outcome = await self._one(waiting.popleft())
                 if outcome.failure is not None and waiting and self._load.heeds_refusals:
                     await asyncio.sleep(min(outcome.retry_after_s or AFTER_FAILURE_S, MOST_WAIT_S))
 
         await asyncio.gather(*(client() for _ in range(self._load.pace.most_at_once or 1)))
-
-    def _is_late(self, started_s: float) -> bool:
-        duration_s = self._load.duration_s
-        return duration_s is not None and time.perf_counter() - started_s > duration_s
 
     async def _one(self, index: int) -> RequestOutcome:
         load, request = self._load, self._load.requests[index]
@@ -138,6 +130,5 @@ class _Running:
             raise
         outcome.number = index
         self.outcomes.append(outcome)
-        if self._observe(outcome):
-            self._stop.set()
+        self._observe(outcome)
         return outcome

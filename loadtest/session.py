@@ -7,12 +7,14 @@ Nothing here prints: remarks go to `report`, outcomes to the observers that `pro
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import cycle, islice
 from typing import Any, TypeAlias
 
 from phasewise._json import read_json
@@ -79,21 +81,18 @@ class RateProbe:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The results of a measurement. After a search `measured` is the probe of the highest rate that was
-    kept.
+    """The results of a measurement. After a search `measured` is the probe of the highest rate that was kept,
+    and the pace of `test` has that rate.
     """
 
-    target: Target
+    test: LoadTest
     date: datetime
     n_requests: int
-    pace: RequestPace
-    slo: LatencyBounds | None
     measured: Measured
     prompts: str
+    was_stopped: bool = False
     probes: Sequence[RateProbe] = ()
     found_rate: float | None = None
-    is_search: bool = False
-    was_stopped: bool = False
 
 
 class LoadSettingsError(LoadTestError):
@@ -188,8 +187,7 @@ def run_load_test(test: LoadTest, report: Report, progress: OpenProgress) -> Loa
 async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
     stop = asyncio.Event()
     async with open_client(test.target) as client:
-        client, context = await _with_model(client)
-        requests = _fitting(test.requests, context, report)
+        requests = _fitting(test.requests, await _choose_model(client), report)
         test = replace(test, target=client.target, requests=requests)
         seed = secrets.randbits(32) if test.lengths.seed is None else test.lengths.seed
         prompts = await calibrated(client.count_prompt, seed, may_use_ids=not test.target.is_chat)
@@ -200,21 +198,21 @@ async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadRe
             return await (session.search() if test.promises.find_rate else session.measure())
 
 
-async def _with_model(client: LoadClient) -> tuple[LoadClient, int | None]:
-    """The client with the named model, or the first that is served; and its context, if known."""
+async def _choose_model(client: LoadClient) -> int | None:
+    """Let the client ask for the first model that is served, unless one is named; its context, if known."""
     wanted = client.target.model
     try:
         cards = await client.models()
     except LoadTestError:
         if not wanted:
             raise
-        return client, None
+        return None
     named = [card for card in cards if wanted in ("", card["id"])]
     if not wanted and not named:
         raise LoadTestError(f"{client.target.base} serves no model: name one with --model")
     context = named[0].get("max_model_len") if named else None
-    target = replace(client.target, model=wanted or named[0]["id"])
-    return client.aimed_at(target), context if type(context) is int and context > 1 else None
+    client.target = replace(client.target, model=wanted or named[0]["id"])
+    return context if type(context) is int and context > 1 else None
 
 
 def _fitting(requests: Trace, context: int | None, report: Report) -> Trace:
@@ -244,24 +242,28 @@ class _Session:
         if count:
             self.report(f"warming up: {counted(count, 'request')} ...")
             pace = RequestPace(None, most_at_once=min(count, MOST_WARM_AT_ONCE))
-            requests = in_turn(self.test.requests, count)
-            await run_load(
-                self.client, RequestLoad(requests, pace, self.prompts, first_index=1 << 40), self.stop
-            )
+            requests = tuple(islice(cycle(self.test.requests), count))
+            load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
+            await run_load(self.client, load, self.stop)
 
     async def measure(self) -> LoadReport:
         """Send one load at the pace of the test."""
         test = self.test
-        seed = test.lengths.seed or 0
-        load = RequestLoad(test.requests, test.pace, self.prompts, seed, duration_s=test.duration_s)
-        return self._load_report(await self._sent(load), test.pace)
+        seed, duration_s = test.lengths.seed or 0, test.duration_s or math.inf
+        load = RequestLoad(test.requests, test.pace, self.prompts, seed, duration_s=duration_s)
+        measured = await self._sent(load)
+        n_requests = len(test.requests) if test.duration_s is None else len(measured.outcomes)
+        return self._load_report(measured, n_requests)
 
     async def _sent(self, load: RequestLoad) -> Measured:
         with self.progress(len(load.requests)) as observe:
             return await run_load(self.client, load, self.stop, observe)
 
     async def search(self) -> LoadReport:
-        """Probe the rates that a search asks for, until the search ends or is interrupted."""
+        """Probe the rates that a search asks for, until the search ends or is interrupted.
+
+        The report shows the probe of the highest rate that was kept, or that of the lowest rate tried.
+        """
         probes: list[RateProbe] = []
         rates = find_rate(RateSearch(start=self.test.pace.rate or 1.0, votes=VOTES))
         best: float | None = None
@@ -272,14 +274,22 @@ class _Session:
                 if self.stop.is_set():  # the probe was cut off, so it says nothing
                     break
                 probes.append(probe)
-                self.report(_probe_line(probe))
+                verdict, n_requests = "kept" if probe.is_kept else "missed", len(probe.measured.outcomes)
+                kept = f"{percent(probe.attainment)} of {n_requests}"
+                self.report(f"{rate:8.3f} requests/s: {verdict}, {kept}")
                 await asyncio.sleep(SETTLE_S)
                 rate = rates.send(probe.is_kept)
         except StopIteration as end:
             best = end.value
         else:  # interrupted: the best so far
             best = max((probe.rate for probe in probes if probe.is_kept), default=None)
-        return self._found(probes, best)
+        found = next((probe for probe in probes if probe.rate == best and probe.is_kept), None)
+        shown = found or min(probes, key=lambda probe: probe.rate, default=None)
+        measured = shown.measured if shown else Measured((), 0.0, 0.0)
+        report = self._load_report(measured, len(measured.outcomes))
+        pace = replace(self.test.pace, rate=shown.rate if shown else None)
+        best = found.rate if found else None
+        return replace(report, test=replace(self.test, pace=pace), probes=tuple(probes), found_rate=best)
 
     async def _probe(self, rate: float, number: int) -> RateProbe:
         """Requests at one rate; each is given up as soon as its promise is broken."""
@@ -288,7 +298,7 @@ class _Session:
         wanted = rate * test.promises.probe_s
         count = max(1, round(wanted), min(FEWEST_OF_A_PROBE, round(wanted * LONGEST_PROBE)))
         load = RequestLoad(
-            in_turn(test.requests, count),
+            tuple(islice(cycle(test.requests), count)),
             replace(test.pace, rate=rate),
             self.prompts,
             (test.lengths.seed or 0) + number,
@@ -299,39 +309,9 @@ class _Session:
         kept = len(measured.outcomes) == count and is_kept(measured.outcomes, slo)
         return RateProbe(rate, measured, attainment(measured.outcomes, slo), kept)
 
-    def _found(self, probes: Sequence[RateProbe], rate: float | None) -> LoadReport:
-        """The report of a search that ended at `rate`, the highest that was kept; None: no rate was kept.
-
-        It shows the probe of that rate, or that of the lowest rate tried.
-        """
-        best = next((probe for probe in probes if probe.rate == rate and probe.is_kept), None)
-        shown = best or min(probes, key=lambda probe: probe.rate, default=None)
-        measured = shown.measured if shown else Measured((), 0.0, 0.0)
-        return replace(
-            self._load_report(measured, replace(self.test.pace, rate=shown.rate if shown else None)),
-            probes=tuple(probes),
-            found_rate=best.rate if best else None,
-            is_search=True,
-            n_requests=len(measured.outcomes),
-        )
-
-    def _load_report(self, measured: Measured, pace: RequestPace) -> LoadReport:
-        test = self.test
-        return LoadReport(
-            test.target,
-            datetime.now(UTC),
-            len(test.requests) if test.duration_s is None else len(measured.outcomes),
-            pace,
-            test.slo,
-            measured,
-            self.prompts.describe(),
-            was_stopped=self.stop.is_set(),
-        )
-
-
-def in_turn(requests: Trace, count: int) -> tuple[RequestLengths, ...]:
-    """`count` requests in turn, each as often as needed."""
-    return tuple(requests[index % len(requests)] for index in range(count))
+    def _load_report(self, measured: Measured, n_requests: int) -> LoadReport:
+        now, is_stopped = datetime.now(UTC), self.stop.is_set()
+        return LoadReport(self.test, now, n_requests, measured, self.prompts.describe(), is_stopped)
 
 
 def longest_s(slo: LatencyBounds, output_tokens: int) -> float | None:
@@ -344,12 +324,6 @@ def longest_s(slo: LatencyBounds, output_tokens: int) -> float | None:
     return min(bounds_ms) / 1e3 if bounds_ms else None
 
 
-def _probe_line(probe: RateProbe) -> str:
-    verdict = "kept" if probe.is_kept else "missed"
-    kept = f"{percent(probe.attainment)} of {len(probe.measured.outcomes)}"
-    return f"{probe.rate:8.3f} requests/s: {verdict}, {kept}"
-
-
 @contextmanager
 def stopping_at_interrupt(stop: asyncio.Event, report: Report) -> Iterator[None]:
     """Ctrl-C sets `stop`, so that what was measured is kept; a second Ctrl-C raises KeyboardInterrupt."""
@@ -360,11 +334,8 @@ def stopping_at_interrupt(stop: asyncio.Event, report: Report) -> Iterator[None]
         report("interrupted: this is what was measured; again to leave at once")
         stop.set()
 
-    try:
+    with suppress(RuntimeError, ValueError):  # not the main thread: it gets no signals
         loop.add_signal_handler(signal.SIGINT, on_interrupt)
-    except (RuntimeError, ValueError):  # not the main thread: it gets no signals
-        yield
-        return
     try:
         yield
     finally:

@@ -72,7 +72,7 @@ def serve(
 
 
 @contextmanager
-def load_progress(n_requests: int) -> Iterator[Callable[[RequestOutcome], bool]]:
+def load_progress(n_requests: int) -> Iterator[Callable[[RequestOutcome], None]]:
     """Yield an observer that counts outcomes on a status line, which is removed at the end."""
     counts = {"answered": 0, "failed": 0}
 
@@ -82,10 +82,9 @@ def load_progress(n_requests: int) -> Iterator[Callable[[RequestOutcome], bool]]
 
     with status_line(line_every_s=math.inf) as status:
 
-        def observe(outcome: RequestOutcome) -> bool:
+        def observe(outcome: RequestOutcome) -> None:
             counts["answered"] += 1
             counts["failed"] += outcome.failure is not None
             status.show(line)
-            return False
 
         yield observe
