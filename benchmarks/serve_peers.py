@@ -44,7 +44,7 @@ from benchmarks.harness import (
     ratios,
 )
 from benchmarks.peers.servers import Fields, NotServing, Server, bench_serve, others, phasewise, running
-from phasewise.loadtest.arrivals import parse_slo
+from phasewise.loadtest.session import parse_slo
 from phasewise.tuner.config.slo import LatencyBounds
 
 N_INPUT = 128

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,7 +27,6 @@ from phasewise.loadtest.metrics import FailureKind, RequestOutcome
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_CHARS = 200
 
-
 Known = TypeVar("Known", int, int | None)
 
 
@@ -36,7 +36,7 @@ class StreamReader:
     def __init__(self, outcome: RequestOutcome) -> None:
         self._outcome = outcome
         self._rest = b""
-        self._last_token_s: float | None = None
+        self._last_token_s = 0.0
         self._n_events = 0
         self._has_finish = False
         self._is_done = False
@@ -111,14 +111,12 @@ class StreamReader:
             return
         self._outcome.latency_s = at_s - self._outcome.start_s
         # Half a character has no text yet; an end without text brings no token, unless nothing else came.
-        if text or not ends or self._last_token_s is None:
-            self._token(at_s)
-
-    def _token(self, at_s: float) -> None:
-        if self._last_token_s is None:
-            self._outcome.ttft_s = at_s - self._outcome.start_s
-        else:
+        if self._n_events == 0:
+            self._outcome.ttft_s = self._outcome.latency_s
+        elif text or not ends:
             self._outcome.itls_s.append(at_s - self._last_token_s)
+        else:
+            return
         self._last_token_s = at_s
         self._n_events += 1
 
@@ -157,7 +155,7 @@ class Target:
     model: str = ""
     is_chat: bool = False
     api_key: str | None = None
-    unix_socket: str | None = None
+    unix_socket: Path | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every body beside model, prompt and max_tokens."""
     makes_vectors: bool = False
@@ -165,19 +163,15 @@ class Target:
 
     @property
     def url(self) -> str:
-        if self.makes_vectors:
-            return f"{self.base}/v1/embeddings"
-        return f"{self.base}/v1/{'chat/completions' if self.is_chat else 'completions'}"
+        of_text = "chat/completions" if self.is_chat else "completions"
+        return f"{self.base}/v1/{'embeddings' if self.makes_vectors else of_text}"
 
     def body(self, prompt: Prompt, max_tokens: int, *, streamed: bool = True) -> bytes:
         """The JSON of one request."""
         if self.makes_vectors:
             return json.dumps({"model": self.model, "input": prompt, **self.fields}).encode()
         asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
-        if self.is_chat:
-            asked["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            asked["prompt"] = prompt
+        asked |= {"messages": [{"role": "user", "content": prompt}]} if self.is_chat else {"prompt": prompt}
         if streamed:
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({**asked, **self.fields}).encode()
@@ -186,14 +180,11 @@ class Target:
 def base_of(url: str) -> str:
     """Return `http://host:8000` for that address, also behind /v1/. LoadTestError for any other text."""
     address = url if "://" in url else f"http://{url}"
-    try:
+    with suppress(ValueError):
         parts = urlsplit(address)
-        is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_usable = False
-    if not is_usable:
-        raise LoadTestError(f"{url!r:.80} is no address of a server: write one like http://127.0.0.1:8000")
-    return address.rstrip("/").removesuffix("/v1").rstrip("/")
+        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:
+            return address.rstrip("/").removesuffix("/v1").rstrip("/")
+    raise LoadTestError(f"{url!r:.80} is no address of a server: write one like http://127.0.0.1:8000")
 
 
 class LoadClient:
@@ -213,17 +204,17 @@ class LoadClient:
         limit_s = min(LONGEST_S, timeout_s or LONGEST_S)
         try:
             async with self._post_again(body, limit_s) as response:
-                if response.status == 200 and self.target.makes_vectors:
+                if response.status != 200:
+                    await _refusal(outcome, response)
+                elif self.target.makes_vectors:
                     outcome.prompt_tokens = _tokens_in(await response.read())
                     outcome.latency_s = time.perf_counter() - outcome.start_s
                     return outcome
-                if response.status == 200:
+                else:
                     async for chunk in response.content.iter_any():
                         stream.feed(chunk, time.perf_counter())
                         if outcome.failure is not None:
                             break
-                else:
-                    await _refusal(outcome, response)
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             if outcome.failure is None and not stream.is_finished:
                 outcome.failure, outcome.error = _kind(error), why(error)
@@ -244,12 +235,8 @@ class LoadClient:
             yield response
 
     def _post(self, body: bytes, limit_s: float) -> Any:
-        return self._session.post(
-            self.target.url,
-            data=body,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S),
-        )
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
+        return self._session.post(self.target.url, data=body, allow_redirects=False, timeout=timeout)
 
     async def models(self) -> list[dict[str, Any]]:
         """The models of /v1/models. LoadTestError where there is no such list."""
@@ -282,7 +269,7 @@ class LoadClient:
 async def open_client(target: Target) -> AsyncIterator[LoadClient]:
     """A client without a limit on connections; the load decides how many are open."""
     socket = target.unix_socket
-    connect = aiohttp.TCPConnector if socket is None else partial(aiohttp.UnixConnector, socket)
+    connect = aiohttp.TCPConnector if socket is None else partial(aiohttp.UnixConnector, str(socket))
     connector = connect(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
@@ -303,26 +290,16 @@ def _tokens_in(raw: bytes) -> int:
 
 
 async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) -> None:
-    status = response.status
+    """Note the kind of a refusal, and its reason: an error's message in OpenAI's shape, else the body."""
+    status, after = response.status, response.headers.get("Retry-After", "").strip()
     kind = FailureKind.broken_server if status >= 500 else FailureKind.rejected
     outcome.failure = FailureKind.overloaded if status == 429 else kind
-    outcome.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
-    outcome.error = f"status {status}: {reason_in(await response.content.read(4096))}"[:MAX_ERROR_CHARS]
-
-
-def reason_in(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, else the body itself."""
-    text = body.decode("utf-8", "replace")
+    if after.isascii() and after.isdecimal():  # it may be a date
+        outcome.retry_after_s = min(float(after[:9]), MAX_RETRY_AFTER_S)
+    reason = (await response.content.read(4096)).decode("utf-8", "replace")
     with suppress(ValueError, TypeError, KeyError):
-        text = str(read_json(text)["error"]["message"])
-    return " ".join(text.split())[:MAX_ERROR_CHARS]
-
-
-def _retry_after_s(text: str | None) -> float | None:
-    """Seconds; None where the header is missing, or a date."""
-    if text is None or not text.strip().isascii() or not text.strip().isdecimal():
-        return None
-    return min(float(text.strip()[:9]), MAX_RETRY_AFTER_S)
+        reason = str(read_json(reason)["error"]["message"])
+    outcome.error = f"status {status}: {' '.join(reason.split())}"[:MAX_ERROR_CHARS]
 
 
 def _kind(error: Exception) -> FailureKind:

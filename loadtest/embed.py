@@ -12,11 +12,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
-from phasewise.loadtest.metrics import PERCENTILES, FailureKind, Measured, RequestOutcome
+from phasewise.loadtest.metrics import PERCENTILES, FailureKind, Measured
 from phasewise.loadtest.prompts import words
-from phasewise.loadtest.send import RequestLoad, run_load
+from phasewise.loadtest.send import RequestLoad, RequestPace, run_load
 from phasewise.tuner.config.lengths import RequestLengths
 
 ROUNDS = 3
@@ -43,9 +42,8 @@ def lengths_of(text: str, count: int, seed: int) -> list[int]:
         low, high = (int(part) for part in (parts if len(parts) == 2 else [text, text]))
         lengths = [rng.randint(low, high) for _ in range(count)]
     except ValueError as error:
-        raise LoadTestError(
-            f"lengths are written 75, 20:120 or lognormal:75:0.6, not {text!r:.40}"
-        ) from error
+        forms = "75, 20:120 or lognormal:75:0.6"
+        raise LoadTestError(f"lengths are written {forms}, not {text!r:.40}") from error
     if low < 1:
         raise LoadTestError(f"lengths below 1 in {text!r:.40}")
     return lengths
@@ -96,27 +94,22 @@ async def highest_concurrency(
         low, high = high, 2 * high
     while high - low > max(1, low // 50):  # within 2 % or one query
         middle = (low + high) // 2
-        if await longest_s(middle) <= slo_s:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if await longest_s(middle) <= slo_s else (low, middle)
     return low
 
 
-def figures(
-    outcomes: Sequence[RequestOutcome], batches: Batches, seconds: float, slo_s: float | None
-) -> dict[str, Any]:
+def figures(measured: Measured, batches: Batches, slo_s: float | None) -> dict[str, Any]:
     """Figures of an embedding load; latencies, and the share within the SLO, are of requests that were
     answered with vectors. `first_error`: of the first failed request, None where none failed."""
-    good = [outcome for outcome in outcomes if outcome.is_complete]
-    failed = [outcome for outcome in outcomes if not outcome.is_complete]
+    good, seconds = measured.complete, measured.duration_s
+    failed = [outcome for outcome in measured.outcomes if not outcome.is_complete]
     n_busy = sum(outcome.failure is FailureKind.overloaded for outcome in failed)
     latencies = sorted(1e3 * outcome.latency_s for outcome in good)
     per_s = 1 / seconds if seconds > 0 else 0.0
     within = None if slo_s is None or not good else sum(ms <= 1e3 * slo_s for ms in latencies) / len(good)
     errors = (each.error for each in failed if each.failure is not FailureKind.overloaded)
     return {
-        "requests": len(outcomes),
+        "requests": len(measured.outcomes),
         "ok": len(good),
         "busy": n_busy,
         "failed": len(failed) - n_busy,

@@ -140,9 +140,7 @@ def keeps(outcome: RequestOutcome, slo: LatencyBounds) -> bool:
 def kept_promises(outcome: RequestOutcome, slo: LatencyBounds) -> dict[str, bool]:
     """The bounds that a request kept; a failed request keeps none."""
     found_s = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.latency_s}
-    return {
-        name: outcome.is_complete and 1e3 * found_s[name] <= most_ms for name, most_ms in slo.named().items()
-    }
+    return {name: outcome.is_complete and 1e3 * found_s[name] <= ms for name, ms in slo.named().items()}
 
 
 def attainment(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> float:
@@ -152,11 +150,9 @@ def attainment(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> float:
 
 def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> bool:
     """True if each promise by itself was kept by GOAL of all requests: P90 of TTFT, and P90 of TPOT."""
-    missed = Counter(
-        name for outcome in outcomes for name, kept in kept_promises(outcome, slo).items() if not kept
-    )
+    kept = [kept_promises(outcome, slo) for outcome in outcomes]
     most = math.floor(len(outcomes) * (1 - GOAL) + 1e-9)
-    return bool(outcomes) and all(missed[name] <= most for name in slo.named())
+    return bool(kept) and all(sum(not each[name] for each in kept) <= most for name in slo.named())
 
 
 def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:
@@ -176,8 +172,7 @@ def _most_in_a_second(outcomes: Sequence[RequestOutcome]) -> tuple[int, int]:
     """The most token events, and the most requests in flight at some time, of a second since the first
     request was sent."""
     first_s = min((outcome.start_s for outcome in outcomes), default=0.0)
-    events: Counter[int] = Counter()
-    alive: Counter[int] = Counter()
+    events, alive = Counter[int](), Counter[int]()
     for outcome in outcomes:
         begin_s = outcome.start_s - first_s
         alive.update(range(int(begin_s), int(begin_s + outcome.latency_s) + 1))

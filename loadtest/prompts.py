@@ -39,7 +39,6 @@ PROBE_TOKENS = 16
 MOST_ADDED = 2
 """Most tokens that a server may put before the ids, such as a begin-of-text token."""
 
-
 Prompts: TypeAlias = Callable[[int, RequestLengths], Prompt]
 """Makes the prompt of a request from the request's index; equal blocks are equal beginnings of prompts."""
 
@@ -48,10 +47,7 @@ Draw: TypeAlias = Callable[[tuple[int, ...], int], list[T]]
 
 
 def _drawn(draw: Draw[T], seed: tuple[int, int], count: int, blocks: Sequence[int], of_block: int) -> list[T]:
-    """Draw the parts of a prompt, `of_block` for each of its leading blocks, then its own.
-
-    draw: from a seed and a count to parts. seed: the run's, and the prompt's index.
-    """
+    """Draw a prompt's parts, `of_block` for each leading block. seed: the run's, and the prompt's index."""
     parts = [part for block in blocks for part in draw((seed[0], _OF_BLOCKS, block), of_block)]
     if len(parts) < count:
         parts += draw(seed, count - len(parts))

@@ -20,15 +20,14 @@ from typing import Any, TypeAlias
 from phasewise._json import read_json
 from phasewise._options import changed, refuse_unused
 from phasewise._words import counted, percent
-from phasewise.loadtest.arrivals import RequestPace, instants_of, parse_slo, repeated
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, base_of, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept
 from phasewise.loadtest.prompts import IdPrompts, TextPrompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
-from phasewise.loadtest.send import Observe, RequestLoad, run_load
+from phasewise.loadtest.send import Observe, RequestLoad, RequestPace, run_load
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
-from phasewise.tuner.config.slo import LatencyBounds
+from phasewise.tuner.config.slo import LatencyBounds, parse_bounds
 from phasewise.tuner.config.trace import fitted, read_trace
 from phasewise.tuner.errors import TraceError
 
@@ -40,7 +39,6 @@ FEWEST_OF_A_PROBE, LONGEST_PROBE = 10, 3
 length."""
 
 MOST_WARM_AT_ONCE = 8
-
 VOTES = 3
 """Probes of each rate at which a search would end; the majority decides."""
 DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
@@ -81,9 +79,7 @@ class RateProbe:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The results of a measurement. After a search `measured` is the probe of the highest rate that was kept,
-    and the pace of `test` has that rate.
-    """
+    """The results of a measurement; after a search those of the highest kept rate, the pace of `test`."""
 
     test: LoadTest
     date: datetime
@@ -114,22 +110,27 @@ def load_test_of(
         refuse_unused("while a rate is searched", changed(times, "duration_s"), instead)
     slo = _slo(promises)
     requests = _requests(times, lengths)
-    socket = None if asking.unix_socket is None else str(asking.unix_socket)
     base, fields = base_of(url), _body_fields(asking)
-    target = Target(base, model, asking.endpoint == "chat", asking.api_key, socket, fields)
+    target = Target(base, model, asking.endpoint == "chat", asking.api_key, asking.unix_socket, fields)
     pace = _pace(requests, times, is_search=is_search)
     return LoadTest(target, requests, pace, slo, lengths, promises, times.duration_s)
 
 
 def _slo(promises: Promises) -> LatencyBounds | None:
-    if promises.goodput is None:
-        if promises.find_rate:
-            raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
-        return None
+    if promises.find_rate and promises.goodput is None:
+        raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
     try:
-        return parse_slo(promises.goodput)
+        return None if promises.goodput is None else parse_slo(promises.goodput)
     except TraceError as error:
         raise LoadSettingsError(f"--slo: {error}") from None
+
+
+def parse_slo(text: str) -> LatencyBounds:
+    """Parse bounds of request latencies, in the syntax of `slo.parse_bounds`. Raises TraceError."""
+    bounds = parse_bounds(text)
+    if any(bound.percentile is not None for bound in bounds):
+        raise TraceError(f"this SLO bounds every request, without percentiles: {text!r:.60}")
+    return LatencyBounds.of(bounds)
 
 
 def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
@@ -146,30 +147,49 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
     n_requests = wanted.requests or without_count
     if wanted.lengths is not None:
         return parse_distribution(wanted.lengths, n_requests, wanted.seed or 0)
-    lengths = RequestLengths(
-        wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
+    n_prompt, n_answer = wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
+    return (RequestLengths(n_prompt, n_answer),) * n_requests
+
+
+def repeated(trace: Trace, count: int) -> Trace:
+    """The first `count` requests by arrival; a shorter trace is repeated from its end.
+
+    Two passes are the mean gap apart, so the rate does not change.
+    """
+    if not trace:
+        raise TraceError("a trace without requests cannot be replayed")
+    ordered = sorted(trace, key=lambda request: request.arrival_s or 0.0)
+    span_s = ordered[-1].arrival_s or 0.0
+    pass_s = span_s * len(ordered) / max(1, len(ordered) - 1)
+    return tuple(
+        _later(ordered[index % len(ordered)], index // len(ordered) * pass_s) for index in range(count)
     )
-    return (lengths,) * n_requests
+
+
+def _later(request: RequestLengths, by_s: float) -> RequestLengths:
+    return request if request.arrival_s is None else replace(request, arrival_s=request.arrival_s + by_s)
+
+
+def instants_of(trace: Trace) -> list[float] | None:
+    """The arrival times of all requests in seconds; None if any request of the trace has no arrival."""
+    instants_s = [request.arrival_s for request in trace if request.arrival_s is not None]
+    return instants_s if len(instants_s) == len(trace) else None
 
 
 def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
     if times.rate is not None or is_search:
         return RequestPace(times.rate, most_at_once=times.concurrency)
     instants_s = instants_of(requests)
-    if instants_s is not None:
-        return RequestPace(None, instants_s=instants_s, most_at_once=times.concurrency)
-    return RequestPace(None, most_at_once=times.concurrency or DEFAULT_CLIENTS)
+    n_clients = DEFAULT_CLIENTS if instants_s is None else None
+    return RequestPace(None, instants_s, times.concurrency or n_clients)
 
 
 def _body_fields(asking: Asking) -> dict[str, Any]:
-    fields: dict[str, Any] = {"temperature": asking.temperature}
-    if asking.ignore_eos:
-        fields["ignore_eos"] = True
+    fields = {"temperature": asking.temperature, **({"ignore_eos": True} if asking.ignore_eos else {})}
     if asking.extra_body is not None:
-        try:
+        more = None
+        with suppress(ValueError):
             more = read_json(asking.extra_body)
-        except ValueError:
-            more = None
         if not isinstance(more, dict):
             raise LoadSettingsError(f"--extra-body {asking.extra_body!r:.60} is no JSON object")
         fields |= more
@@ -260,13 +280,9 @@ class _Session:
             return await run_load(self.client, load, self.stop, observe)
 
     async def search(self) -> LoadReport:
-        """Probe the rates that a search asks for, until the search ends or is interrupted.
-
-        The report shows the probe of the highest rate that was kept, or that of the lowest rate tried.
-        """
+        """Probe rates until the search ends or is stopped. Reports the highest kept rate, else the lowest."""
         probes: list[RateProbe] = []
         rates = find_rate(RateSearch(start=self.test.pace.rate or 1.0, votes=VOTES))
-        best: float | None = None
         try:
             rate = next(rates)
             while True:
@@ -275,20 +291,20 @@ class _Session:
                     break
                 probes.append(probe)
                 verdict, n_requests = "kept" if probe.is_kept else "missed", len(probe.measured.outcomes)
-                kept = f"{percent(probe.attainment)} of {n_requests}"
-                self.report(f"{rate:8.3f} requests/s: {verdict}, {kept}")
+                share = f"{percent(probe.attainment)} of {n_requests}"
+                self.report(f"{rate:8.3f} requests/s: {verdict}, {share}")
                 await asyncio.sleep(SETTLE_S)
                 rate = rates.send(probe.is_kept)
         except StopIteration as end:
             best = end.value
         else:  # interrupted: the best so far
             best = max((probe.rate for probe in probes if probe.is_kept), default=None)
-        found = next((probe for probe in probes if probe.rate == best and probe.is_kept), None)
-        shown = found or min(probes, key=lambda probe: probe.rate, default=None)
+        kept = next((probe for probe in probes if probe.rate == best and probe.is_kept), None)
+        shown = kept or min(probes, key=lambda probe: probe.rate, default=None)
         measured = shown.measured if shown else Measured((), 0.0, 0.0)
         report = self._load_report(measured, len(measured.outcomes))
         pace = replace(self.test.pace, rate=shown.rate if shown else None)
-        best = found.rate if found else None
+        best = kept.rate if kept else None
         return replace(report, test=replace(self.test, pace=pace), probes=tuple(probes), found_rate=best)
 
     async def _probe(self, rate: float, number: int) -> RateProbe:
@@ -316,11 +332,9 @@ class _Session:
 
 def longest_s(slo: LatencyBounds, output_tokens: int) -> float | None:
     """The seconds after which an answer has broken a promise for certain; None where no promise bounds it."""
-    bounds_ms = []
+    bounds_ms = [] if slo.e2el_ms is None else [slo.e2el_ms]
     if slo.ttft_ms is not None and slo.tpot_ms is not None:
         bounds_ms.append(slo.ttft_ms + slo.tpot_ms * max(0, output_tokens - 1))
-    if slo.e2el_ms is not None:
-        bounds_ms.append(slo.e2el_ms)
     return min(bounds_ms) / 1e3 if bounds_ms else None
 
 

@@ -13,15 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.loadtest.arrivals import (
-    RequestPace,
-    instants_of,
-    parse_slo,
-    poisson_arrivals_s,
-    repeated,
-)
 from phasewise.loadtest.metrics import FailureKind, RequestOutcome, hit_rate
 from phasewise.loadtest.prompts import IdPrompts, TextPrompts
+from phasewise.loadtest.send import RequestPace, poisson_arrivals_s
+from phasewise.loadtest.session import instants_of, parse_slo, repeated
 from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.slo import LatencyBounds
 from phasewise.tuner.config.trace import read_trace

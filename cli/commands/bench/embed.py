@@ -64,8 +64,8 @@ def embed(
 
 async def _measured(client: LoadClient, load: EmbedLoad, texts: Texts, slo_s: float | None) -> dict[str, Any]:
     """Measure the most clients within the SLO, the load at a rate, or one load for each number of clients."""
-    from phasewise.loadtest.arrivals import RequestPace
     from phasewise.loadtest.embed import figures, highest_concurrency, send_batches
+    from phasewise.loadtest.send import RequestPace
 
     if load.find and slo_s is not None:
         most = await highest_concurrency(
@@ -78,7 +78,7 @@ async def _measured(client: LoadClient, load: EmbedLoad, texts: Texts, slo_s: fl
     for value in (load.concurrency or [32]) if rate is None else [rate]:
         pace = RequestPace(rate, most_at_once=int(value) if rate is None else None)
         sent = await send_batches(client, batches, pace, load.seed)
-        of_load = figures(sent.outcomes, batches, sent.duration_s, slo_s)
+        of_load = figures(sent, batches, slo_s)
         loads.append({"concurrency" if rate is None else "rate": value, **of_load})
     return {"slo_s": slo_s, "loads": loads}
 

@@ -21,9 +21,9 @@ from phasewise.cli.commands.bench.serve_text import (
     draw_report,
     fields_of,
 )
-from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import Target
 from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
+from phasewise.loadtest.send import RequestPace
 from phasewise.loadtest.session import LoadReport, LoadTest, RateProbe
 from phasewise.loadtest.settings import Promises, SentLengths
 from phasewise.tuner.config.slo import LatencyBounds
