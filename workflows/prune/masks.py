@@ -9,14 +9,12 @@ matrix.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.workflows.prune.settings import Method, Pattern
-
-METHODS: tuple[Method, ...] = get_args(Method)
+from phasewise.workflows.prune.settings import Pattern
 
 BLOCK_COLUMNS = 128
 DAMPING = 0.01
@@ -30,15 +28,9 @@ def magnitude_mask(w: Array, pattern: Pattern) -> Array:
     return _keep_rows(np.abs(w), pattern) if pattern.is_structured else _keep_of_all(np.abs(w), pattern.share)
 
 
-def wanda_scores(w: Array, squares: Array) -> Array:
-    """float32 [n, k]: |w| times the norm of its input; squares: of each input, summed over rows."""
-    scores: Array = np.abs(w) * np.sqrt(squares).astype(np.float32)
-    return scores
-
-
 def wanda_mask(w: Array, squares: Array, pattern: Pattern) -> Array:
-    """bool [n, k], true where a weight is kept."""
-    return _keep_rows(wanda_scores(w, squares), pattern)
+    """bool [n, k], true where a weight is kept. squares: of each input, summed over rows."""
+    return _keep_rows(np.abs(w) * np.sqrt(squares).astype(np.float32), pattern)
 
 
 def _keep_of_all(scores: Array, share: float) -> Array:

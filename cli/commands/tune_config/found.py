@@ -114,9 +114,7 @@ def _against_table(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -
     alike: list[list[Versus]] = []
     for versus in verdict.against:
         plan = versus.reference.plan
-        same = [
-            row for row in alike if plan and row[0].reference.plan and same_cores(plan, row[0].reference.plan)
-        ]
+        same = [row for row in alike if plan and row[0].reference.has(plan)]
         if same:
             same[0].append(versus)
         else:
@@ -180,12 +178,8 @@ def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) ->
 
 def _kept_name(verdict: PhaseVerdict) -> str:
     """The name of the reference that has the plan's cores."""
-    names = [
-        _short_name(versus.reference)
-        for versus in verdict.against
-        if versus.reference.plan and same_cores(versus.reference.plan, verdict.plan)
-    ]
-    return names[0] if names else "a reference"
+    like = (versus.reference for versus in verdict.against if versus.reference.has(verdict.plan))
+    return next(map(_short_name, like), "a reference")
 
 
 def _run_lines(result: Found) -> Iterator[str]:
