@@ -22,6 +22,7 @@ from phasewise.serving.pools.contract import PoolSettings
 from phasewise.topology import read_machine
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.plans import machine_key
+from phasewise.tuner.predictor import default_file
 from phasewise.tuner.predictor.evaluate import (
     Calibration,
     FixedBuckets,
@@ -38,7 +39,7 @@ from phasewise.tuner.predictor.log import Example, PromptFacts, held_out, part_o
 from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
+from phasewise.workflows.predict_len.inputs import ModelTokens, read_logs
 from phasewise.workflows.predict_len.settings import EvalWish
 from phasewise.workflows.report import Report, silent
 
@@ -295,7 +296,7 @@ def predict_length(
 ) -> dict[str, Any]:
     """The length of `model`'s answer to a user's message, in tokens. ModelError, PredictorError."""
     tokens = ModelTokens(model, report)
-    estimator = load_predictor(predictor_file(predictor, tokens.model_name))
+    estimator = load_predictor(predictor or default_file(tokens.model_name))
     facts = PromptFacts(tokens.prompt(message), temperature, max_tokens)
     forecast, lengths = estimator.forecast(facts, estimator.price(0.5)), estimator.distribution(facts)
     return {
