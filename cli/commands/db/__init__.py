@@ -9,8 +9,8 @@ from phasewise._options import REQUIRED, argument, option
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.db import rows as db_rows
-from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db.rows import ListedSchedules, Section
+from phasewise.cli.commands.db.sharing import diff, export, gc, import_, merge, pull, push
 from phasewise.cli.options import JsonOption, complete_name
 from phasewise.cli.present import note
 from phasewise.cli.tables import present
@@ -25,13 +25,8 @@ $ phasewise db show
 $ phasewise db export --in-use > tuned.jsonl"""
 
 app = CommandApp(help=HELP)
-app.command("export")(db_sharing.export)
-app.command("import")(db_sharing.import_)
-app.command("merge")(db_sharing.merge)
-app.command("diff")(db_sharing.diff)
-app.command("push")(db_sharing.push)
-app.command("pull")(db_sharing.pull)
-app.command("gc")(db_sharing.gc)
+for command in (export, import_, merge, diff, push, pull, gc):
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 PhaseName = Literal["prefill", "decode"]

@@ -22,24 +22,19 @@ def checked_text(outcomes: Sequence[Checked]) -> str:
 
 
 def _verdict(outcome: Checked) -> str:
-    if outcome.verdict is None:
+    verdict = outcome.verdict
+    if verdict is None:
         return f"not run: {outcome.missing}"
-    if outcome.verdict.is_exact:
-        return f"{counted(outcome.verdict.cases, 'call')}, all bits equal"
-    return f"{counted(outcome.verdict.cases, 'call')}, at most {outcome.verdict.worst:.2e} from the original"
+    bits = "all bits equal" if verdict.is_exact else f"at most {verdict.worst:.2e} from the original"
+    return f"{counted(verdict.cases, 'call')}, {bits}"
 
 
 def checked_fields(outcome: Checked) -> dict[str, Any]:
     """JSON fields of a check's verdict for one target."""
-    if outcome.verdict is None:
-        return {"target": outcome.target, "missing": outcome.missing}
-    verdict = outcome.verdict
-    return {
-        "target": outcome.target,
-        "cases": verdict.cases,
-        "worst": verdict.worst,
-        "exact": verdict.is_exact,
-    }
+    verdict, target = outcome.verdict, outcome.target
+    if verdict is None:
+        return {"target": target, "missing": outcome.missing}
+    return {"target": target, "cases": verdict.cases, "worst": verdict.worst, "exact": verdict.is_exact}
 
 
 def listed_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
