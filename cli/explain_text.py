@@ -31,8 +31,8 @@ def uses_text(
             (
                 use.used_for.replace("layers.*.", ""),
                 _problem(use),
-                _rows(use),
-                _arithmetic(use),
+                str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}",
+                use.compute_path + (f" in {counted(use.k_parts, 'part')}" if use.k_parts > 1 else ""),
                 "by the step" if use.schedule is None else f"{tile(use.schedule)}, {grid(use.schedule)}",
                 use.why.partition(":")[0].partition(" ")[0],  # `default`, `exact` or `neighbour`
             )
@@ -104,11 +104,3 @@ def grid(schedule: Mapping[str, Any]) -> str:
 
 def _problem(use: ScheduleUse) -> str:
     return f"{use.format} {use.n} x {use.k}"
-
-
-def _arithmetic(use: ScheduleUse) -> str:
-    return use.compute_path + (f" in {counted(use.k_parts, 'part')}" if use.k_parts > 1 else "")
-
-
-def _rows(use: ScheduleUse) -> str:
-    return str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}"

@@ -189,21 +189,22 @@ def _pool_fields(spec: ClusterSpec) -> list[dict[str, Any]]:
 
 
 def _summary_fields(summary: Summary, slo: Slo | None) -> dict[str, Any]:
-    failures = None if slo is None else broken(summary, slo)
+    kept, slowdowns = None, None
+    if slo is not None:
+        failures = broken(summary, slo)
+        kept = {"name": slo.name, "kept": not failures, "broken": failures}
+    if summary.slowdowns is not None:
+        slowdowns = {metric: _named(values) for metric, values in summary.slowdowns.items()}
     return {
         "n_requests": summary.n_requests,
         "output_tokens": summary.output_tokens,
         "duration_s": summary.duration_s,
         "times_s": {metric: _named(values) for metric, values in summary.times_s.items()},
-        "slowdowns": None
-        if summary.slowdowns is None
-        else {metric: _named(values) for metric, values in summary.slowdowns.items()},
+        "slowdowns": slowdowns,
         "machines": list(summary.uses),
         "kv_transfers": {"count": summary.n_transfers, "wait_s": _named(summary.transfer_s)},
         "n_preemptions": summary.n_preemptions,
-        "slo": None
-        if slo is None or failures is None
-        else {"name": slo.name, "kept": not failures, "broken": failures},
+        "slo": kept,
     }
 
 

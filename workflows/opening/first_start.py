@@ -34,9 +34,7 @@ MOST_BYTES = 64 * 2**20
 
 
 def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Report) -> None:
-    """Import a remote's rows for cores like these, unless its index was pulled before. The remote's faults
-    are reported in one line, never raised.
-    """
+    """Import a remote's rows for cores like these, once for each index; faults are reported, never raised."""
     from phasewise.workflows.database.remote import PullLimits, pull
 
     if remote.remote is None:

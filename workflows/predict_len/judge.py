@@ -89,9 +89,7 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Grounds:
-    """Number of answers that our predictor learnt from (the mean over folds), and a hash of those that judged
-    it.
-    """
+    """How many answers our predictor learnt from (mean over folds), and a hash of those that judged it."""
 
     learnt_answers: int
     answers_key: str
@@ -310,9 +308,7 @@ def predict_length(
 
 
 def keep_scores(judged: Judged, wish: EvalWish, report: Report = silent) -> int:
-    """Append a score for each log that was judged, and return their number. A database that takes none is
-    reported.
-    """
+    """Append a score for each judged log, and return their number. Reports a database that takes none."""
     origin = Origin(machine_key(read_machine()), __version__, time.time_ns() // 1_000_000)
     judged_by = "held_out" if wish.folds is None else "folds"
     try:

@@ -57,7 +57,9 @@ def _keep_rows(scores: Array, pattern: Pattern) -> Array:
 
 def sparsegpt(w: Array, hessian: Array, pattern: Pattern) -> Array:
     """Prune to float32 [n, k] with zeros; the weights that follow make up for errors. hessian: X^T X."""
-    w, inverse = w.astype(np.float32, copy=True), _inverse_factor(hessian)
+    w = w.astype(np.float32, copy=True)
+    upper = np.linalg.cholesky(np.linalg.inv(damped(hessian))).T.astype(np.float32)
+    inverse = np.ascontiguousarray(upper)
     dead = np.diag(hessian) == 0
     w[:, dead] = 0
     for begin in range(0, w.shape[1], BLOCK_COLUMNS):
@@ -74,12 +76,6 @@ def damped(hessian: Array) -> Array:
     h[diagonal[np.diag(h) == 0], diagonal[np.diag(h) == 0]] = 1
     h[diagonal, diagonal] += DAMPING * np.mean(np.diag(h))
     return h
-
-
-def _inverse_factor(hessian: Array) -> Array:
-    """The upper Cholesky factor of the damped Hessian's inverse, float32."""
-    upper: Array = np.linalg.cholesky(np.linalg.inv(damped(hessian))).T.astype(np.float32)
-    return np.ascontiguousarray(upper)
 
 
 def _prune_block(w: Array, inverse: Array, pattern: Pattern) -> Array:

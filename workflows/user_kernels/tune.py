@@ -267,9 +267,7 @@ class _Run:
         return len(rows)
 
     def _kernel_fits(self, point: Point) -> bool:
-        """True if the transformations take these parameters together. SourceError where they refuse the
-        defaults.
-        """
+        """True if the transformations take these parameters together. SourceError for refused defaults."""
         if point not in self._fits:
             setting = self._setting
             try:

@@ -98,11 +98,7 @@ def _texts(load: EmbedLoad) -> Texts:
 
 
 def _line(load: dict[str, Any]) -> str:
-    how = (
-        f"{number(load['rate'])} requests/s"
-        if "rate" in load
-        else f"{counted(load['concurrency'], 'client')}"
-    )
+    how = f"{number(load['rate'])} requests/s" if "rate" in load else counted(load["concurrency"], "client")
     ms = load["latency_ms"]
     promise = "" if load["within_slo"] is None else f", {percent(load['within_slo'], 1)} within the SLO"
     counts = f"{how}: {load['ok']} answered, {load['busy']} busy, {load['failed']} failed"

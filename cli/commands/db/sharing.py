@@ -250,7 +250,6 @@ def gc(
     for build, winners in garbage.spared.items():
         lines.append(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
     if keep is not None:
-        lines.append(
-            f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}"
-        )
+        verb = "would summarise" if dry_run else "summarised"
+        lines.append(f"{verb} {counted(garbage.summarised, 'timing')}")
     present(as_json, {"dry_run": dry_run, **vars(garbage)}, lines)

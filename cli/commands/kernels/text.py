@@ -16,17 +16,13 @@ if TYPE_CHECKING:
     from phasewise.workflows.user_kernels.tune import ShapeOutcome
 
 
-def checked_text(outcomes: Sequence[Checked]) -> str:
-    """Text of a check: one line for each instruction set."""
-    return "\n".join(f"{outcome.target:14} {_verdict(outcome)}" for outcome in outcomes)
-
-
-def _verdict(outcome: Checked) -> str:
+def checked_text(outcome: Checked) -> str:
+    """Text of a check's verdict for one target."""
     verdict = outcome.verdict
     if verdict is None:
-        return f"not run: {outcome.missing}"
+        return f"{outcome.target:14} not run: {outcome.missing}"
     bits = "all bits equal" if verdict.is_exact else f"at most {verdict.worst:.2e} from the original"
-    return f"{counted(verdict.cases, 'call')}, {bits}"
+    return f"{outcome.target:14} {counted(verdict.cases, 'call')}, {bits}"
 
 
 def checked_fields(outcome: Checked) -> dict[str, Any]:

@@ -191,15 +191,14 @@ def _run_lines(result: Found) -> Iterator[str]:
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
     yield f"{sums['pruned']} stopped early; {clock(round(result.elapsed_s))}."
-    kernels = [tuned_round for run in (result, *result.bands) for tuned_round in run.kernels]
+    runs = (result, *result.bands)
+    kernels = [tuned_round for run in runs for tuned_round in run.kernels]
     if any(tuned_round.outcome.gains for tuned_round in kernels):
         tuned = sum(not gain.is_default for tuned_round in kernels for gain in tuned_round.outcome.gains)
         count = sum(len(tuned_round.outcome.gains) for tuned_round in kernels)
         products = f"{tuned} of {counted(count, 'product')}"
         yield f"Kernels: {products} faster than by default on the finalists' cores."
-    disturbed, laps = (
-        sum(getattr(run, name) for run in (result, *result.bands)) for name in ("disturbed", "laps")
-    )
+    disturbed, laps = (sum(getattr(run, name) for run in runs) for name in ("disturbed", "laps"))
     if disturbed > DISTURBED_LAPS * max(1, laps):
         yield f"The machine was busy during {disturbed} of {counted(laps, 'timing')}."
     yield from _closing_lines(result)

@@ -66,7 +66,12 @@ def tune_kernels(
     if settings.kernel is not None:
         _tune_user_kernel(settings, machine, deadline_s, as_json)
         return
-    _pull(remote, settings)
+    if remote.remote is not None:
+        from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
+        from phasewise.workflows.opening.first_start import pull_what_fits
+
+        remote.trust()
+        pull_what_fits(remote, settings.db, min(FIRST_S, FIRST_SHARE * settings.budget_s), note)
     rounds, opened = _rounds(settings, machine, model)
     tuned = _tune(rounds, settings, machine, deadline_s, opened)
     from phasewise.cli.commands.tune_kernels.text import tuned_fields, tuned_text
@@ -75,16 +80,6 @@ def tune_kernels(
     present(as_json, {"rounds": list(map(tuned_fields, tuned))}, list(chain(*parts))[1:])
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _pull(remote: Remote, settings: TuneKernelsSettings) -> None:
-    """Import from a remote for cores like these, within half of the budget."""
-    from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
-    from phasewise.workflows.opening.first_start import pull_what_fits
-
-    if remote.remote is not None:
-        remote.trust()
-        pull_what_fits(remote, settings.db, min(FIRST_S, FIRST_SHARE * settings.budget_s), note)
 
 
 def _tune_user_kernel(
