@@ -44,7 +44,8 @@ from benchmarks.harness import (
     ratios,
 )
 from benchmarks.peers.servers import Fields, NotServing, Server, bench_serve, others, phasewise, running
-from phasewise.loadtest.arrivals import LatencySlo, parse_slo
+from phasewise.loadtest.session import parse_slo
+from phasewise.tuner.config.slo import LatencyBounds
 
 N_INPUT = 128
 CONTEXT = 256
@@ -90,7 +91,7 @@ def closed_loop(url: str, server: Server, load: Load, clients: int, number: int)
     return fields
 
 
-def goodput(url: str, server: Server, load: Load, slo: LatencySlo, start: float) -> float | None:
+def goodput(url: str, server: Server, load: Load, slo: LatencyBounds, start: float) -> float | None:
     """The highest rate that keeps the promises. start: the first probe's rate."""
     probe_s = max(PROBE_S, LONGER_THAN_TTFT * (slo.ttft_ms or 0.0) / 1e3)
     fields = bench(
@@ -106,9 +107,9 @@ def goodput(url: str, server: Server, load: Load, slo: LatencySlo, start: float)
     return rate
 
 
-def scaled(slo: LatencySlo, by: float) -> LatencySlo:
+def scaled(slo: LatencyBounds, by: float) -> LatencyBounds:
     """Every bound multiplied by `by`."""
-    return LatencySlo(*(None if ms is None else ms * by for ms in (slo.ttft_ms, slo.tpot_ms, slo.e2el_ms)))
+    return LatencyBounds(*(None if ms is None else ms * by for ms in (slo.ttft_ms, slo.tpot_ms, slo.e2el_ms)))
 
 
 class Tally:
@@ -118,11 +119,11 @@ class Tally:
         self.load = load
         self.runs: dict[tuple[str, int], dict[int, Fields]] = defaultdict(dict)
         """By server and clients, of each round."""
-        self.rates: dict[tuple[str, LatencySlo], float | None] = {}
+        self.rates: dict[tuple[str, LatencyBounds], float | None] = {}
         """By server and promises."""
 
     def visit(
-        self, server: Server, group: Sequence[int], number: int, slos: Sequence[LatencySlo], threads: int
+        self, server: Server, group: Sequence[int], number: int, slos: Sequence[LatencyBounds], threads: int
     ) -> None:
         """One start of a server: each number of clients, then a search for each of the promises, tight
         ones first."""
@@ -168,7 +169,7 @@ class Tally:
         ]
         return ratios(*zip(*pairs, strict=True)) if pairs else "no answer"
 
-    def goodputs(self, servers: Sequence[Server], slos: Sequence[LatencySlo]) -> Iterator[Row]:
+    def goodputs(self, servers: Sequence[Server], slos: Sequence[LatencyBounds]) -> Iterator[Row]:
         """A row a server: the highest rate that kept each of the promises; ours by the best peer's."""
         for server in servers:
             row: dict[str, object] = {"requests/s; P90 within": server.name}

@@ -247,12 +247,10 @@ class GroupedCommands(CommandGroup):
         width = max(len(name) for names in self.headings.values() for name in names)
         for heading, names in self.headings.items():
             with formatter.section(heading):
-                told = [(name, _first_paragraph(self.commands[name])) for name in names]
-                formatter.write_dl([(name.ljust(width), text) for name, text in told])
-
-
-def _first_paragraph(command: Any) -> str:
-    return " ".join(str(command.help).partition("\n\n")[0].split())
+                first = {name: str(self.commands[name].help).partition("\n\n")[0] for name in names}
+                formatter.write_dl(
+                    [(name.ljust(width), " ".join(text.split())) for name, text in first.items()]
+                )
 
 
 class CommandApp(typer.Typer):

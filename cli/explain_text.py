@@ -31,9 +31,9 @@ def uses_text(
             (
                 use.used_for.replace("layers.*.", ""),
                 _problem(use),
-                _rows(use),
-                _arithmetic(use),
-                _tile_and_grid(use.schedule),
+                str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}",
+                use.compute_path + (f" in {counted(use.k_parts, 'part')}" if use.k_parts > 1 else ""),
+                "by the step" if use.schedule is None else f"{tile(use.schedule)}, {grid(use.schedule)}",
                 use.why.partition(":")[0].partition(" ")[0],  # `default`, `exact` or `neighbour`
             )
             for use in uses
@@ -64,17 +64,13 @@ def _memory_text(memory: MemoryPlacement) -> str:
         if nodes
     ]
     local = [f"{phase} {percent(share)}" for phase, share in memory.local_reads.items()]
-    copies = (
-        f"  keys and values: {memory.kv_factor:.2f} times those of one rank, as ranks share KV heads"
-        if memory.kv_factor > 1
-        else None
-    )
+    copies = f"  keys and values: {memory.kv_factor:.2f} times those of one rank, as ranks share KV heads"
     nodes_told = [
         "weights on NUMA nodes:",
         *(f"  {line}" for line in ranks),
         *(f"  node {node}: {n_bytes / 1e6:.1f} MB" for node, n_bytes in memory.bytes_by_node.items()),
         f"  reads that are local: {', '.join(local)}",
-        *([] if copies is None else [copies]),
+        *([copies] if memory.kv_factor > 1 else []),
     ]
     shares_told = [
         "shares of ranks, by what their cores were measured to do:",
@@ -84,22 +80,16 @@ def _memory_text(memory: MemoryPlacement) -> str:
     return "\n".join(told + (shares_told if memory.rank_shares else []))
 
 
-_DRAFTED_BY = {"mtp": "", "model": "model "}
-
-
 def _rule_text(drafts: DraftRule) -> str:
     source = "lookup in each sequence"
     if drafts.name is not None:
-        source = f"{_DRAFTED_BY[drafts.source]}{drafts.name}, {drafts.weight_bytes / 1e6:.1f} MB"
+        kind = "model " if drafts.source == "model" else ""
+        source = f"{kind}{drafts.name}, {drafts.weight_bytes / 1e6:.1f} MB"
     length = f"0 to {drafts.most} in a step: as many as give most tokens a second"
     rule = f"{length}, from {percent(drafts.least_gain - 1)} more on"
     if drafts.n_tokens is not None:
         rule = f"{drafts.n_tokens} in every step that has room for them"
     return f"drafts: {source}\n  {rule}"
-
-
-def _tile_and_grid(schedule: Mapping[str, Any] | None) -> str:
-    return "by the step" if schedule is None else f"{tile(schedule)}, {grid(schedule)}"
 
 
 def tile(schedule: Mapping[str, Any]) -> str:
@@ -114,11 +104,3 @@ def grid(schedule: Mapping[str, Any]) -> str:
 
 def _problem(use: ScheduleUse) -> str:
     return f"{use.format} {use.n} x {use.k}"
-
-
-def _arithmetic(use: ScheduleUse) -> str:
-    return use.compute_path + (f" in {counted(use.k_parts, 'part')}" if use.k_parts > 1 else "")
-
-
-def _rows(use: ScheduleUse) -> str:
-    return str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}"

@@ -64,11 +64,8 @@ class Commands(GroupedCommands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = LazyCommands(
-            "phasewise.cli.commands",
-            {name: where for group in COMMANDS.values() for name, where in group.items()},
-            OTHER_NAMES,
-        )
+        places = {name: where for group in COMMANDS.values() for name, where in group.items()}
+        self.commands: Any = LazyCommands("phasewise.cli.commands", places, OTHER_NAMES)
 
 
 app = CommandApp(name="phasewise", cls=Commands)

@@ -102,7 +102,9 @@ def _parameter(
     if "parser" in option.settings:
         kind = str | None if default is None else str
     if option.written is not None:
-        default = _checked(option, default)
+        if option.settings["parser"](option.written) != default:
+            raise ValueError(f"{option.written!r} is not the default {default!r}")
+        default = option.written  # as a user writes it
     own = info(option, panel)
     flag = (option.flags or (f"--{name.replace('_', '-')}",))[0]
     if not option.flags and not option.is_argument:
@@ -117,13 +119,6 @@ def _kind(kind: Any) -> Any:
     """The type of a field's option: a list for a sequence."""
     sequences: list[Any] = [each for each in get_args(kind) if get_origin(each) is Sequence]
     return list.__class_getitem__(get_args(sequences[0])) | None if sequences else kind
-
-
-def _checked(option: Option, default: Any) -> str | None:
-    """The default as a user writes it; ValueError if the parser does not read it as the field's default."""
-    if option.written is not None and option.settings["parser"](option.written) != default:
-        raise ValueError(f"{option.written!r} is not the default {default!r}")
-    return option.written
 
 
 def _reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from phasewise._rows import Row
 from phasewise._version import SCHEMA_VERSION
@@ -30,16 +30,18 @@ LIMITS = frozenset({"peak", "bandwidth", "of limit", "of limit, m=1", "most m", 
 """Titles of columns with shares of a measured limit."""
 FAR, NEAR = 0.4, 0.7
 """Shares of a limit for colours: a cell below FAR is red, from NEAR on green."""
+TableForm: TypeAlias = Literal["simple", "github"]
+"""The form of a table in a pipe; `github` is Markdown."""
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows with the same columns. left: columns aligned to the left. form: `github` is Markdown."""
+    """Rows with the same columns. left: columns aligned to the left."""
 
     rows: Sequence[Mapping[str, object]]
     left: Collection[str] = ()
     title: str = ""
-    form: Literal["simple", "github"] = "simple"
+    form: TableForm = "simple"
 
     def __str__(self) -> str:
         import tabulate
@@ -136,7 +138,7 @@ def table_of(
     rows: Sequence[Sequence[str]],
     headers: Sequence[str],
     left: Sequence[str] = (),
-    form: Literal["simple", "github"] = "simple",
+    form: TableForm = "simple",
 ) -> RowTable:
     """Make a table of cells. left: columns aligned to the left beside the first."""
     cells = [dict(zip(headers, row, strict=True)) for row in rows]
@@ -144,7 +146,7 @@ def table_of(
 
 
 def table_of_rows(
-    rows: Sequence[Row], *, wide: bool = True, title: str = "", form: Literal["simple", "github"] = "simple"
+    rows: Sequence[Row], *, wide: bool = True, title: str = "", form: TableForm = "simple"
 ) -> RowTable:
     """Make the table of rows whose fields have columns. wide: False for as many as fit into 80 characters."""
     columns = {name: own for row in rows for own, cells in row.cells() for name in cells}

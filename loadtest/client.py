@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,7 +27,6 @@ from phasewise.loadtest.metrics import FailureKind, RequestOutcome
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_CHARS = 200
 
-
 Known = TypeVar("Known", int, int | None)
 
 
@@ -35,7 +36,7 @@ class StreamReader:
     def __init__(self, outcome: RequestOutcome) -> None:
         self._outcome = outcome
         self._rest = b""
-        self._last_token_s: float | None = None
+        self._last_token_s = 0.0
         self._n_events = 0
         self._has_finish = False
         self._is_done = False
@@ -82,7 +83,9 @@ class StreamReader:
         if not isinstance(event, dict):
             self._fail(FailureKind.garbage, f"an event that is no object: {data[:60]!r}")
         elif event.get("error") is not None:
-            self._fail(FailureKind.stream_error, f"the server failed: {_message(event['error'])}")
+            error = event["error"]
+            reason = error.get("message", error) if isinstance(error, dict) else error
+            self._fail(FailureKind.stream_error, f"the server failed: {reason}")
         else:
             self._usage(event.get("usage"))
             self._choice(event.get("choices"), at_s)
@@ -108,14 +111,12 @@ class StreamReader:
             return
         self._outcome.latency_s = at_s - self._outcome.start_s
         # Half a character has no text yet; an end without text brings no token, unless nothing else came.
-        if text or not ends or self._last_token_s is None:
-            self._token(at_s)
-
-    def _token(self, at_s: float) -> None:
-        if self._last_token_s is None:
-            self._outcome.ttft_s = at_s - self._outcome.start_s
-        else:
+        if self._n_events == 0:
+            self._outcome.ttft_s = self._outcome.latency_s
+        elif text or not ends:
             self._outcome.itls_s.append(at_s - self._last_token_s)
+        else:
+            return
         self._last_token_s = at_s
         self._n_events += 1
 
@@ -124,10 +125,6 @@ def _count_in(fields: Any, name: str, before: Known) -> int | Known:
     """The count that a server reports in `fields`, else `before`."""
     count = fields.get(name) if isinstance(fields, dict) else None
     return count if type(count) is int and 0 <= count < 1 << 32 else before
-
-
-def _message(error: Any) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 CONNECT_S = 10.0
@@ -158,7 +155,7 @@ class Target:
     model: str = ""
     is_chat: bool = False
     api_key: str | None = None
-    unix_socket: str | None = None
+    unix_socket: Path | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every body beside model, prompt and max_tokens."""
     makes_vectors: bool = False
@@ -166,19 +163,15 @@ class Target:
 
     @property
     def url(self) -> str:
-        if self.makes_vectors:
-            return f"{self.base}/v1/embeddings"
-        return f"{self.base}/v1/{'chat/completions' if self.is_chat else 'completions'}"
+        of_text = "chat/completions" if self.is_chat else "completions"
+        return f"{self.base}/v1/{'embeddings' if self.makes_vectors else of_text}"
 
     def body(self, prompt: Prompt, max_tokens: int, *, streamed: bool = True) -> bytes:
         """The JSON of one request."""
         if self.makes_vectors:
             return json.dumps({"model": self.model, "input": prompt, **self.fields}).encode()
         asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
-        if self.is_chat:
-            asked["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            asked["prompt"] = prompt
+        asked |= {"messages": [{"role": "user", "content": prompt}]} if self.is_chat else {"prompt": prompt}
         if streamed:
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({**asked, **self.fields}).encode()
@@ -187,14 +180,11 @@ class Target:
 def base_of(url: str) -> str:
     """Return `http://host:8000` for that address, also behind /v1/. LoadTestError for any other text."""
     address = url if "://" in url else f"http://{url}"
-    try:
+    with suppress(ValueError):
         parts = urlsplit(address)
-        is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_usable = False
-    if not is_usable:
-        raise LoadTestError(f"{url!r:.80} is no address of a server: write one like http://127.0.0.1:8000")
-    return address.rstrip("/").removesuffix("/v1").rstrip("/")
+        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:
+            return address.rstrip("/").removesuffix("/v1").rstrip("/")
+    raise LoadTestError(f"{url!r:.80} is no address of a server: write one like http://127.0.0.1:8000")
 
 
 class LoadClient:
@@ -203,10 +193,6 @@ class LoadClient:
     def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
         self._session = session
         self.target = target
-
-    def aimed_at(self, target: Target) -> LoadClient:
-        """A client of another target over the same connections."""
-        return LoadClient(self._session, target)
 
     async def send(self, body: bytes, prompt_tokens: int, timeout_s: float | None = None) -> RequestOutcome:
         """Send one streamed request. Raises nothing but CancelledError.
@@ -218,17 +204,17 @@ class LoadClient:
         limit_s = min(LONGEST_S, timeout_s or LONGEST_S)
         try:
             async with self._post_again(body, limit_s) as response:
-                if response.status == 200 and self.target.makes_vectors:
+                if response.status != 200:
+                    await _refusal(outcome, response)
+                elif self.target.makes_vectors:
                     outcome.prompt_tokens = _tokens_in(await response.read())
                     outcome.latency_s = time.perf_counter() - outcome.start_s
                     return outcome
-                if response.status == 200:
+                else:
                     async for chunk in response.content.iter_any():
                         stream.feed(chunk, time.perf_counter())
                         if outcome.failure is not None:
                             break
-                else:
-                    await _refusal(outcome, response)
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             if outcome.failure is None and not stream.is_finished:
                 outcome.failure, outcome.error = _kind(error), why(error)
@@ -249,19 +235,15 @@ class LoadClient:
             yield response
 
     def _post(self, body: bytes, limit_s: float) -> Any:
-        return self._session.post(
-            self.target.url,
-            data=body,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S),
-        )
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
+        return self._session.post(self.target.url, data=body, allow_redirects=False, timeout=timeout)
 
     async def models(self) -> list[dict[str, Any]]:
         """The models of /v1/models. LoadTestError where there is no such list."""
         where = f"{self.target.base}/v1/models"
         try:
             async with self._session.get(where, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response:
-                listed = await _json(response)
+                listed = read_json(await response.content.read(MAX_BODY_BYTES))
                 status = response.status
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             raise LoadTestError(f"{where} does not answer: {why(error)}") from error
@@ -275,7 +257,7 @@ class LoadClient:
         body = self.target.body(prompt, 1, streamed=False)
         try:
             async with self._post(body, LONGEST_S) as response:
-                answer = await _json(response)
+                answer = read_json(await response.content.read(MAX_BODY_BYTES))
                 usage = answer.get("usage") if response.status == 200 and isinstance(answer, dict) else None
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError):
             return None
@@ -286,23 +268,15 @@ class LoadClient:
 @asynccontextmanager
 async def open_client(target: Target) -> AsyncIterator[LoadClient]:
     """A client without a limit on connections; the load decides how many are open."""
-    connector: aiohttp.BaseConnector = (
-        aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        if target.unix_socket is None
-        else aiohttp.UnixConnector(target.unix_socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    )
+    socket = target.unix_socket
+    connect = aiohttp.TCPConnector if socket is None else partial(aiohttp.UnixConnector, str(socket))
+    connector = connect(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
-    async with aiohttp.ClientSession(
-        connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
-    ) as session:
+    cookies = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=cookies) as session:
         yield LoadClient(session, target)
-
-
-async def _json(response: aiohttp.ClientResponse) -> Any:
-    """Read a small JSON body. ValueError where the body is no JSON."""
-    return read_json(await response.content.read(MAX_BODY_BYTES))
 
 
 def _tokens_in(raw: bytes) -> int:
@@ -316,26 +290,16 @@ def _tokens_in(raw: bytes) -> int:
 
 
 async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) -> None:
-    status = response.status
+    """Note the kind of a refusal, and its reason: an error's message in OpenAI's shape, else the body."""
+    status, after = response.status, response.headers.get("Retry-After", "").strip()
     kind = FailureKind.broken_server if status >= 500 else FailureKind.rejected
     outcome.failure = FailureKind.overloaded if status == 429 else kind
-    outcome.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
-    outcome.error = f"status {status}: {reason_in(await response.content.read(4096))}"[:MAX_ERROR_CHARS]
-
-
-def reason_in(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, else the body itself."""
-    text = body.decode("utf-8", "replace")
+    if after.isascii() and after.isdecimal():  # it may be a date
+        outcome.retry_after_s = min(float(after[:9]), MAX_RETRY_AFTER_S)
+    reason = (await response.content.read(4096)).decode("utf-8", "replace")
     with suppress(ValueError, TypeError, KeyError):
-        text = str(read_json(text)["error"]["message"])
-    return " ".join(text.split())[:MAX_ERROR_CHARS]
-
-
-def _retry_after_s(text: str | None) -> float | None:
-    """Seconds; None where the header is missing, or a date."""
-    if text is None or not text.strip().isascii() or not text.strip().isdecimal():
-        return None
-    return min(float(text.strip()[:9]), MAX_RETRY_AFTER_S)
+        reason = str(read_json(reason)["error"]["message"])
+    outcome.error = f"status {status}: {' '.join(reason.split())}"[:MAX_ERROR_CHARS]
 
 
 def _kind(error: Exception) -> FailureKind:

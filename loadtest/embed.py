@@ -10,42 +10,25 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from phasewise._words import counted
-from phasewise.loadtest.arrivals import RequestPace
-from phasewise.loadtest.client import LoadClient, LoadTestError, Prompt, Target, open_client
-from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
+from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
+from phasewise.loadtest.metrics import PERCENTILES, FailureKind, Measured
 from phasewise.loadtest.prompts import words
-from phasewise.loadtest.send import RequestLoad, run_load
+from phasewise.loadtest.send import RequestLoad, RequestPace, run_load
 from phasewise.tuner.config.lengths import RequestLengths
 
-PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True)
-class TextBatches:
-    """Prompts of an embedding load (`prompts.Prompts`): `each` texts a request, the rest in the last one."""
-
-    texts: Sequence[str]
-    each: int = 1
-
-    def __call__(
-        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
-    ) -> Prompt:
-        return self.texts[index * self.each : (index + 1) * self.each]
-
-    def __len__(self) -> int:
-        return -(-len(self.texts) // self.each)
-
-    def describe(self) -> str:
-        return counted(len(self.texts), "text")
+ROUNDS = 3
+"""Times that each number of clients has to be answered within the SLO."""
+Texts: TypeAlias = Callable[[int], list[str]]
+"""Makes this many texts."""
+Batches: TypeAlias = Sequence[Sequence[str]]
+"""The texts of each request."""
 
 
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
     """Make one text for each length in words, from words that tokenizers know whole."""
-    return [words((seed, index), max(1, n)).strip() for index, n in enumerate(lengths)]
+    return [" ".join(words((seed, index), max(1, n))) for index, n in enumerate(lengths)]
 
 
 def lengths_of(text: str, count: int, seed: int) -> list[int]:
@@ -59,9 +42,8 @@ def lengths_of(text: str, count: int, seed: int) -> list[int]:
         low, high = (int(part) for part in (parts if len(parts) == 2 else [text, text]))
         lengths = [rng.randint(low, high) for _ in range(count)]
     except ValueError as error:
-        raise LoadTestError(
-            f"lengths are written 75, 20:120 or lognormal:75:0.6, not {text!r:.40}"
-        ) from error
+        forms = "75, 20:120 or lognormal:75:0.6"
+        raise LoadTestError(f"lengths are written {forms}, not {text!r:.40}") from error
     if low < 1:
         raise LoadTestError(f"lengths below 1 in {text!r:.40}")
     return lengths
@@ -76,20 +58,15 @@ async def find_model(base: str, api_key: str | None) -> str:
     return str(cards[0]["id"])
 
 
-async def send_batches(
-    client: LoadClient, batches: TextBatches, pace: RequestPace, seed: int = 0
-) -> Measured:
+async def send_batches(client: LoadClient, batches: Batches, pace: RequestPace, seed: int) -> Measured:
     """Send every batch once, at the pace. A refused client of a closed loop sends its next batch at once."""
-    load = RequestLoad((RequestLengths(1, 1),) * len(batches), pace, batches, seed, heeds_refusals=False)
+    requests = (RequestLengths(1, 1),) * len(batches)
+    load = RequestLoad(requests, pace, lambda index, _: batches[index], seed, heeds_refusals=False)
     return await run_load(client, load, asyncio.Event())
 
 
 async def highest_concurrency(
-    client: LoadClient,
-    text: Callable[[int], Sequence[str]],
-    slo_s: float,
-    rounds: int = 3,
-    report: Callable[[int, float], None] = lambda _c, _s: None,
+    client: LoadClient, text: Texts, slo_s: float, report: Callable[[int, float], None]
 ) -> int:
     """Find the most concurrent queries that are all answered within the SLO in every round; 0: not even one.
 
@@ -98,7 +75,7 @@ async def highest_concurrency(
 
     async def longest_s(concurrency: int) -> float:
         worst = 0.0
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             bodies = [client.target.body([query], 0) for query in text(concurrency)]
             outcomes = await asyncio.gather(*(client.send(body, 0) for body in bodies))
             failed = [outcome for outcome in outcomes if not outcome.is_complete]
@@ -117,32 +94,27 @@ async def highest_concurrency(
         low, high = high, 2 * high
     while high - low > max(1, low // 50):  # within 2 % or one query
         middle = (low + high) // 2
-        if await longest_s(middle) <= slo_s:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if await longest_s(middle) <= slo_s else (low, middle)
     return low
 
 
-def figures(
-    outcomes: Sequence[RequestOutcome], batches: TextBatches, seconds: float, slo_s: float | None = None
-) -> dict[str, Any]:
+def figures(measured: Measured, batches: Batches, slo_s: float | None) -> dict[str, Any]:
     """Figures of an embedding load; latencies, and the share within the SLO, are of requests that were
     answered with vectors. `first_error`: of the first failed request, None where none failed."""
-    good = [outcome for outcome in outcomes if outcome.is_complete]
-    failed = [outcome for outcome in outcomes if not outcome.is_complete]
+    good, seconds = measured.complete, measured.duration_s
+    failed = [outcome for outcome in measured.outcomes if not outcome.is_complete]
     n_busy = sum(outcome.failure is FailureKind.overloaded for outcome in failed)
     latencies = sorted(1e3 * outcome.latency_s for outcome in good)
     per_s = 1 / seconds if seconds > 0 else 0.0
     within = None if slo_s is None or not good else sum(ms <= 1e3 * slo_s for ms in latencies) / len(good)
     errors = (each.error for each in failed if each.failure is not FailureKind.overloaded)
     return {
-        "requests": len(outcomes),
+        "requests": len(measured.outcomes),
         "ok": len(good),
         "busy": n_busy,
         "failed": len(failed) - n_busy,
         "seconds": seconds,
-        "texts_per_s": sum(len(batches(outcome.number, 0)) for outcome in good) * per_s,
+        "texts_per_s": sum(len(batches[outcome.number]) for outcome in good) * per_s,
         "tokens_per_s": sum(outcome.prompt_tokens for outcome in good) * per_s,
         "latency_ms": {f"p{p}": latencies[len(good) * p // 100] if good else 0.0 for p in PERCENTILES},
         "within_slo": within,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phasewise.loadtest.arrivals import LatencySlo
+from phasewise.tuner.config.slo import LatencyBounds
 
 
 class FailureKind(StrEnum):
@@ -31,7 +31,7 @@ class FailureKind(StrEnum):
     """The server said in the stream that it failed."""
     timeout = "timeout"
     unfinished = "unfinished"
-    """Cut off by this client: Ctrl-C, or a probe that was already decided."""
+    """Cut off by this client: Ctrl-C."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
     }
 
 
-def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
+def flat_result(measured: Measured, slo: LatencyBounds | None) -> dict[str, Any]:
     """The fields of vLLM's flat JSON. As in vLLM, a metric without samples is 0; so is rtfx (for speech)."""
     complete, duration_s = measured.complete, measured.duration_s
     n_input = sum(outcome.prompt_tokens for outcome in complete)
@@ -124,46 +124,35 @@ def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
         "rtfx": 0.0,
     }
     for name, samples in latencies_ms(complete).items():
-        fields.update(_statistics(name, samples))
+        values = np.asarray(samples or [0.0])
+        fields[f"mean_{name}_ms"] = float(values.mean())
+        fields[f"median_{name}_ms"] = float(np.median(values))
+        fields[f"std_{name}_ms"] = float(values.std())
+        fields |= {f"p{rank}_{name}_ms": float(np.percentile(values, rank)) for rank in PERCENTILES}
     return fields
 
 
-def _statistics(name: str, samples: Sequence[float]) -> dict[str, float]:
-    values = np.asarray(samples or [0.0])
-    return {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(values.std()),
-        **{f"p{rank}_{name}_ms": float(np.percentile(values, rank)) for rank in PERCENTILES},
-    }
-
-
-def keeps(outcome: RequestOutcome, slo: LatencySlo) -> bool:
+def keeps(outcome: RequestOutcome, slo: LatencyBounds) -> bool:
     """True if the answer is complete and within every bound. An answer of one token keeps any TPOT."""
     return outcome.is_complete and all(kept_promises(outcome, slo).values())
 
 
-def kept_promises(outcome: RequestOutcome, slo: LatencySlo) -> dict[str, bool]:
+def kept_promises(outcome: RequestOutcome, slo: LatencyBounds) -> dict[str, bool]:
     """The bounds that a request kept; a failed request keeps none."""
     found_s = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.latency_s}
-    return {
-        name: outcome.is_complete and 1e3 * found_s[name] <= most_ms
-        for name, most_ms in slo.promises().items()
-    }
+    return {name: outcome.is_complete and 1e3 * found_s[name] <= ms for name, ms in slo.named().items()}
 
 
-def attainment(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> float:
+def attainment(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> float:
     """Share of all requests, failed ones too, that kept every promise."""
     return sum(keeps(outcome, slo) for outcome in outcomes) / len(outcomes) if outcomes else 0.0
 
 
-def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = GOAL) -> bool:
-    """True if each promise by itself was kept by `goal` of all requests: P90 of TTFT, and P90 of TPOT."""
-    missed = Counter(
-        name for outcome in outcomes for name, kept in kept_promises(outcome, slo).items() if not kept
-    )
-    most = math.floor(len(outcomes) * (1 - goal) + 1e-9)
-    return bool(outcomes) and all(missed[name] <= most for name in slo.promises())
+def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencyBounds) -> bool:
+    """True if each promise by itself was kept by GOAL of all requests: P90 of TTFT, and P90 of TPOT."""
+    kept = [kept_promises(outcome, slo) for outcome in outcomes]
+    most = math.floor(len(outcomes) * (1 - GOAL) + 1e-9)
+    return bool(kept) and all(sum(not each[name] for each in kept) <= most for name in slo.named())
 
 
 def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:
@@ -175,17 +164,15 @@ def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:
 
 def failures(outcomes: Sequence[RequestOutcome]) -> Mapping[str, int]:
     """Failures by kind, the most frequent first."""
-    return dict(
-        Counter(outcome.failure.value for outcome in outcomes if outcome.failure is not None).most_common()
-    )
+    kinds = Counter(outcome.failure.value for outcome in outcomes if outcome.failure is not None)
+    return dict(kinds.most_common())
 
 
 def _most_in_a_second(outcomes: Sequence[RequestOutcome]) -> tuple[int, int]:
     """The most token events, and the most requests in flight at some time, of a second since the first
     request was sent."""
     first_s = min((outcome.start_s for outcome in outcomes), default=0.0)
-    events: Counter[int] = Counter()
-    alive: Counter[int] = Counter()
+    events, alive = Counter[int](), Counter[int]()
     for outcome in outcomes:
         begin_s = outcome.start_s - first_s
         alive.update(range(int(begin_s), int(begin_s + outcome.latency_s) + 1))

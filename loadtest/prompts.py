@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from phasewise.loadtest.client import Prompt
+from phasewise.tuner.config.lengths import RequestLengths
 
 ID_RANGE = (1000, 30000)
 """Token ids that are plain tokens in the vocabularies of all common models."""
@@ -38,18 +39,19 @@ PROBE_TOKENS = 16
 MOST_ADDED = 2
 """Most tokens that a server may put before the ids, such as a begin-of-text token."""
 
+Prompts: TypeAlias = Callable[[int, RequestLengths], Prompt]
+"""Makes the prompt of a request from the request's index; equal blocks are equal beginnings of prompts."""
 
-class Prompts(Protocol):
-    """Prompts by index; the same index and seed give the same prompt.
+T = TypeVar("T")
+Draw: TypeAlias = Callable[[tuple[int, ...], int], list[T]]
 
-    blocks: ids of the prompt's leading blocks, each of `block_tokens` tokens; equal ids give equal tokens.
-    """
 
-    def __call__(
-        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
-    ) -> Prompt: ...
-
-    def describe(self) -> str: ...
+def _drawn(draw: Draw[T], seed: tuple[int, int], count: int, blocks: Sequence[int], of_block: int) -> list[T]:
+    """Draw a prompt's parts, `of_block` for each leading block. seed: the run's, and the prompt's index."""
+    parts = [part for block in blocks for part in draw((seed[0], _OF_BLOCKS, block), of_block)]
+    if len(parts) < count:
+        parts += draw(seed, count - len(parts))
+    return parts[:count]
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,9 @@ class IdPrompts:
     seed: int
     added: int = 0
 
-    def __call__(
-        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
-    ) -> Prompt:
-        count = max(1, n_tokens - self.added)
-        ids: list[int] = []
-        for block in blocks:
-            ids += self._drawn((self.seed, _OF_BLOCKS, block), block_tokens)
-        if len(ids) < count:
-            ids += self._drawn((self.seed, index), count - len(ids))
-        return ids[:count]
-
-    def _drawn(self, seed: tuple[int, ...], count: int) -> list[int]:
-        ids: list[int] = np.random.default_rng(seed).integers(*ID_RANGE, count).tolist()
-        return ids
+    def __call__(self, index: int, request: RequestLengths) -> Prompt:
+        count = max(1, request.prompt_tokens - self.added)
+        return _drawn(_ids, (self.seed, index), count, request.blocks, request.block_tokens)
 
     def describe(self) -> str:
         return f"random token ids of seed {self.seed}"
@@ -87,16 +78,10 @@ class TextPrompts:
     added: float = 0.0
     is_measured: bool = False
 
-    def __call__(
-        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
-    ) -> Prompt:
-        count = max(1, round((n_tokens - self.added) / self.tokens_a_word))
-        n_of_block = max(1, round(block_tokens / self.tokens_a_word))
-        texts = [words((self.seed, _OF_BLOCKS, block), n_of_block) for block in blocks]
-        n_own = count - len(texts) * n_of_block
-        if n_own > 0:
-            return "".join([*texts, words((self.seed, index), n_own)])
-        return "".join(f" {word}" for word in "".join(texts).split()[:count])
+    def __call__(self, index: int, request: RequestLengths) -> Prompt:
+        count = max(1, round((request.prompt_tokens - self.added) / self.tokens_a_word))
+        n_of_block = max(1, round(request.block_tokens / self.tokens_a_word))
+        return _text(_drawn(words, (self.seed, index), count, request.blocks, n_of_block))
 
     def describe(self) -> str:
         if not self.is_measured:
@@ -109,21 +94,30 @@ Count: TypeAlias = Callable[[Prompt], Awaitable[int | None]]
 """The number of tokens that a server counts in a prompt; None where it refuses or gives no count."""
 
 
-async def calibrated(count: Count, seed: int, *, may_use_ids: bool) -> Prompts:
+async def calibrated(count: Count, seed: int, *, may_use_ids: bool) -> IdPrompts | TextPrompts:
     """Make prompts: of token ids if the server accepts ids and counts as many, otherwise of words."""
     if may_use_ids:
-        n_counted = await count(IdPrompts(seed)(0, PROBE_TOKENS))
+        n_counted = await count(_ids((seed, 0), PROBE_TOKENS))
         if n_counted is not None and PROBE_TOKENS <= n_counted <= PROBE_TOKENS + MOST_ADDED:
             return IdPrompts(seed, added=n_counted - PROBE_TOKENS)
-    few, many = await count(words((seed, 0), FEW)), await count(words((seed, 0), MANY))
+    few, many = [await count(_text(words((seed, 0), n_words))) for n_words in (FEW, MANY)]
     if few is None or many is None or many <= few:
         return TextPrompts(seed)
     tokens_a_word = (many - few) / (MANY - FEW)
     return TextPrompts(seed, tokens_a_word, max(0.0, few - FEW * tokens_a_word), is_measured=True)
 
 
-def words(seed: tuple[int, ...], n_words: int) -> str:
-    """A text of random words. Every word appears once before any repeats, so short texts are like long."""
+def _text(drawn: Sequence[str]) -> str:
+    return "".join(f" {word}" for word in drawn)
+
+
+def words(seed: tuple[int, ...], count: int) -> list[str]:
+    """Draw words. Every word appears once before any repeats, so short texts are like long."""
     rng = np.random.default_rng(seed)
-    order = np.concatenate([rng.permutation(len(WORDS)) for _ in range(-(-n_words // len(WORDS)))])
-    return " " + " ".join(WORDS[position] for position in order[:n_words])
+    order = np.concatenate([rng.permutation(len(WORDS)) for _ in range(-(-count // len(WORDS)))])
+    return [WORDS[position] for position in order[:count]]
+
+
+def _ids(seed: tuple[int, ...], count: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(*ID_RANGE, count).tolist()
+    return ids

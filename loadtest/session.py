@@ -7,25 +7,27 @@ Nothing here prints: remarks go to `report`, outcomes to the observers that `pro
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import cycle, islice
 from typing import Any, TypeAlias
 
 from phasewise._json import read_json
 from phasewise._options import changed, refuse_unused
 from phasewise._words import counted, percent
-from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, base_of, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept
-from phasewise.loadtest.prompts import Prompts, calibrated
+from phasewise.loadtest.prompts import IdPrompts, TextPrompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
-from phasewise.loadtest.send import Observe, RequestLoad, run_load
+from phasewise.loadtest.send import Observe, RequestLoad, RequestPace, run_load
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
+from phasewise.tuner.config.slo import LatencyBounds, parse_bounds
 from phasewise.tuner.config.trace import fitted, read_trace
 from phasewise.tuner.errors import TraceError
 
@@ -37,7 +39,6 @@ FEWEST_OF_A_PROBE, LONGEST_PROBE = 10, 3
 length."""
 
 MOST_WARM_AT_ONCE = 8
-
 VOTES = 3
 """Probes of each rate at which a search would end; the majority decides."""
 DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
@@ -59,7 +60,7 @@ class LoadTest:
     target: Target
     requests: Trace
     pace: RequestPace
-    slo: LatencySlo | None
+    slo: LatencyBounds | None
     lengths: SentLengths
     promises: Promises
     duration_s: float | None
@@ -78,21 +79,16 @@ class RateProbe:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The results of a measurement. After a search `measured` is the probe of the highest rate that was
-    kept.
-    """
+    """The results of a measurement; after a search those of the highest kept rate, the pace of `test`."""
 
-    target: Target
+    test: LoadTest
     date: datetime
     n_requests: int
-    pace: RequestPace
-    slo: LatencySlo | None
     measured: Measured
     prompts: str
+    was_stopped: bool = False
     probes: Sequence[RateProbe] = ()
     found_rate: float | None = None
-    is_search: bool = False
-    was_stopped: bool = False
 
 
 class LoadSettingsError(LoadTestError):
@@ -114,22 +110,27 @@ def load_test_of(
         refuse_unused("while a rate is searched", changed(times, "duration_s"), instead)
     slo = _slo(promises)
     requests = _requests(times, lengths)
-    socket = None if asking.unix_socket is None else str(asking.unix_socket)
     base, fields = base_of(url), _body_fields(asking)
-    target = Target(base, model, asking.endpoint == "chat", asking.api_key, socket, fields)
+    target = Target(base, model, asking.endpoint == "chat", asking.api_key, asking.unix_socket, fields)
     pace = _pace(requests, times, is_search=is_search)
     return LoadTest(target, requests, pace, slo, lengths, promises, times.duration_s)
 
 
-def _slo(promises: Promises) -> LatencySlo | None:
-    if promises.goodput is None:
-        if promises.find_rate:
-            raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
-        return None
+def _slo(promises: Promises) -> LatencyBounds | None:
+    if promises.find_rate and promises.goodput is None:
+        raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
     try:
-        return parse_slo(promises.goodput)
+        return None if promises.goodput is None else parse_slo(promises.goodput)
     except TraceError as error:
         raise LoadSettingsError(f"--slo: {error}") from None
+
+
+def parse_slo(text: str) -> LatencyBounds:
+    """Parse bounds of request latencies, in the syntax of `slo.parse_bounds`. Raises TraceError."""
+    bounds = parse_bounds(text)
+    if any(bound.percentile is not None for bound in bounds):
+        raise TraceError(f"this SLO bounds every request, without percentiles: {text!r:.60}")
+    return LatencyBounds.of(bounds)
 
 
 def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
@@ -146,30 +147,49 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
     n_requests = wanted.requests or without_count
     if wanted.lengths is not None:
         return parse_distribution(wanted.lengths, n_requests, wanted.seed or 0)
-    lengths = RequestLengths(
-        wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
+    n_prompt, n_answer = wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
+    return (RequestLengths(n_prompt, n_answer),) * n_requests
+
+
+def repeated(trace: Trace, count: int) -> Trace:
+    """The first `count` requests by arrival; a shorter trace is repeated from its end.
+
+    Two passes are the mean gap apart, so the rate does not change.
+    """
+    if not trace:
+        raise TraceError("a trace without requests cannot be replayed")
+    ordered = sorted(trace, key=lambda request: request.arrival_s or 0.0)
+    span_s = ordered[-1].arrival_s or 0.0
+    pass_s = span_s * len(ordered) / max(1, len(ordered) - 1)
+    return tuple(
+        _later(ordered[index % len(ordered)], index // len(ordered) * pass_s) for index in range(count)
     )
-    return (lengths,) * n_requests
+
+
+def _later(request: RequestLengths, by_s: float) -> RequestLengths:
+    return request if request.arrival_s is None else replace(request, arrival_s=request.arrival_s + by_s)
+
+
+def instants_of(trace: Trace) -> list[float] | None:
+    """The arrival times of all requests in seconds; None if any request of the trace has no arrival."""
+    instants_s = [request.arrival_s for request in trace if request.arrival_s is not None]
+    return instants_s if len(instants_s) == len(trace) else None
 
 
 def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
     if times.rate is not None or is_search:
         return RequestPace(times.rate, most_at_once=times.concurrency)
     instants_s = instants_of(requests)
-    if instants_s is not None:
-        return RequestPace(None, instants_s=instants_s, most_at_once=times.concurrency)
-    return RequestPace(None, most_at_once=times.concurrency or DEFAULT_CLIENTS)
+    n_clients = DEFAULT_CLIENTS if instants_s is None else None
+    return RequestPace(None, instants_s, times.concurrency or n_clients)
 
 
 def _body_fields(asking: Asking) -> dict[str, Any]:
-    fields: dict[str, Any] = {"temperature": asking.temperature}
-    if asking.ignore_eos:
-        fields["ignore_eos"] = True
+    fields = {"temperature": asking.temperature, **({"ignore_eos": True} if asking.ignore_eos else {})}
     if asking.extra_body is not None:
-        try:
+        more = None
+        with suppress(ValueError):
             more = read_json(asking.extra_body)
-        except ValueError:
-            more = None
         if not isinstance(more, dict):
             raise LoadSettingsError(f"--extra-body {asking.extra_body!r:.60} is no JSON object")
         fields |= more
@@ -187,8 +207,7 @@ def run_load_test(test: LoadTest, report: Report, progress: OpenProgress) -> Loa
 async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
     stop = asyncio.Event()
     async with open_client(test.target) as client:
-        client, context = await _with_model(client)
-        requests = _fitting(test.requests, context, report)
+        requests = _fitting(test.requests, await _choose_model(client), report)
         test = replace(test, target=client.target, requests=requests)
         seed = secrets.randbits(32) if test.lengths.seed is None else test.lengths.seed
         prompts = await calibrated(client.count_prompt, seed, may_use_ids=not test.target.is_chat)
@@ -199,21 +218,21 @@ async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadRe
             return await (session.search() if test.promises.find_rate else session.measure())
 
 
-async def _with_model(client: LoadClient) -> tuple[LoadClient, int | None]:
-    """The client with the named model, or the first that is served; and its context, if known."""
+async def _choose_model(client: LoadClient) -> int | None:
+    """Let the client ask for the first model that is served, unless one is named; its context, if known."""
     wanted = client.target.model
     try:
         cards = await client.models()
     except LoadTestError:
         if not wanted:
             raise
-        return client, None
+        return None
     named = [card for card in cards if wanted in ("", card["id"])]
     if not wanted and not named:
         raise LoadTestError(f"{client.target.base} serves no model: name one with --model")
     context = named[0].get("max_model_len") if named else None
-    target = replace(client.target, model=wanted or named[0]["id"])
-    return client.aimed_at(target), context if type(context) is int and context > 1 else None
+    client.target = replace(client.target, model=wanted or named[0]["id"])
+    return context if type(context) is int and context > 1 else None
 
 
 def _fitting(requests: Trace, context: int | None, report: Report) -> Trace:
@@ -233,7 +252,7 @@ class _Session:
 
     client: LoadClient
     test: LoadTest
-    prompts: Prompts
+    prompts: IdPrompts | TextPrompts
     stop: asyncio.Event
     report: Report
     progress: OpenProgress
@@ -243,27 +262,27 @@ class _Session:
         if count:
             self.report(f"warming up: {counted(count, 'request')} ...")
             pace = RequestPace(None, most_at_once=min(count, MOST_WARM_AT_ONCE))
-            requests = in_turn(self.test.requests, count)
-            await run_load(
-                self.client, RequestLoad(requests, pace, self.prompts, first_index=1 << 40), self.stop
-            )
+            requests = tuple(islice(cycle(self.test.requests), count))
+            load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
+            await run_load(self.client, load, self.stop)
 
     async def measure(self) -> LoadReport:
         """Send one load at the pace of the test."""
         test = self.test
-        seed = test.lengths.seed or 0
-        load = RequestLoad(test.requests, test.pace, self.prompts, seed, duration_s=test.duration_s)
-        return self._load_report(await self._sent(load), test.pace)
+        seed, duration_s = test.lengths.seed or 0, test.duration_s or math.inf
+        load = RequestLoad(test.requests, test.pace, self.prompts, seed, duration_s=duration_s)
+        measured = await self._sent(load)
+        n_requests = len(test.requests) if test.duration_s is None else len(measured.outcomes)
+        return self._load_report(measured, n_requests)
 
     async def _sent(self, load: RequestLoad) -> Measured:
         with self.progress(len(load.requests)) as observe:
             return await run_load(self.client, load, self.stop, observe)
 
     async def search(self) -> LoadReport:
-        """Probe the rates that a search asks for, until the search ends or is interrupted."""
+        """Probe rates until the search ends or is stopped. Reports the highest kept rate, else the lowest."""
         probes: list[RateProbe] = []
         rates = find_rate(RateSearch(start=self.test.pace.rate or 1.0, votes=VOTES))
-        best: float | None = None
         try:
             rate = next(rates)
             while True:
@@ -271,14 +290,22 @@ class _Session:
                 if self.stop.is_set():  # the probe was cut off, so it says nothing
                     break
                 probes.append(probe)
-                self.report(_probe_line(probe))
+                verdict, n_requests = "kept" if probe.is_kept else "missed", len(probe.measured.outcomes)
+                share = f"{percent(probe.attainment)} of {n_requests}"
+                self.report(f"{rate:8.3f} requests/s: {verdict}, {share}")
                 await asyncio.sleep(SETTLE_S)
                 rate = rates.send(probe.is_kept)
         except StopIteration as end:
             best = end.value
         else:  # interrupted: the best so far
             best = max((probe.rate for probe in probes if probe.is_kept), default=None)
-        return self._found(probes, best)
+        kept = next((probe for probe in probes if probe.rate == best and probe.is_kept), None)
+        shown = kept or min(probes, key=lambda probe: probe.rate, default=None)
+        measured = shown.measured if shown else Measured((), 0.0, 0.0)
+        report = self._load_report(measured, len(measured.outcomes))
+        pace = replace(self.test.pace, rate=shown.rate if shown else None)
+        best = kept.rate if kept else None
+        return replace(report, test=replace(self.test, pace=pace), probes=tuple(probes), found_rate=best)
 
     async def _probe(self, rate: float, number: int) -> RateProbe:
         """Requests at one rate; each is given up as soon as its promise is broken."""
@@ -287,7 +314,7 @@ class _Session:
         wanted = rate * test.promises.probe_s
         count = max(1, round(wanted), min(FEWEST_OF_A_PROBE, round(wanted * LONGEST_PROBE)))
         load = RequestLoad(
-            in_turn(test.requests, count),
+            tuple(islice(cycle(test.requests), count)),
             replace(test.pace, rate=rate),
             self.prompts,
             (test.lengths.seed or 0) + number,
@@ -298,55 +325,17 @@ class _Session:
         kept = len(measured.outcomes) == count and is_kept(measured.outcomes, slo)
         return RateProbe(rate, measured, attainment(measured.outcomes, slo), kept)
 
-    def _found(self, probes: Sequence[RateProbe], rate: float | None) -> LoadReport:
-        """The report of a search that ended at `rate`, the highest that was kept; None: no rate was kept.
-
-        It shows the probe of that rate, or that of the lowest rate tried.
-        """
-        best = next((probe for probe in probes if probe.rate == rate and probe.is_kept), None)
-        shown = best or min(probes, key=lambda probe: probe.rate, default=None)
-        measured = shown.measured if shown else Measured((), 0.0, 0.0)
-        return replace(
-            self._load_report(measured, replace(self.test.pace, rate=shown.rate if shown else None)),
-            probes=tuple(probes),
-            found_rate=best.rate if best else None,
-            is_search=True,
-            n_requests=len(measured.outcomes),
-        )
-
-    def _load_report(self, measured: Measured, pace: RequestPace) -> LoadReport:
-        test = self.test
-        return LoadReport(
-            test.target,
-            datetime.now(UTC),
-            len(test.requests) if test.duration_s is None else len(measured.outcomes),
-            pace,
-            test.slo,
-            measured,
-            self.prompts.describe(),
-            was_stopped=self.stop.is_set(),
-        )
+    def _load_report(self, measured: Measured, n_requests: int) -> LoadReport:
+        now, is_stopped = datetime.now(UTC), self.stop.is_set()
+        return LoadReport(self.test, now, n_requests, measured, self.prompts.describe(), is_stopped)
 
 
-def in_turn(requests: Trace, count: int) -> tuple[RequestLengths, ...]:
-    """`count` requests in turn, each as often as needed."""
-    return tuple(requests[index % len(requests)] for index in range(count))
-
-
-def longest_s(slo: LatencySlo, output_tokens: int) -> float | None:
+def longest_s(slo: LatencyBounds, output_tokens: int) -> float | None:
     """The seconds after which an answer has broken a promise for certain; None where no promise bounds it."""
-    bounds_ms = []
+    bounds_ms = [] if slo.e2el_ms is None else [slo.e2el_ms]
     if slo.ttft_ms is not None and slo.tpot_ms is not None:
         bounds_ms.append(slo.ttft_ms + slo.tpot_ms * max(0, output_tokens - 1))
-    if slo.e2el_ms is not None:
-        bounds_ms.append(slo.e2el_ms)
     return min(bounds_ms) / 1e3 if bounds_ms else None
-
-
-def _probe_line(probe: RateProbe) -> str:
-    verdict = "kept" if probe.is_kept else "missed"
-    kept = f"{percent(probe.attainment)} of {len(probe.measured.outcomes)}"
-    return f"{probe.rate:8.3f} requests/s: {verdict}, {kept}"
 
 
 @contextmanager
@@ -359,11 +348,8 @@ def stopping_at_interrupt(stop: asyncio.Event, report: Report) -> Iterator[None]
         report("interrupted: this is what was measured; again to leave at once")
         stop.set()
 
-    try:
+    with suppress(RuntimeError, ValueError):  # not the main thread: it gets no signals
         loop.add_signal_handler(signal.SIGINT, on_interrupt)
-    except (RuntimeError, ValueError):  # not the main thread: it gets no signals
-        yield
-        return
     try:
         yield
     finally:

@@ -66,9 +66,7 @@ class StandingOptions:
         return None if value is None else str(value)
 
     def count(self, key: str) -> int | None:
-        """An option's value as a number; None without one. UsageError for anything but whole numbers from 1
-        on.
-        """
+        """An option's value; None without one. UsageError for anything but whole numbers from 1 on."""
         value = self._value(key)
         if value is None:
             return None

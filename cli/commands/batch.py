@@ -49,11 +49,8 @@ def batch(
     if model is not None and url is None:
         server: str | OwnServer = OwnServer(model, weights, placement, answering)
     elif url is not None and model is None:
-        own = [
-            *changed(weights),
-            *changed(placement),
-            *changed(answering, "draft", "draft_tokens", "kv_format"),
-        ]
+        own = [*changed(weights), *changed(placement)]
+        own += changed(answering, "draft", "draft_tokens", "kv_format")
         refuse_unused("with --url", own, "the server has its own; leave that out")
         server = url
     else:

@@ -68,7 +68,8 @@ def provision(
     from phasewise.workflows.capacity.provision import provision_cluster
 
     answers, slo = provision_cluster(trace, wish, inputs, note)
-    present(as_json, provision_fields(answers, slo), provision_text(answers, slo, wide=wide))
+    fields = {"slo": slo.name, "designs": [_answer_fields(answer, slo) for answer in answers]}
+    present(as_json, fields, provision_text(answers, slo, wide=wide))
     if all(answer.spec is None for answer in answers):
         fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
 
@@ -108,7 +109,10 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> lis
         text = f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}"
         parts.append(textwrap.fill(text, WIDTH))
     parts.append(f"preemptions: {summary.n_preemptions}")
-    return [*parts, *_slo_lines(summary, slo)]
+    if slo is not None:
+        failures = broken(summary, slo)
+        parts.append(f"SLO {slo.name}: " + (f"broken: {'; '.join(failures)}" if failures else "kept"))
+    return parts
 
 
 def _time_rows(summary: Summary) -> Iterable[dict[str, str]]:
@@ -130,13 +134,6 @@ def _occupancy_cells(occupancy: Sequence[tuple[int, float]]) -> dict[str, str]:
         within = [share for tokens, share in occupancy if tokens <= mark]
         cells[f"<={mark}"] = percent(within[-1] if within else 0.0)
     return cells
-
-
-def _slo_lines(summary: Summary, slo: Slo | None) -> list[str]:
-    if slo is None:
-        return []
-    failures = broken(summary, slo)
-    return [f"SLO {slo.name}: " + (f"broken: {'; '.join(failures)}" if failures else "kept")]
 
 
 DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")
@@ -192,31 +189,27 @@ def _pool_fields(spec: ClusterSpec) -> list[dict[str, Any]]:
 
 
 def _summary_fields(summary: Summary, slo: Slo | None) -> dict[str, Any]:
-    failures = None if slo is None else broken(summary, slo)
+    kept, slowdowns = None, None
+    if slo is not None:
+        failures = broken(summary, slo)
+        kept = {"name": slo.name, "kept": not failures, "broken": failures}
+    if summary.slowdowns is not None:
+        slowdowns = {metric: _named(values) for metric, values in summary.slowdowns.items()}
     return {
         "n_requests": summary.n_requests,
         "output_tokens": summary.output_tokens,
         "duration_s": summary.duration_s,
         "times_s": {metric: _named(values) for metric, values in summary.times_s.items()},
-        "slowdowns": None
-        if summary.slowdowns is None
-        else {metric: _named(values) for metric, values in summary.slowdowns.items()},
+        "slowdowns": slowdowns,
         "machines": list(summary.uses),
         "kv_transfers": {"count": summary.n_transfers, "wait_s": _named(summary.transfer_s)},
         "n_preemptions": summary.n_preemptions,
-        "slo": None
-        if slo is None or failures is None
-        else {"name": slo.name, "kept": not failures, "broken": failures},
+        "slo": kept,
     }
 
 
 def _named(values: Mapping[int, float]) -> dict[str, float]:
     return {f"p{percentile}": value for percentile, value in values.items()}
-
-
-def provision_fields(answers: Sequence[Provisioned], slo: Slo) -> dict[str, Any]:
-    """JSON fields of `provision`: each design's answer."""
-    return {"slo": slo.name, "designs": [_answer_fields(answer, slo) for answer in answers]}
 
 
 def _answer_fields(answer: Provisioned, slo: Slo) -> dict[str, Any]:

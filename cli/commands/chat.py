@@ -182,13 +182,9 @@ class WordWrap:
         """Take the next piece of text; returns what can be shown now."""
         return "".join(map(self._after, piece))
 
-    def rest(self) -> str:
-        """The held-back word at the end of the text."""
-        return self._placed()
-
     def _after(self, sign: str) -> str:
         if sign == "\n":
-            placed = self._placed() + sign
+            placed = self.rest() + sign
             self._is_code ^= self._line.lstrip().startswith(_FENCE)
             self._column, self._spaces, self._line, self._is_wide = 0, "", "", False
             return placed
@@ -196,7 +192,7 @@ class WordWrap:
         if self._is_code:
             return sign
         if sign in " \t":
-            placed = self._placed()
+            placed = self.rest()
             self._spaces += sign
             self._is_wide = False
             return placed
@@ -205,9 +201,9 @@ class WordWrap:
             return sign
         self._word += sign
         self._is_wide = cell_len(self._word) >= self._columns
-        return self._placed() if self._is_wide else ""
+        return self.rest() if self._is_wide else ""
 
-    def _placed(self) -> str:
+    def rest(self) -> str:
         """Release the held-back word, with the spaces or the line end before it."""
         word, spaces = self._word, self._spaces
         if not word:

@@ -49,8 +49,7 @@ def doctor(
     Nothing is changed. The exit code is 0 whatever is found, unless --strict is given. With --bits, which
     takes a minute at most, it is 1 if any bit is wrong: the build is broken, or a core is.
     """
-    examining = {"root": root, "strict": strict}
-    given = [name for name, value in examining.items() if value]
+    given = [name for name, value in (("root", root), ("strict", strict)) if value]
     kept = [] if db is None else ["db"]
     if bits:
         refuse_unused("with --bits", [*given, *kept, *([] if decode is None else ["decode"])])
@@ -145,7 +144,9 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
     lines: list[str] = []
     for number, finding in enumerate(findings, start=1):
         lines += ["", *_wrap(f"{number}. {finding.severity.name}: ", finding.title)]
-        lines += list(_details(finding))
+        for evidence in finding.evidence:
+            lines += _wrap("   seen in ", f"{evidence.source}: {evidence.value}")
+        lines += [*_wrap("   means ", finding.meaning), *_wrap("   remedy ", finding.remedy)]
     return lines
 
 
@@ -187,13 +188,6 @@ def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
         f"{counted(len(outcomes), 'computation')} with {', '.join(names)}; {counted(cores, 'core')}",
         f"{len(lines) - bool(unknown)} wrong" if len(lines) > bool(unknown) else "all bits are right",
     ]
-
-
-def _details(finding: Finding) -> Iterator[str]:
-    for evidence in finding.evidence:
-        yield from _wrap("   seen in ", f"{evidence.source}: {evidence.value}")
-    yield from _wrap("   means ", finding.meaning)
-    yield from _wrap("   remedy ", finding.remedy)
 
 
 def _wrap(label: str, text: str) -> list[str]:

@@ -100,21 +100,16 @@ def _texts(given: list[str], file: Path | None) -> list[str]:
 def _print_vectors(vectors: npt.NDArray[Any], form: VectorForm, about: dict[str, Any]) -> None:
     """Print the vectors in a form. about: fields of the JSON object before the vectors."""
     if form == "npy":
-        _write_npy(vectors)
+        import numpy as np
+
+        np.save(sys.stdout.buffer, vectors)
+        sys.stdout.buffer.flush()
     elif form == "csv":
         for vector in vectors:
             say(",".join(f"{number:.9g}" for number in vector.tolist()))
     else:
-        shown = [[_shown(number) for number in vector] for vector in vectors.tolist()]
+        shown = [
+            [number if isinstance(number, int) else float(f"{number:.9g}") for number in vector]
+            for vector in vectors.tolist()
+        ]
         print_json({**about, "vectors": shown})
-
-
-def _shown(number: float) -> float:
-    return number if isinstance(number, int) else float(f"{number:.9g}")
-
-
-def _write_npy(vectors: npt.NDArray[Any]) -> None:
-    import numpy as np
-
-    np.save(sys.stdout.buffer, vectors)
-    sys.stdout.buffer.flush()

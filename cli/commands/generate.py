@@ -79,11 +79,8 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
 
 def _summary(generated: Generated) -> str:
     answer = generated.answer
-    parts = [
-        f"{counted(len(answer.request.prompt_token_ids), 'prompt token')}, first token after "
-        f"{answer.ttft_ms:.0f} ms",
-        f"{counted(answer.n_generated, 'token')}",
-    ]
+    prompt = counted(len(answer.request.prompt_token_ids), "prompt token")
+    parts = [f"{prompt}, first token after {answer.ttft_ms:.0f} ms", counted(answer.n_generated, "token")]
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
     accepted, rejected = answer.drafts or (0, 0)

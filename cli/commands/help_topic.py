@@ -15,7 +15,6 @@ from phasewise.cli.present import EXIT_USAGE, fail, say
 
 
 def _complete_topic(incomplete: str) -> list[str]:
-
     return [name for name in titles() if name.startswith(incomplete)]
 
 
@@ -30,7 +29,6 @@ def help_topic(
     $ phasewise help
     $ phasewise help tuning
     """
-
     root = context.find_root()
     commands: dict[str, Any] = getattr(root.command, "commands", {})
     if topic is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from phasewise.workflows.options import FORMAT, SPARSE
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection, Removed, WeightDensity
     from phasewise.serving.models.packed_model import ModelConfig
-    from phasewise.serving.models.parts.attention import Indexer
 
 
 HELP = """Fetch models, list, pack and remove them, look inside one.
@@ -51,8 +51,6 @@ def pull(
 
     The same command resumes an interrupted download. Sizes and digests are checked.
     """
-    import time
-
     from phasewise.cli.status_line import status_line
     from phasewise.serving.loaders.fetching.resolve import cache_root, fetch
 
@@ -197,9 +195,12 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
     """Facts of a model as pairs of a label and a value, one for each line of `inspect`."""
     config = inspected.config
     indexer = None if config.latent is None else config.latent.indexer
+    chosen = f"chooses {counted(indexer.chosen, 'position')}" if indexer else ""
+    experts, head = config.experts, "tied" if config.tied_embeddings else "separate"
+    mixture = "" if experts is None else f", {experts.chosen} of {counted(experts.count, 'expert')}"
     scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
     windows = {kind.window for kind in config.kinds if kind.window is not None}
-    window = f", window {_listed(tuple(windows))}" if windows else ""
+    window, ends = f", window {_listed(tuple(windows))}" if windows else "", _listed(config.eos_token_ids)
     extras = [
         name for name, present in (("q/k norm", config.qk_norm), ("biases", inspected.has_bias)) if present
     ]
@@ -207,22 +208,13 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
         ("model", inspected.name),
         ("source", f"{inspected.path}"),
         ("architecture", ", ".join([config.architecture, *extras])),
-        (
-            "layers",
-            f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{_experts(config)}",
-        ),
+        ("layers", f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{mixture}"),
         ("heads", _heads(config)),
-        *([] if indexer is None else [("indexer", _indexer(indexer))]),
+        *([("indexer", f"{counted(indexer.heads, 'head')} of {indexer.dim}, {chosen}")] if indexer else []),
         ("context", f"{counted(config.context_length, 'token')}{window}"),
         ("rope", f"theta {number(config.rope.theta)}{scaling}"),
-        (
-            "vocabulary",
-            f"{counted(config.vocab_size, 'token')}, {'tied' if config.tied_embeddings else 'separate'} head",
-        ),
-        (
-            "tokenizer",
-            f"{inspected.tokenizer_kind}, BOS {config.bos_token_id}, EOS {_listed(config.eos_token_ids)}",
-        ),
+        ("vocabulary", f"{counted(config.vocab_size, 'token')}, {head} head"),
+        ("tokenizer", f"{inspected.tokenizer_kind}, BOS {config.bos_token_id}, EOS {ends}"),
         ("chat template", "none" if inspected.turns is None else "yes"),
         *((f"template's {part}", repr(written)) for part, written in (inspected.turns or {}).items()),
         ("parameters", f"{inspected.parameters / 1e6:.1f} M"),
@@ -231,8 +223,8 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
         layers = counted(sum(form.state is not None for form in config.forms), "layer")
         facts.append(("states", f"{layers}, {size_text(inspected.state_bytes)} of each sequence"))
     if inspected.head is not None:
-        head = f"{inspected.head.parameters / 1e6:.1f} M, {size_text(inspected.head.format_bytes['native'])}"
-        facts.append(("drafts", f"by a head of its own: {head} (--draft mtp)"))
+        size = f"{inspected.head.parameters / 1e6:.1f} M, {size_text(inspected.head.format_bytes['native'])}"
+        facts.append(("drafts", f"by a head of its own: {size} (--draft mtp)"))
     facts += [
         (f"tensors {kind.type_name}", f"{kind.count:>5}  {size_text(kind.file_bytes):>10} in the file")
         for kind in inspected.tensor_types
@@ -253,17 +245,6 @@ def _heads(config: ModelConfig) -> str:
         return f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"
     vectors = counted(config.n_layers, "latent vector")
     return f"{config.n_heads} query, over {vectors} a token of {latent.vector} numbers"
-
-
-def _indexer(indexer: Indexer) -> str:
-    heads = f"{counted(indexer.heads, 'head')} of {indexer.dim}"
-    return f"{heads}, chooses {counted(indexer.chosen, 'position')}"
-
-
-def _experts(config: ModelConfig) -> str:
-    if config.experts is None:
-        return ""
-    return f", {config.experts.chosen} of {counted(config.experts.count, 'expert')}"
 
 
 def _listed(ids: tuple[int, ...]) -> str:

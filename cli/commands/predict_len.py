@@ -82,10 +82,11 @@ def train_command(
     $ phasewise predict-len train log.jsonl
     $ phasewise predict-len train log.jsonl -o lengths.safetensors --split 0.2
     """
+    from phasewise.tuner.predictor import default_file
     from phasewise.tuner.predictor.files import save_predictor
     from phasewise.tuner.predictor.log import held_out
     from phasewise.tuner.predictor.train import TrainOptions, train
-    from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
+    from phasewise.workflows.predict_len.inputs import read_logs
     from phasewise.workflows.predict_len.judge import Split, with_split
 
     owns_stdout(output, as_json)
@@ -93,7 +94,7 @@ def train_command(
     parsed_logs, name = read_logs(logs, model, note)
     kept, _ = held_out([example for log in parsed_logs for example in log.examples], split, seed)
     predictor = train(kept, name, TrainOptions(seed=seed))
-    path = predictor_file(output, name)
+    path = output or default_file(name)
     save_predictor(with_split(predictor, Split(split, seed)), path)
     if as_json:
         print_json({"predictor": str(path), "model": name, "trained_on": dict(predictor.trained_on)})

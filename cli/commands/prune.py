@@ -14,7 +14,6 @@ from phasewise.cli.tables import present
 from phasewise.workflows.prune.settings import PruneSettings, parse_pattern
 
 if TYPE_CHECKING:
-    from phasewise.workflows.prune.calibration import Recovery
     from phasewise.workflows.prune.run import Pruned
 
 
@@ -62,7 +61,10 @@ def pruned_lines(pruned: Pruned) -> Iterator[str]:
         ("decode on this CPU", _here(pruned)),
     ]
     if pruned.recovery is not None:
-        facts += [("outputs differ by", _outputs(pruned.recovery))]
+        before, after = pruned.recovery.output_error_pruned, pruned.recovery.output_error_recovered
+        shares = f"{100 * before:.1f} %, recovered {100 * after:.1f} %"
+        weights = counted(pruned.recovery.n_weights, "weight")
+        facts += [("outputs differ by", f"{shares} (mean of {weights})")]
     if pruned.perplexity_before is not None and pruned.perplexity_after is not None:
         before = pruned.perplexity_before
         facts += [("perplexity before", f"{before:.3f}")]
@@ -71,14 +73,6 @@ def pruned_lines(pruned: Pruned) -> Iterator[str]:
         facts += [("perplexity after", _worse(pruned.perplexity_after, before))]
     for label, value in facts:
         yield f"{label:<{LABEL_COLUMNS}}{value}"
-
-
-def _outputs(recovery: Recovery) -> str:
-    """Mean error of the weights' outputs in words, after pruning and after values were fitted."""
-    shares = (
-        f"{100 * recovery.output_error_pruned:.1f} %, recovered {100 * recovery.output_error_recovered:.1f} %"
-    )
-    return f"{shares} (mean of {counted(recovery.n_weights, 'weight')})"
 
 
 def _worse(perplexity: float, before: float) -> str:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from phasewise.cli.explain_text import uses_text
 from phasewise.cli.options import EXPLAIN, OptionalModelArgument
 from phasewise.cli.present import note
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.serve.settings import ServeSettings
-
-if TYPE_CHECKING:
-    from phasewise.workflows.opening.drafts import DraftRule
-    from phasewise.workflows.opening.memory_placement import MemoryPlacement
-    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
 def serve(
@@ -48,10 +42,4 @@ def serve(
     use_one_heap()  # before numpy's threads are there
     from phasewise.workflows.serve.run import serve_models
 
-    serve_models(model, settings, note, explain=_tell if explain else None)
-
-
-def _tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:
-    from phasewise.cli.explain_text import uses_text
-
-    note(uses_text(uses, memory, drafts))
+    serve_models(model, settings, note, explain=(lambda *told: note(uses_text(*told))) if explain else None)

@@ -35,7 +35,7 @@ from phasewise.workflows.capacity.simulate import arrivals_of
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.run import read_text as _calibration
-from phasewise.workflows.generate.answer_settings import _read as _prompt
+from phasewise.workflows.generate.answer_settings import prompt_from
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve.address import http_limits, tls_of
 from phasewise.workflows.serve.settings import Accepting, Listening
@@ -250,9 +250,13 @@ def test_a_drawn_file_is_read_or_refused_in_one_line(content: bytes, tmp_path_fa
         assert len(on_one_line(str(refusal))) < MOST_CHARS
 
 
+def _prompt_in(path: Path) -> str:
+    return prompt_from(None, None, path, None)
+
+
 def test_no_reader_waits_for_a_pipe_without_a_writer(tmp_path: Path) -> None:
     pipe = _fifo(tmp_path / "pipe.jsonl")
-    for read in (*OPENED_BY_SERVE.values(), *READERS, lines_of, _calibration, _prompt):
+    for read in (*OPENED_BY_SERVE.values(), *READERS, lines_of, _calibration, _prompt_in):
         assert getattr(_raised(read, pipe), "exit_code", None) == 1
 
 

@@ -13,17 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.loadtest.arrivals import (
-    LatencySlo,
-    RequestPace,
-    instants_of,
-    parse_slo,
-    poisson_arrivals_s,
-    repeated,
-)
 from phasewise.loadtest.metrics import FailureKind, RequestOutcome, hit_rate
 from phasewise.loadtest.prompts import IdPrompts, TextPrompts
+from phasewise.loadtest.send import RequestPace, poisson_arrivals_s
+from phasewise.loadtest.session import instants_of, parse_slo, repeated
 from phasewise.tuner.config.lengths import RequestLengths
+from phasewise.tuner.config.slo import LatencyBounds
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.config.trace_files import read_trace as read_trace_file
 from phasewise.tuner.errors import TraceError
@@ -100,10 +95,10 @@ def test_lengths_alone_have_no_arrivals() -> None:
 
 
 def test_promises_are_read() -> None:
-    assert parse_slo("ttft:2000,tpot:280") == LatencySlo(2000, 280)
-    assert parse_slo("ttft=2s tpot=280ms") == LatencySlo(2000, 280)
-    assert parse_slo("e2el:500") == LatencySlo(e2el_ms=500)
-    assert parse_slo(LatencySlo(1.5, 2, 3).describe()) == LatencySlo(1.5, 2, 3)
+    assert parse_slo("ttft:2000,tpot:280") == LatencyBounds(2000, 280)
+    assert parse_slo("ttft=2s tpot=280ms") == LatencyBounds(2000, 280)
+    assert parse_slo("e2el:500") == LatencyBounds(e2el_ms=500)
+    assert parse_slo(LatencyBounds(1.5, 2, 3).describe()) == LatencyBounds(1.5, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -130,20 +125,15 @@ def test_prompts_of_equal_blocks_begin_with_equal_tokens(
     first_blocks: list[int], second_blocks: list[int], n_tokens: int, block_tokens: int
 ) -> None:
     """And with no more than that, up to a chance token."""
-    ids = IdPrompts(3)
-    first, second = (
-        ids(0, n_tokens, first_blocks, block_tokens),
-        ids(1, n_tokens, second_blocks, block_tokens),
-    )
+    both = (first_blocks, second_blocks)
+    requests = [RequestLengths(n_tokens, 1, None, tuple(blocks), block_tokens) for blocks in both]
+    first, second = (IdPrompts(3)(index, request) for index, request in enumerate(requests))
 
     shared = min(n_tokens, common(first_blocks, second_blocks) * block_tokens)
     assert len(first) == len(second) == n_tokens
-    assert shared <= common(first, second) <= shared + 4  # type: ignore[arg-type]
-    texts = TextPrompts(3)
-    words = [
-        texts(index, n_tokens, blocks, block_tokens).split()
-        for index, blocks in enumerate((first_blocks, second_blocks))
-    ]
+    assert shared <= common(first, second) <= shared + 4
+    texts = [TextPrompts(3)(index, request) for index, request in enumerate(requests)]
+    words = [str(text).split() for text in texts]
     assert [len(text) for text in words] == [n_tokens, n_tokens]
     assert common(*words) >= shared
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.loadtest.arrivals import LatencySlo
 from phasewise.loadtest.metrics import (
     FailureKind,
     Measured,
@@ -21,8 +20,9 @@ from phasewise.loadtest.metrics import (
 )
 from phasewise.loadtest.rate_search import LEAST_RATE, MOST_RATE, RateSearch, find_rate
 from phasewise.loadtest.session import longest_s
+from phasewise.tuner.config.slo import LatencyBounds
 
-SLO = LatencySlo(200.0, 50.0)
+SLO = LatencyBounds(200.0, 50.0)
 
 seconds = st.floats(0.0001, 5.0)
 
@@ -121,9 +121,9 @@ def test_each_promise_is_judged_by_itself_at_p90() -> None:
 
 
 def test_who_takes_longest_has_broken_a_promise() -> None:
-    assert longest_s(LatencySlo(200, 50), 11) == pytest.approx(0.7)
-    assert longest_s(LatencySlo(200, 50, 300), 11) == pytest.approx(0.3)
-    assert longest_s(LatencySlo(200), 11) is None
+    assert longest_s(LatencyBounds(200, 50), 11) == pytest.approx(0.7)
+    assert longest_s(LatencyBounds(200, 50, 300), 11) == pytest.approx(0.3)
+    assert longest_s(LatencyBounds(200), 11) is None
 
 
 def test_the_busiest_second_is_found() -> None:

@@ -27,6 +27,10 @@ class Reference:
     reason: str | None = None
     """The reason why there is no plan on this machine."""
 
+    def has(self, plan: ServicePlan) -> bool:
+        """True if the reference's plan uses the same sets of PUs."""
+        return self.plan is not None and same_cores(self.plan, plan)
+
 
 def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | None]) -> tuple[Reference, ...]:
     """The three reference plans on a machine. `refusal(ranks)`: the reason why the model cannot be split into

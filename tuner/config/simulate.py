@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.tuner.config.lengths import RequestLengths, Trace
-from phasewise.tuner.config.slo import parse_bounds
+from phasewise.tuner.config.slo import LatencyBounds, parse_bounds
 from phasewise.tuner.config.steps import MAX_SEQUENCES, Step, StepTimer
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import Phase
@@ -45,26 +45,12 @@ OBJECTIVES: tuple[ObjectiveKind, ...] = get_args(ObjectiveKind)
 Times = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyBounds:
-    """Bounds that a request must keep to count as good; None: no bound."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-    def bound_ms(self, phase: Phase) -> float:
-        """The bound of a phase: TTFT in prefill, TPOT in decode; inf for none."""
-        bound = self.ttft_ms if phase == "prefill" else self.tpot_ms
-        return math.inf if bound is None else bound
-
-
 def parse_slo(text: str) -> LatencyBounds:
     """TTFT and TPOT bounds of an SLO (`slo.parse_bounds`); TraceError for other metrics and percentiles."""
     bounds = parse_bounds(text)
     if any(bound.metric == "e2e" or bound.percentile is not None for bound in bounds):
         raise TraceError(f"an SLO is written like ttft=200ms,tpot=50ms here, not {text!r:.60}")
-    bounds_ms = {bound.metric: bound.below_ms for bound in bounds}
-    return LatencyBounds(bounds_ms.get("ttft"), bounds_ms.get("tpot"))
+    return LatencyBounds.of(bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +159,9 @@ def cost_ms(
         of_token_ms = total_ms / np.array([len(_contexts(request)) for request in requests])
     match objective.kind:
         case "goodput":
-            slo = objective.slo or LatencyBounds()
-            good = float(np.count_nonzero(of_token_ms <= slo.bound_ms(phase)))
+            bounds_ms = (objective.slo or LatencyBounds()).named()
+            bound_ms = bounds_ms.get("ttft" if phase == "prefill" else "tpot", math.inf)
+            good = float(np.count_nonzero(of_token_ms <= bound_ms))
             return float(total_ms.sum()) / grid.sequences / max(good, NO_GOOD_REQUEST)
         case "e2e":
             return float(total_ms.mean())

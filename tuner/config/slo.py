@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from phasewise._words import number
 from phasewise.tuner.errors import TraceError
 
 LatencyMetric = Literal["ttft", "tpot", "e2e"]
@@ -27,6 +30,28 @@ class LatencyBound(NamedTuple):
     metric: LatencyMetric
     percentile: int | None
     below_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyBounds:
+    """Upper bounds of each request's latencies in milliseconds; None: no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    @classmethod
+    def of(cls, bounds: Sequence[LatencyBound]) -> LatencyBounds:
+        below_ms = {bound.metric: bound.below_ms for bound in bounds}
+        return cls(below_ms.get("ttft"), below_ms.get("tpot"), below_ms.get("e2e"))
+
+    def named(self) -> dict[str, float]:
+        """The bounds that there are, by metric."""
+        each = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
+        return {name: ms for name, ms in each.items() if ms is not None}
+
+    def describe(self) -> str:
+        return ",".join(f"{name}:{number(ms)}" for name, ms in self.named().items())
 
 
 def parse_bounds(text: str) -> list[LatencyBound]:

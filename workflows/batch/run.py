@@ -196,9 +196,7 @@ class AnswersFile:
                 yield custom_id
 
     def follow(self, requests: Iterator[BatchLine]) -> int:
-        """Advance `requests` past the answered ones, and return their number. WorkflowError where the file
-        holds answers to other requests.
-        """
+        """Advance `requests` past the answered ones; return their number. WorkflowError for other answers."""
         n_there = 0
         for custom_id in self.ids_there():
             line = next(requests, None)

@@ -168,9 +168,7 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The environment and the configuration file of this process without options for other ways of serving;
-    the file is copied to `folder`.
-    """
+    """This process's environment and configuration (copied to `folder`) without other ways of serving."""
     import tomlkit
 
     variables = {f"PHASEWISE_{key.upper()}" for key in _OTHER_WAYS}

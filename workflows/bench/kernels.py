@@ -134,16 +134,8 @@ class KernelGrid:
             yield weight_format, n, k, m
 
 
-@dataclass(frozen=True)
-class ChosenSchedule:
-    """The schedule of a product and its origin: exact, neighbour or default."""
-
-    schedule: Schedule
-    source: str
-
-
-Choose = Callable[["PackedWeight", int], ChosenSchedule]
-"""Chooses the schedule for a weight and m."""
+Choose = Callable[["PackedWeight", int], tuple[Schedule, str]]
+"""Chooses the schedule for a weight and m; also gives its origin: exact, neighbour or default."""
 
 
 def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) -> Choose:
@@ -156,16 +148,16 @@ def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) 
         with open_store(db, report) as store:
             table = read_schedules(store, read_machine(), cores, report)
 
-    def choose(weight: PackedWeight, m: int) -> ChosenSchedule:
+    def choose(weight: PackedWeight, m: int) -> tuple[Schedule, str]:
         key = ("gemm", format_name(weight), weight.n, weight.k)
         choice = table.choice(key, m)
         if choice.schedule is not None:
-            return ChosenSchedule(choice.schedule, choice.kind)
+            return choice.schedule, choice.kind
         own = ("gemm", dense_format(weight), weight.n, weight.k)
         arithmetic = table.arithmetic_of(own) or Arithmetic(
             _native.compute_paths(weight.kind, weight.group)[0]
         )
-        return ChosenSchedule(default_schedule(weight, m, threads, arithmetic), "default")
+        return default_schedule(weight, m, threads, arithmetic), "default"
 
     return choose
 
@@ -177,18 +169,18 @@ class OurKernels:
         self._team = weighed_team(cores)
         self._choose = choose
 
-    def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[Callable[[], float], ChosenSchedule]:
-        """Return a turn, which gives nanoseconds per product, and the schedule of its products."""
-        chosen = self._choose(packs[0], m)
-        arithmetic = arithmetic_of(chosen.schedule)
+    def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[Callable[[], float], Schedule, str]:
+        """Return a turn, which gives nanoseconds per product, the schedule of its products and its origin."""
+        schedule, source = self._choose(packs[0], m)
+        arithmetic = arithmetic_of(schedule)
         product = _native.TeamProduct(self._team, packs, m, arithmetic.compute_path, arithmetic.k_parts)
-        walk = chosen.schedule.walk
+        walk = schedule.walk
 
         def time_calls(calls: int) -> float:
             return float(product.time(walk, calls, prepare=True).mean())
 
         calls = max(1, math.ceil(TURN_NS / time_calls(len(packs))))
-        return lambda: time_calls(calls), chosen
+        return lambda: time_calls(calls), schedule, source
 
     def close(self) -> None:
         self._team.close()
@@ -237,7 +229,7 @@ class Point:
 
 def _measure(grid: KernelGrid, point: Point, ours: OurKernels, read: StreamingRead) -> KernelRow:
     """Time one product and plain reading. The reader begins each round: it evicts the last round's data."""
-    turn, chosen = ours.prepare(point.packs[: point.copies(grid.cold_bytes)], point.m)
+    turn, schedule, source = ours.prepare(point.packs[: point.copies(grid.cold_bytes)], point.m)
     watch, taken = Watch(grid.cores), []
     for _ in range(grid.rounds):
         time.sleep(PAUSE_S)
@@ -256,8 +248,8 @@ def _measure(grid: KernelGrid, point: Point, ours: OurKernels, read: StreamingRe
         gbps=weight_bytes / median_ns,
         peak_fraction=flops_per_s / point.peak_flops_per_s,
         bandwidth_fraction=statistics.median(weight_bytes * 1e9 / ns / rate for rate, ns in taken),
-        schedule=asdict(chosen.schedule),
-        schedule_source=chosen.source,
+        schedule=asdict(schedule),
+        schedule_source=source,
         weight_bytes=weight_bytes,
         read_bytes_per_s=statistics.median(read_rates),
         isa=isa.active(),

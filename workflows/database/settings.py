@@ -32,9 +32,7 @@ class Leaving:
     )
     plans: bool = option(True, "plans too; they contain the names of your models", "--plans/--no-plans")
     scores: bool = option(
-        True,
-        "scores of length predictors too; they contain the names of your models",
-        "--scores/--no-scores",
+        True, "scores of length predictors too; they contain the names of your models", "--scores/--no-scores"
     )
 
     @property
@@ -57,9 +55,7 @@ class Trust:
     """Evidence for a remote's index: its digest, allowed signers, or both."""
 
     digest: str | None = option(
-        None,
-        "believe the remote's index if it has this digest, as `push` prints",
-        metavar="SHA256",
+        None, "believe the remote's index if it has this digest, as `push` prints", metavar="SHA256"
     )
     allowed_signers: Path | None = option(
         None,

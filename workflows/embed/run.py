@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,8 @@ class OpenEmbedder:
             whole = np.stack([truncated(vector, dimensions) for vector in whole])
         return whole, n_tokens
 
-    def __enter__(self) -> OpenEmbedder:
-        return self
 
-    def __exit__(self, *_error: object) -> None:
-        self.embedder.close()
-
-
+@contextmanager
 def open_embedder(
     ref: str,
     weight_format: str = "native",
@@ -95,7 +91,7 @@ def open_embedder(
     *,
     is_canonical: bool = False,
     pack: PackMode = "keep",
-) -> OpenEmbedder:
+) -> Iterator[OpenEmbedder]:
     """Load an embedding model and start its threads. ModelError for any other model, PlanError, RanksError.
 
     threads: cores to use; None: all cores of the node that the default prefill plan names. is_canonical: the
@@ -104,8 +100,8 @@ def open_embedder(
     model = load_model(ref, weight_format, report=report, pack=pack)
     plan = default_plan(read_machine(), "prefill", threads)
     cores = [core for rank in plan.ranks for core in rank.cores]
-    embedder = Embedder(model, cores, is_canonical=is_canonical)
-    return OpenEmbedder(model, EncoderText(model), embedder)
+    with closing(Embedder(model, cores, is_canonical=is_canonical)) as embedder:
+        yield OpenEmbedder(model, EncoderText(model), embedder)
 
 
 def in_precision(vectors: npt.NDArray[np.float32], precision: Precision) -> npt.NDArray[Any]:

@@ -90,7 +90,7 @@ def windows(ids: Sequence[int], length: int) -> list[Chunk]:
 
 
 class Scorer:
-    """Scores chunks on ranks with one sequence of at most `context` tokens. Close it, or use it in `with`.
+    """Scores chunks on ranks with one sequence of at most `context` tokens. Use it in `with`.
 
     WorkflowError for a model without next tokens. Errors of `open_ranks`.
     """
@@ -112,22 +112,17 @@ class Scorer:
 
     def logits(self, chunk: Chunk) -> Logits:
         """A row of logits for each of `chunk.next_ids`; valid until the next call."""
-        self._read(chunk.ids[: chunk.first])
+        if chunk.first:
+            begun = SequenceSlice(chunk.ids[: chunk.first], 0, 0, False)
+            self._ranks.forward(Batch("prefill", (begun,)))
         counted = SequenceSlice(chunk.ids[chunk.first : -1], chunk.first, 0, True)
         return self._ranks.all_logits(Batch("prefill", (counted,)))
-
-    def _read(self, ids: Sequence[int]) -> None:
-        if ids:
-            self._ranks.forward(Batch("prefill", (SequenceSlice(ids, 0, 0, False),)))
-
-    def close(self) -> None:
-        self._ranks.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.close()
+        self._ranks.close()
 
 
 def losses_of(scorer: Scorer, chunks: Sequence[Chunk]) -> Iterator[Floats]:

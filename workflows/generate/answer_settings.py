@@ -143,18 +143,14 @@ def prompt_from(text: str | None, option: str | None, file: Path | None, stdin: 
     if len(given) + (file is not None) > 1:
         raise UsageError("give one prompt: as an argument, with --prompt, or in a --file")
     if file is not None:
-        return _read(file)
+        try:
+            return read_input(file, MAX_PROMPT_BYTES).decode()
+        except UnicodeDecodeError as error:
+            raise WorkflowError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+        except OSError as error:
+            raise WorkflowError(f"the prompt in {file} cannot be read: {error.strerror}") from None
     if given:
         return given[0]
     if stdin is None:
         raise UsageError("give a prompt: as an argument, with --prompt, in a --file, or on stdin")
     return stdin
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_input(path, MAX_PROMPT_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise WorkflowError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise WorkflowError(f"the prompt in {path} cannot be read: {error.strerror}") from None

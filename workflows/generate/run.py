@@ -10,7 +10,7 @@ from phasewise._interrupts import remembered_interrupts
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.one_answer import OneAnswer
-from phasewise.serving.engine.open_engine import ModelText, OpenEngine, open_engine
+from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice
@@ -110,7 +110,8 @@ def generate_text(
                 on_text(piece)
                 check_interrupts()
             cores.tell_changes()
-            return _generated(answer, opened, n_tokens)
+            cores_used = plan_cores(opened.plans)
+            return Generated(answer, opened.model.name, opened.model.format, cores_used, n_tokens)
 
 
 def _prompt_ids(text: ModelText, prompt: str, settings: AnswerSettings) -> list[int]:
@@ -126,7 +127,3 @@ def _most_tokens(settings: AnswerSettings, n_prompt: int, context_length: int) -
     if not settings.is_message:
         return DEFAULT_TOKENS
     return max(1, min(MOST_MESSAGE_TOKENS, context_length - n_prompt))
-
-
-def _generated(answer: OneAnswer, opened: OpenEngine, n_tokens: int) -> Generated:
-    return Generated(answer, opened.model.name, opened.model.format, plan_cores(opened.plans), n_tokens)

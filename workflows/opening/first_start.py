@@ -31,14 +31,10 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 * 2**20
 """Most bytes of one bundle that a start pulls; a larger bundle is left to `db pull`."""
-MOST_ROWS = 512
-"""Most rows of a product: the engine computes no more at once."""
 
 
 def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Report) -> None:
-    """Import a remote's rows for cores like these, unless its index was pulled before. The remote's faults
-    are reported in one line, never raised.
-    """
+    """Import a remote's rows for cores like these, once for each index; faults are reported, never raised."""
     from phasewise.workflows.database.remote import PullLimits, pull
 
     if remote.remote is None:
@@ -108,6 +104,6 @@ def products_of(
 
 
 def _rounds(opened: OpenModel, plans: Plans, machine: Machine) -> Sequence[Round]:
-    from phasewise.workflows.tune_kernels.run import rounds_of_model
+    from phasewise.workflows.tune_kernels.run import MOST_ROWS, rounds_of_model
 
     return rounds_of_model(replace(opened, plans=plans), machine, [*plans], MOST_ROWS)

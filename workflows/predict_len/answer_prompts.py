@@ -136,7 +136,10 @@ class AnswerLog:
         self._path = path
         self._model_name = model_name
         self._wish = wish
-        self.had_broken_line = _drop_broken_line(path)
+        try:
+            self.had_broken_line = cut_broken_line(path)
+        except OSError as error:
+            raise PredictorError(f"log {path} cannot be read and written: {error.strerror}") from None
         self.done = self._done()
         self._file = _opened(path)
 
@@ -180,14 +183,6 @@ class AnswerLog:
             for example in log.examples
             if (example.facts.temperature, example.facts.max_tokens) == wanted
         }
-
-
-def _drop_broken_line(path: Path) -> bool:
-    """Cut off a last line that a killed process left unfinished; True if there was one."""
-    try:
-        return cut_broken_line(path)
-    except OSError as error:
-        raise PredictorError(f"log {path} cannot be read and written: {error.strerror}") from None
 
 
 def _opened(path: Path) -> int:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise._json import read_json
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor import default_file
 from phasewise.tuner.predictor.log import Log, lines_of, read_log
 from phasewise.workflows.report import Report, silent
 
@@ -123,8 +122,3 @@ def tokens_here(name: str, report: Report = silent) -> ModelTokens | None:
         stored.name == name and stored.is_whole for stored in stored_models(root)
     )
     return ModelTokens(name, report) if is_here_now or is_fetched else None
-
-
-def predictor_file(given: Path | None, model_name: str) -> Path:
-    """The given file, or the default place of the model's predictor."""
-    return default_file(model_name) if given is None else given

@@ -22,6 +22,7 @@ from phasewise.serving.pools.contract import PoolSettings
 from phasewise.topology import read_machine
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.plans import machine_key
+from phasewise.tuner.predictor import default_file
 from phasewise.tuner.predictor.evaluate import (
     Calibration,
     FixedBuckets,
@@ -38,7 +39,7 @@ from phasewise.tuner.predictor.log import Example, PromptFacts, held_out, part_o
 from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
+from phasewise.workflows.predict_len.inputs import ModelTokens, read_logs
 from phasewise.workflows.predict_len.settings import EvalWish
 from phasewise.workflows.report import Report, silent
 
@@ -88,9 +89,7 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Grounds:
-    """Number of answers that our predictor learnt from (the mean over folds), and a hash of those that judged
-    it.
-    """
+    """How many answers our predictor learnt from (mean over folds), and a hash of those that judged it."""
 
     learnt_answers: int
     answers_key: str
@@ -295,7 +294,7 @@ def predict_length(
 ) -> dict[str, Any]:
     """The length of `model`'s answer to a user's message, in tokens. ModelError, PredictorError."""
     tokens = ModelTokens(model, report)
-    estimator = load_predictor(predictor_file(predictor, tokens.model_name))
+    estimator = load_predictor(predictor or default_file(tokens.model_name))
     facts = PromptFacts(tokens.prompt(message), temperature, max_tokens)
     forecast, lengths = estimator.forecast(facts, estimator.price(0.5)), estimator.distribution(facts)
     return {
@@ -309,9 +308,7 @@ def predict_length(
 
 
 def keep_scores(judged: Judged, wish: EvalWish, report: Report = silent) -> int:
-    """Append a score for each log that was judged, and return their number. A database that takes none is
-    reported.
-    """
+    """Append a score for each judged log, and return their number. Reports a database that takes none."""
     origin = Origin(machine_key(read_machine()), __version__, time.time_ns() // 1_000_000)
     judged_by = "held_out" if wish.folds is None else "folds"
     try:

@@ -9,14 +9,12 @@ matrix.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.workflows.prune.settings import Method, Pattern
-
-METHODS: tuple[Method, ...] = get_args(Method)
+from phasewise.workflows.prune.settings import Pattern
 
 BLOCK_COLUMNS = 128
 DAMPING = 0.01
@@ -30,15 +28,9 @@ def magnitude_mask(w: Array, pattern: Pattern) -> Array:
     return _keep_rows(np.abs(w), pattern) if pattern.is_structured else _keep_of_all(np.abs(w), pattern.share)
 
 
-def wanda_scores(w: Array, squares: Array) -> Array:
-    """float32 [n, k]: |w| times the norm of its input; squares: of each input, summed over rows."""
-    scores: Array = np.abs(w) * np.sqrt(squares).astype(np.float32)
-    return scores
-
-
 def wanda_mask(w: Array, squares: Array, pattern: Pattern) -> Array:
-    """bool [n, k], true where a weight is kept."""
-    return _keep_rows(wanda_scores(w, squares), pattern)
+    """bool [n, k], true where a weight is kept. squares: of each input, summed over rows."""
+    return _keep_rows(np.abs(w) * np.sqrt(squares).astype(np.float32), pattern)
 
 
 def _keep_of_all(scores: Array, share: float) -> Array:
@@ -65,7 +57,9 @@ def _keep_rows(scores: Array, pattern: Pattern) -> Array:
 
 def sparsegpt(w: Array, hessian: Array, pattern: Pattern) -> Array:
     """Prune to float32 [n, k] with zeros; the weights that follow make up for errors. hessian: X^T X."""
-    w, inverse = w.astype(np.float32, copy=True), _inverse_factor(hessian)
+    w = w.astype(np.float32, copy=True)
+    upper = np.linalg.cholesky(np.linalg.inv(damped(hessian))).T.astype(np.float32)
+    inverse = np.ascontiguousarray(upper)
     dead = np.diag(hessian) == 0
     w[:, dead] = 0
     for begin in range(0, w.shape[1], BLOCK_COLUMNS):
@@ -82,12 +76,6 @@ def damped(hessian: Array) -> Array:
     h[diagonal[np.diag(h) == 0], diagonal[np.diag(h) == 0]] = 1
     h[diagonal, diagonal] += DAMPING * np.mean(np.diag(h))
     return h
-
-
-def _inverse_factor(hessian: Array) -> Array:
-    """The upper Cholesky factor of the damped Hessian's inverse, float32."""
-    upper: Array = np.linalg.cholesky(np.linalg.inv(damped(hessian))).T.astype(np.float32)
-    return np.ascontiguousarray(upper)
 
 
 def _prune_block(w: Array, inverse: Array, pattern: Pattern) -> Array:

@@ -37,7 +37,7 @@ from phasewise.workflows.prune.directory import (
     write_tensors,
     write_texts,
 )
-from phasewise.workflows.prune.settings import EMBEDDINGS, READERS, Method, Pattern, PruneSettings
+from phasewise.workflows.prune.settings import EMBEDDINGS, READERS, PruneSettings
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -187,24 +187,23 @@ def _sparsity_config(settings: PruneSettings) -> Mapping[str, Any]:
 def _pruning(settings: PruneSettings, activations: Activations | None) -> Change:
     """The function that prunes a weight by the settings' method."""
 
+    pattern, method = settings.pattern, settings.method
+
     def change(name: str, w: Array) -> Array:
         if name.rpartition(".")[2] in EMBEDDINGS:
-            return np.where(masks.magnitude_mask(w, settings.pattern), w, np.float32(0))
-        return _pruned(w, settings.pattern, settings.method, activations, _inputs_of(name))
+            return np.where(masks.magnitude_mask(w, pattern), w, np.float32(0))
+        key, n_inputs = _inputs_of(name), w.shape[1]
+        if pattern.is_structured and n_inputs % pattern.of:
+            raise WorkflowError(
+                f"a weight of {counted(n_inputs, 'input')} is not whole groups of {pattern.of}"
+            )
+        if method == "magnitude" or activations is None:
+            return np.where(masks.magnitude_mask(w, pattern), w, np.float32(0))
+        if method == "wanda":
+            return np.where(masks.wanda_mask(w, activations.squares[key], pattern), w, np.float32(0))
+        return masks.sparsegpt(w, activations.hessians[key], pattern)
 
     return change
-
-
-def _pruned(
-    w: Array, pattern: Pattern, method: Method, activations: Activations | None, key: tuple[int, str]
-) -> Array:
-    if pattern.is_structured and w.shape[1] % pattern.of:
-        raise WorkflowError(f"a weight of {counted(w.shape[1], 'input')} is not whole groups of {pattern.of}")
-    if method == "magnitude" or activations is None:
-        return np.where(masks.magnitude_mask(w, pattern), w, np.float32(0))
-    if method == "wanda":
-        return np.where(masks.wanda_mask(w, activations.squares[key], pattern), w, np.float32(0))
-    return masks.sparsegpt(w, activations.hessians[key], pattern)
 
 
 def _layer_of(name: str) -> tuple[int, str]:

@@ -90,22 +90,18 @@ def quantise(settings: QuantiseSettings, report: Report = silent, progress: Repo
             raise WorkflowError(f"{located.name} makes vectors: quantise writes language models")
     file, header = open_gguf(located.path)
     with contextlib.closing(file):
-        _refuse_quantised(located.name, header, settings)
+        for tensor in header.tensors.values():
+            if tensor.type_name not in PLAIN_TYPES and not settings.requantise:
+                raise WorkflowError(
+                    f"{located.name} has {tensor.name} in {tensor.type_name} already: quantise the original,"
+                    " or round a second time with --requantise"
+                )
         with new_path(settings.out, "model.gguf") as temporary:
             types = _write(file, header, settings, temporary, progress)
             with open_source(Located(located.name, temporary)) as written:
                 written.tokenizer_json()  # ModelError where it cannot be built
     n_bytes, weights = sum(kind.n_bytes for kind in types), sum(kind.weights for kind in types)
     return Quantised(settings.out, header.metadata["general.architecture"], n_bytes, weights, types)
-
-
-def _refuse_quantised(name: str, header: GgufHeader, settings: QuantiseSettings) -> None:
-    for tensor in header.tensors.values():
-        if tensor.type_name not in PLAIN_TYPES and not settings.requantise:
-            raise WorkflowError(
-                f"{name} has {tensor.name} in {tensor.type_name} already: quantise the original, or round a"
-                " second time with --requantise"
-            )
 
 
 def type_of(name: str, shape: tuple[int, ...], quant_format: QuantFormat, *, tied: bool) -> str:

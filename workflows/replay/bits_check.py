@@ -107,13 +107,9 @@ def _outcome(
     elif expected is not None and digest != expected:
         problem = f"the logits are {digest}, and known are {expected}"
     arithmetic = "every" if path == _CANONICAL_PATH else path
-    kinds = _told_kinds(model)
-    return BitsOutcome(isa.active(), kinds, arithmetic, kv_format, core, expected is not None, problem)
-
-
-def _told_kinds(model: PackedModel) -> str:
     kinds = dict.fromkeys(weight.kind for name, weight in model.weights.items() if name.startswith("layers."))
-    return ", ".join(kinds)
+    told, is_known = ", ".join(kinds), expected is not None
+    return BitsOutcome(isa.active(), told, arithmetic, kv_format, core, is_known, problem)
 
 
 def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONICAL_PATH) -> tuple[str, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -170,21 +170,14 @@ def replay_files(
     """
     check_settings(model, weights, report=report)
     opened = open_model(model, weights, placement.threads, placement.db, report, placement.ranks)
-    with _Replayer(opened) as replayer:
+    with Replayer(opened) as replayer:
         verdicts = (replayer.verdict(given) for path in paths for given in read_receipts(path))
         return [*KeptCores(report).between(verdicts)]
 
 
-def replay_receipts(
-    opened: OpenModel, receipts: Iterable[Receipt], *, pinned: bool = True
-) -> list[ReceiptVerdict]:
-    """Check receipts against an opened model. pinned: as in `RankOptions`."""
-    with _Replayer(opened, pinned=pinned) as replayer:
-        return [replayer.verdict(GivenReceipt(receipt.request_id, receipt)) for receipt in receipts]
-
-
-class _Replayer:
-    """A model, and ranks that stay open from one receipt to the next where the ranks fit both."""
+class Replayer:
+    """A model, and ranks that stay open from one receipt to the next where the ranks fit both. pinned: as in
+    `RankOptions`."""
 
     def __init__(self, opened: OpenModel, *, pinned: bool = True) -> None:
         self._found = opened
@@ -194,7 +187,7 @@ class _Replayer:
         self._ranks: Ranks | None = None
         self._ranks_for: tuple[str, int | None, int] = ("", None, 0)
 
-    def __enter__(self) -> _Replayer:
+    def __enter__(self) -> Replayer:
         return self
 
     def __exit__(self, *_error: object) -> None:

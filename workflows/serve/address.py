@@ -73,9 +73,7 @@ def _keys(accepting: Accepting, report: Report) -> tuple[str, ...]:
 
 
 def _keys_in(path: Path, report: Report) -> list[str]:
-    """Read a file of keys, one on a line, without empty lines and lines that begin with #; but `# name:
-    LABEL` names the next key.
-    """
+    """Read a file of keys, one a line; lines with # are none, but `# name: LABEL` names the next key."""
     try:
         text = read_input(path, MAX_KEY_FILE_BYTES).decode()
     except OSError as error:

@@ -171,9 +171,7 @@ def _own_plans(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> dict[P
 
 
 def _open_model(own: Mapping[Phase, ServicePlan], spec: InstanceSpec, machine: Machine) -> OpenModel:
-    """Open the model on the instance's own cores that are left, as far as its share of a CPU quota goes:
-    other instances use the other cores.
-    """
+    """Open the model on the instance's own cores that are left, as far as its share of a CPU quota goes."""
     from phasewise.workflows.opening.open_model import open_under
     from phasewise.workflows.serve.core_plans import plans_left
 

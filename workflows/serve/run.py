@@ -179,9 +179,7 @@ def _told(
 
 
 def _beside_embeddings(settings: ServeSettings, embed_ref: str | None, way: Way) -> ServeSettings:
-    """Settings of the models that generate text. An engine in this process has as many cores as embeddings
-    beside it leave. UsageError.
-    """
+    """Settings of models that generate text: one engine has the cores that embeddings leave. UsageError."""
     if embed_ref is None:
         return settings
     settings = replace(settings, embeddings=replace(settings.embeddings, embed_model=embed_ref))

@@ -400,9 +400,7 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
 
 
 def _that_hold(size: EngineSize, model: PackedModel, instances: Sequence[PlannedInstance]) -> EngineSize:
-    """`size` with as many slots as all instances hold in the same memory: ranks that share heads keep copies
-    of the heads' keys and values.
-    """
+    """`size` with the slots that all instances hold in the same memory, in which ranks may have copies."""
     per_slot = [kv_bytes_per_slot(model, size.kv.format, teams_of(instance.plans)) for instance in instances]
     of_one = kv_bytes_per_slot(model, size.kv.format)
     return size.with_slots(size.kv.slots * of_one * len(instances) // sum(per_slot))

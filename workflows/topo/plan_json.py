@@ -11,15 +11,7 @@ from phasewise._json import read_json
 from phasewise.topology import Machine
 from phasewise.topology.picture import GROUP_FILLS, PuGroup
 from phasewise.tuner.errors import PlanError
-from phasewise.tuner.plans import (
-    MAX_BANDS,
-    PHASES,
-    LoadBand,
-    Phase,
-    RankCores,
-    ServicePlan,
-    ranks_fields,
-)
+from phasewise.tuner.plans import MAX_BANDS, PHASES, LoadBand, Phase, RankCores, ServicePlan, ranks_fields
 
 Plans = Mapping[Phase, ServicePlan]
 

@@ -38,7 +38,6 @@ from phasewise.workflows.tune_config.verdict import (
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
-    from phasewise.tuner.config.modelled import ModelledEvaluator
     from phasewise.tuner.config.recorded import Kernels, PlanTiming
     from phasewise.tuner.config.steps import StepEvaluator
     from phasewise.tuner.measurement_lock import MeasurementLock
@@ -154,22 +153,18 @@ def tune(
 
 
 def _run_calculated(run: Run) -> None:
-    evaluator = _modelled(run)
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.sharing import read_hidden
+
+    wish, subject = run.wish, run.subject
+    hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
+    evaluator = ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
     with _opened_study(run):
         if not _search(run, evaluator, 1.0):
             return
         for searched in run.searched:
             jury = CalculatedJury(evaluator, run.subject, searched.phase)
             judge(run, searched, jury, math.inf)
-
-
-def _modelled(run: Run) -> ModelledEvaluator:
-    from phasewise.tuner.config.modelled import ModelledEvaluator
-    from phasewise.tuner.config.sharing import read_hidden
-
-    wish, subject = run.wish, run.subject
-    hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
-    return ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
 
 
 # ---- measured ----------------------------------------------------------------------------------------------

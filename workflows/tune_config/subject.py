@@ -121,11 +121,13 @@ def open_subject(wish: TuneConfigSettings, report: Report = silent) -> Subject:
     Raises PlanError, EvaluationError, TraceError or ModelError where they cannot be read or do not fit
     together.
     """
+    from phasewise.serving.loaders import load_model
+
     check_weights(wish)
     whole = _machine(wish)
     machine = _restricted(whole, wish.cores)
     measured = wish.evaluator == "measured"
-    model = _load(wish, report) if measured else None
+    model = load_model(wish.model, wish.weight_format, report=report) if measured else None
     shape = shape_of_model(model) if model else shape_of_reference(wish.model, wish.weight_format, report)
     limits = OperatorLimits(shape.n_heads, shape.divided_heads, shape.head_dim, shape.ffn)
     if wish.ranks is not None:
@@ -153,12 +155,6 @@ def _slow(machine: Machine, report: Report) -> tuple[int, ...]:
     if slow:
         report(f"slower than their likes: CPUs {list_cores(sorted(slow))}; plans without them are tried too")
     return slow
-
-
-def _load(wish: TuneConfigSettings, report: Report) -> PackedModel:
-    from phasewise.serving.loaders import load_model
-
-    return load_model(wish.model, wish.weight_format, report=report)
 
 
 def _machine(wish: TuneConfigSettings) -> Machine:

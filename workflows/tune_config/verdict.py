@@ -153,23 +153,19 @@ def finalists(top: Sequence[tuple[ServicePlan, float]], habits: Sequence[Referen
     chosen = [
         Finalist(plan, cost_ms)
         for plan, cost_ms in top
-        if cost_ms <= FINALIST_MARGIN * best_ms or any(_is(plan, habit) for habit in habits)
+        if cost_ms <= FINALIST_MARGIN * best_ms or any(habit.has(plan) for habit in habits)
     ]
     for habit in habits:
-        if habit.plan is not None and not any(same_cores(habit.plan, finalist.plan) for finalist in chosen):
+        if habit.plan is not None and not any(habit.has(finalist.plan) for finalist in chosen):
             chosen.append(Finalist(habit.plan, None))
     return tuple(chosen)
-
-
-def _is(plan: ServicePlan, habit: Reference) -> bool:
-    return habit.plan is not None and same_cores(habit.plan, plan)
 
 
 def evaluations_of_last_run(chosen: Sequence[Finalist], habits: Sequence[Reference]) -> int:
     """Number of timings of a plan in a last run that leaves the order as it is."""
     distinct = [finalist.plan for finalist in chosen[:1]]
     for habit in habits:
-        if habit.plan and not any(same_cores(habit.plan, plan) for plan in distinct):
+        if habit.plan and not any(map(habit.has, distinct)):
             distinct.append(habit.plan)
     return len(chosen) + TIMINGS_A_DUEL * max(0, len(distinct) - 1)
 
@@ -200,9 +196,8 @@ def decide(
     winner = min(in_last_run or able, key=lambda finalist: finalist.cost_ms)
     against = tuple(_against(winner, habits, timed, jury, deadline_s))
     standing, plan = _standing(winner, against)
-    latency_ms = next(
-        (finalist.cost_ms for finalist in able if same_cores(finalist.plan, plan)), winner.cost_ms
-    )
+    costs_ms = (finalist.cost_ms for finalist in able if same_cores(finalist.plan, plan))
+    latency_ms = next(costs_ms, winner.cost_ms)
     return PhaseVerdict(phase, plan, latency_ms, winner.plan, standing, against, tuple(timed))
 
 
@@ -216,14 +211,7 @@ def _against(
         if plan is None:
             yield Versus(habit, False, reason=habit.reason)
             continue
-        twin = next(
-            (
-                earlier
-                for earlier in compared
-                if earlier.reference.plan and same_cores(earlier.reference.plan, plan)
-            ),
-            None,
-        )
+        twin = next((earlier for earlier in compared if earlier.reference.has(plan)), None)
         if twin is not None:
             versus = replace(twin, reference=habit)
         else:

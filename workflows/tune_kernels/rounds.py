@@ -210,16 +210,12 @@ def plan_rounds(
     for own in dict.fromkeys(cores.values()):
         phases: tuple[Phase, ...] = tuple(phase for phase in cores if cores[phase] == own)
         rows = max_m if "prefill" in phases else min(max_m, DECODE_ROWS)
-        heads = attention and _attention_task(machine, own, attention, rows if "prefill" in phases else 1)
+        heads: Task | None = None
+        if attention is not None:
+            group = attention_group(*attention, len(own), core_caches(machine, own))
+            heads = Task(group, attention_grid(rows if "prefill" in phases else 1), tune_attention)
         rounds.append(Round(phases, own, tuple(shapes), tuple(_tasks(machine, own, shapes, rows)), heads))
     return rounds
-
-
-def _attention_task(
-    machine: Machine, cores: tuple[int, ...], attention: tuple[str, int, int], rows: int
-) -> Task:
-    group = attention_group(*attention, len(cores), core_caches(machine, cores))
-    return Task(group, attention_grid(rows), tune_attention)
 
 
 def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], rows: int) -> Iterator[Task]:
@@ -260,15 +256,10 @@ def tune_round(tuning_round: Round, tuning: Tuning, budget_s: float) -> TunedRou
         share = 1 - ATTENTION_SHARE if tuning_round.attention else 1
         outcome = tune(tuning_round.tasks, of_products, share * (deadline_s - clock()))
         if tuning_round.attention and outcome.end != "interrupted":
-            own = tools("attention", _attention_s(roofline))
+            peak = max(roofline.peak_flops.values())  # each row reads the rows before it
+            own = tools("attention", lambda problem: 4 * problem.n * problem.m**2 / peak)
             attention = tune([tuning_round.attention], own, deadline_s - clock())
     return TunedRound(tuning_round, key, kernel_abi("gemm"), roofline, outcome, attention)
-
-
-def _attention_s(roofline: Roofline) -> Callable[[Problem], float]:
-    """Estimates the seconds of attention over some rows, each of which reads the rows before it."""
-    peak = max(roofline.peak_flops.values())
-    return lambda problem: 4 * problem.n * problem.m**2 / peak
 
 
 @contextmanager

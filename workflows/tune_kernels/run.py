@@ -149,7 +149,6 @@ def schedules_of_duel(problem: Problem, table: ScheduleTable, threads: int) -> t
 STORAGE_SHARE = 0.25
 """Part of a round's share of the budget for duels between storages, where there are some."""
 
-
 MOST_ROWS = 512
 """Most rows of a product: the engine computes no more at once."""
 
@@ -157,9 +156,7 @@ MOST_ROWS = 512
 def kernel_rounds(
     model: PackedModel, machine: Machine, plans: Sequence[ServicePlan], most_rows: int = MOST_ROWS
 ) -> list[Round]:
-    """The products to tune for `plans`, the most wanted first; both phases at once where they use the same
-    cores.
-    """
+    """The products to tune for `plans`, the most wanted first; phases on the same cores share a round."""
     by_placement: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
     for plan in plans:
         cores = plan.ranks[0].cores

@@ -223,11 +223,10 @@ class _Run:
         promotion = self._duel(problem, baseline, promotion.choice)
         return promotion, promotion.comparison if promotion.choice != baseline else None
 
-    def _promotions(self, problem: UserProblem) -> list[UserPromotion]:
-        """The promotions here for a problem that are still offered, the newest last."""
-        promotions = self._setting.store.rows(
-            UserPromotion, kernel_abi=problem.kernel_abi, core_sig=self._setting.core_sig, verified=True
-        )
+    def _promotions(self, problem: UserProblem, *, verified: bool = True) -> list[UserPromotion]:
+        """The promotions for a problem that are still offered, the newest last: those here, or imported."""
+        store, abi, core_sig = self._setting.store, problem.kernel_abi, self._setting.core_sig
+        promotions = store.rows(UserPromotion, kernel_abi=abi, core_sig=core_sig, verified=verified)
         return [
             promotion
             for promotion in promotions
@@ -268,9 +267,7 @@ class _Run:
         return len(rows)
 
     def _kernel_fits(self, point: Point) -> bool:
-        """True if the transformations take these parameters together. SourceError where they refuse the
-        defaults.
-        """
+        """True if the transformations take these parameters together. SourceError for refused defaults."""
         if point not in self._fits:
             setting = self._setting
             try:
@@ -303,23 +300,11 @@ class _Run:
         return take_of(partial(self.process.call_ns, self._kernel(choice)))
 
     def _imported(self, problem: UserProblem) -> list[Choice]:
-        """The parameters that other databases have in use for the shape, on this kind of core: each gets a
-        duel here.
-        """
-        setting = self._setting
-        abi, core_sig = problem.kernel_abi, setting.core_sig
-        promotions = setting.store.rows(UserPromotion, kernel_abi=abi, core_sig=core_sig, verified=False)
-        usable = (
-            promotion.choice
-            for promotion in promotions
-            if promotion.problem == problem and self._is_offered(promotion.choice)
-        )
-        return [
-            *dict.fromkeys(choice for choice in usable if is_original(dict(choice)) or self._fit(choice))
-        ][-1:]
-
-    def _fit(self, choice: Choice) -> bool:
-        return self._kernel_fits(tuple(dict(choice).values()))
+        """The last parameters that another database has in use for the shape; they get a duel here."""
+        choices = (promotion.choice for promotion in self._promotions(problem, verified=False))
+        own = {choice: tuple(dict(choice).values()) for choice in choices}
+        fitting = [c for c, point in own.items() if is_original(dict(c)) or self._kernel_fits(point)]
+        return fitting[-1:]
 
     def _settle(self, problem: UserProblem, default: Choice, best: Choice) -> UserPromotion:
         """The choice after a duel of the best with the one in use; no duel is fought twice.

@@ -14,9 +14,8 @@ from phasewise.cli.present import fail, note, on_one_line, print_json, say, say_
 from phasewise.loadtest.settings import EmbedLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from phasewise.loadtest.client import LoadClient
+    from phasewise.loadtest.embed import Texts
 
 
 def embed(
@@ -63,29 +62,28 @@ def embed(
         fail(f"none of {counted(sum(own['requests'] for own in loads), 'request')} was answered", 1)
 
 
-async def _measured(
-    client: LoadClient, load: EmbedLoad, texts: Callable[[int], list[str]], slo_s: float | None
-) -> dict[str, Any]:
+async def _measured(client: LoadClient, load: EmbedLoad, texts: Texts, slo_s: float | None) -> dict[str, Any]:
     """Measure the most clients within the SLO, the load at a rate, or one load for each number of clients."""
-    from phasewise.loadtest.arrivals import RequestPace
-    from phasewise.loadtest.embed import TextBatches, figures, highest_concurrency, send_batches
+    from phasewise.loadtest.embed import figures, highest_concurrency, send_batches
+    from phasewise.loadtest.send import RequestPace
 
     if load.find and slo_s is not None:
         most = await highest_concurrency(
             client, texts, slo_s, report=lambda c, s: note(f"{c} at once: {1e3 * s:.0f} ms")
         )
         return {"slo_s": slo_s, "highest_concurrency": most, "loads": []}
-    batches = TextBatches(texts(load.requests * load.inputs), load.inputs)
+    whole = texts(load.requests * load.inputs)
+    batches = [whole[start : start + load.inputs] for start in range(0, len(whole), load.inputs)]
     loads, rate = [], load.rate
     for value in (load.concurrency or [32]) if rate is None else [rate]:
         pace = RequestPace(rate, most_at_once=int(value) if rate is None else None)
         sent = await send_batches(client, batches, pace, load.seed)
-        of_load = figures(sent.outcomes, batches, sent.duration_s, slo_s)
+        of_load = figures(sent, batches, slo_s)
         loads.append({"concurrency" if rate is None else "rate": value, **of_load})
     return {"slo_s": slo_s, "loads": loads}
 
 
-def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
+def _texts(load: EmbedLoad) -> Texts:
     """Make a function from a count to that many texts: lines of the file, repeated, else drawn texts."""
     from phasewise.loadtest.embed import lengths_of, texts_of_lengths
     from phasewise.workflows.embed.run import lines_of
@@ -100,11 +98,7 @@ def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
 
 
 def _line(load: dict[str, Any]) -> str:
-    how = (
-        f"{number(load['rate'])} requests/s"
-        if "rate" in load
-        else f"{counted(load['concurrency'], 'client')}"
-    )
+    how = f"{number(load['rate'])} requests/s" if "rate" in load else counted(load["concurrency"], "client")
     ms = load["latency_ms"]
     promise = "" if load["within_slo"] is None else f", {percent(load['within_slo'], 1)} within the SLO"
     counts = f"{how}: {load['ok']} answered, {load['busy']} busy, {load['failed']} failed"

@@ -54,6 +54,7 @@ def run(
     turn. Ctrl-C prints the rows that are measured.
     """
     from phasewise.workflows.bench.model_speed import check_context
+    from phasewise.workflows.evaluate.run import until_interrupted
     from phasewise.workflows.opening.open_model import check_settings, open_model
 
     names = [*(models or ()), *(name for given in more_models or () for name in _model_names(given))]
@@ -75,15 +76,12 @@ def run(
             if explain:
                 _explain(opened, tests, formats)
             opened_models.append(opened)
-    rows: list[ModelRow] = []
-    try:
-        rows.extend(_measured(opened_models, formats, workloads, running))
-    except KeyboardInterrupt:
-        if not rows:
-            raise
-        tables.show_rows(output, rows, table_of(rows, wide=wide), quoted=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+    rows, is_whole = until_interrupted(_measured(opened_models, formats, workloads, running))
+    if not rows:
+        raise KeyboardInterrupt
     tables.show_rows(output, rows, table_of(rows, wide=wide), quoted=True)
+    if not is_whole:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _measured(

@@ -13,7 +13,7 @@ import typer
 from phasewise._options import REQUIRED, argument, option
 from phasewise._words import counted
 from phasewise.cli.options import Form
-from phasewise.cli.present import EXIT_INTERRUPTED
+from phasewise.cli.present import EXIT_INTERRUPTED, check_target, fail, note, owns_stdout, say, write_target
 from phasewise.cli.status_line import status_line
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 
@@ -50,7 +50,6 @@ def serve(
     prints what was measured.
     """
     from phasewise.cli.commands.bench.serve_text import FORMATS, draw_report
-    from phasewise.cli.present import check_target, fail, note, owns_stdout, say, write_target
     from phasewise.loadtest.session import load_test_of, run_load_test
 
     check_target(plot)
@@ -72,7 +71,7 @@ def serve(
 
 
 @contextmanager
-def load_progress(n_requests: int) -> Iterator[Callable[[RequestOutcome], bool]]:
+def load_progress(n_requests: int) -> Iterator[Callable[[RequestOutcome], None]]:
     """Yield an observer that counts outcomes on a status line, which is removed at the end."""
     counts = {"answered": 0, "failed": 0}
 
@@ -82,10 +81,9 @@ def load_progress(n_requests: int) -> Iterator[Callable[[RequestOutcome], bool]]
 
     with status_line(line_every_s=math.inf) as status:
 
-        def observe(outcome: RequestOutcome) -> bool:
+        def observe(outcome: RequestOutcome) -> None:
             counts["answered"] += 1
             counts["failed"] += outcome.failure is not None
             status.show(line)
-            return False
 
         yield observe

@@ -33,11 +33,11 @@ LEAST_MS = 0.01
 
 def fields_of(report: LoadReport) -> dict[str, Any]:
     """The report's JSON fields: vLLM's fields first, in its order and with its meaning, then our own."""
-    return {**_header(report), **flat_result(report.measured, report.slo), **_own_fields(report)}
+    return {**_header(report), **flat_result(report.measured, report.test.slo), **_own_fields(report)}
 
 
 def _header(report: LoadReport) -> dict[str, Any]:
-    target, pace = report.target, report.pace
+    target, pace = report.test.target, report.test.pace
     backend = "openai-chat" if target.is_chat else "openai"
     return {
         "schema_version": SCHEMA_VERSION,
@@ -55,7 +55,7 @@ def _header(report: LoadReport) -> dict[str, Any]:
 
 
 def _own_fields(report: LoadReport) -> dict[str, Any]:
-    measured, slo = report.measured, report.slo
+    measured, slo = report.measured, report.test.slo
     fields: dict[str, Any] = {
         "arrivals": arrivals_of(report),
         "prompts": report.prompts,
@@ -65,9 +65,9 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
         "was_interrupted": report.was_stopped,
     }
     if slo is not None:
-        fields["goodput_slo_ms"] = slo.promises()
+        fields["goodput_slo_ms"] = slo.named()
         fields["slo_attainment"] = attainment(measured.outcomes, slo)
-    if report.is_search:
+    if report.test.promises.find_rate:
         fields["goodput_rate"] = report.found_rate
         fields["probes"] = [_probe_fields(probe) for probe in report.probes]
     return fields
@@ -75,7 +75,7 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
 
 def arrivals_of(report: LoadReport) -> str:
     """The kind of arrivals: `closed-loop`, `trace` or `poisson`."""
-    pace = report.pace
+    pace = report.test.pace
     if pace.is_closed_loop:
         return "closed-loop"
     return "trace" if pace.instants_s is not None else "poisson"
@@ -109,7 +109,7 @@ def as_md(report: LoadReport) -> str:
     parts = [_totals(report, fields)]
     if fields["completed"]:
         parts.append(_latencies(fields))
-    if report.is_search:
+    if report.test.promises.find_rate:
         parts.append(_probes(report))
     if fields["failures"]:
         parts.append(_failures(report))
@@ -135,18 +135,18 @@ def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
         *([] if cached is None else [("prompt tokens from the cache", percent(cached, 1))]),
         ("this client's CPU", f"{percent(fields['client_cpu_share'], 1)} of a core"),
     ]
-    if report.slo is not None:
+    if report.test.slo is not None:
         rows += _goodput(report, fields)
-    return _table(rows, [on_one_line(report.target.model), "measured"])
+    return _table(rows, [on_one_line(report.test.target.model), "measured"])
 
 
 def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]]:
-    promise = report.slo.describe() if report.slo else ""
+    promise = report.test.slo.describe() if report.test.slo else ""
     rows = [
         (f"goodput at {promise} ms", f"{fields['request_goodput']:.3f} requests/s"),
         ("SLO attainment", percent(fields["slo_attainment"], 1)),
     ]
-    if report.is_search:
+    if report.test.promises.find_rate:
         rate = report.found_rate
         shown = "none that was tried" if rate is None else f"{rate:.3f} requests/s"
         rows.append((f"highest rate that keeps P{100 * GOAL:.0f}", shown))
@@ -193,14 +193,14 @@ def draw_report(report: LoadReport) -> str | None:
         panels.append(_latencies_panel(report))
     if not panels:
         return None
-    promises = "" if report.slo is None else f"promises: {report.slo.describe()} ms; "
+    promises = "" if report.test.slo is None else f"promises: {report.test.slo.describe()} ms; "
     return draw_chart(
         Chart(
             title=f"Latencies of {_short(report)}",
             caption=f"{promises}{counted(len(report.measured.complete), 'answer')}; {report.date:%Y-%m-%d}",
             x_name="requests/s",
             y_name="share of requests",
-            limit_name=f"P{100 * GOAL:.0f}" if report.slo is None else f"goal: {percent(GOAL)}",
+            limit_name=f"P{100 * GOAL:.0f}" if report.test.slo is None else f"goal: {percent(GOAL)}",
             emphasised=_short(report),
             panels=panels,
         )
@@ -215,7 +215,7 @@ def _latencies_panel(report: LoadReport) -> Panel:
     }
     instants = [ms for line in lines.values() for ms, _ in line]
     goal = _goal([(min(instants), GOAL), (max(instants), GOAL)])
-    at_rate = "" if report.pace.rate is None else f", {number(report.pace.rate, 3)} requests/s"
+    at_rate = "" if report.test.pace.rate is None else f", {number(report.test.pace.rate, 3)} requests/s"
     return Panel(f"latencies{at_rate}", lines, goal, x_name="milliseconds, at most")
 
 
@@ -234,7 +234,7 @@ def _rates_panel(report: LoadReport) -> Panel:
 
 def _short(report: LoadReport) -> str:
     """The model's name, or the last part of a path: some servers name a model by its file."""
-    return on_one_line(report.target.model.rstrip("/").rpartition("/")[2])
+    return on_one_line(report.test.target.model.rstrip("/").rpartition("/")[2])
 
 
 def _goal(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -9,8 +9,8 @@ from phasewise._options import REQUIRED, argument, option
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.db import rows as db_rows
-from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db.rows import ListedSchedules, Section
+from phasewise.cli.commands.db.sharing import diff, export, gc, import_, merge, pull, push
 from phasewise.cli.options import JsonOption, complete_name
 from phasewise.cli.present import note
 from phasewise.cli.tables import present
@@ -25,13 +25,8 @@ $ phasewise db show
 $ phasewise db export --in-use > tuned.jsonl"""
 
 app = CommandApp(help=HELP)
-app.command("export")(db_sharing.export)
-app.command("import")(db_sharing.import_)
-app.command("merge")(db_sharing.merge)
-app.command("diff")(db_sharing.diff)
-app.command("push")(db_sharing.push)
-app.command("pull")(db_sharing.pull)
-app.command("gc")(db_sharing.gc)
+for command in (export, import_, merge, diff, push, pull, gc):
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 PhaseName = Literal["prefill", "decode"]
@@ -67,13 +62,11 @@ def show(
     printed, of predictors' scores the newest dozen; --wide prints all, --json
     too.
     """
-    name, exists = _where(db)
+    name, exists = _where(db, told=True)
     plans: list[PlanRecord] = []
     scores: list[PredictorScore] = []
     listed = ListedSchedules()
-    if exists is False:
-        note(f"there is no database at {name} yet")
-    else:
+    if exists is not False:
         from phasewise.cython_kernels._native import kernel_abis
         from phasewise.kerneldb.records import PlanRecord, PredictorScore
         from phasewise.kerneldb.store import open_store
@@ -115,11 +108,9 @@ def stats(db: str | None = DB(None), as_json: JsonOption = False) -> None:
     $ phasewise db stats
     $ phasewise db stats --db other.db
     """
-    name, exists = _where(db)
+    name, exists = _where(db, told=True)
     fields: dict[str, Any] = {"database": name, "exists": False}
-    if exists is False:
-        note(f"there is no database at {name} yet")
-    else:
+    if exists is not False:
         from phasewise.cython_kernels._native import kernel_abis
         from phasewise.kerneldb.store import open_store
 
@@ -218,9 +209,11 @@ def set_plan(
     present(as_json, fields, [f"{key}, {plan.describe()}"])
 
 
-def _where(db: str | None) -> tuple[str, bool | None]:
-    """The database's name without its password, and whether it exists; None for a server."""
+def _where(db: str | None, *, told: bool = False) -> tuple[str, bool | None]:
+    """The database's name without its password, and whether it exists (None: a server). told: say if not."""
     from phasewise.kerneldb.location import locate
 
     location = locate(db)
+    if told and location.is_absent:
+        note(f"there is no database at {location.name} yet")
     return location.name, None if location.file is None else not location.is_absent

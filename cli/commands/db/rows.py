@@ -318,12 +318,8 @@ def _verdict(words: str | None) -> str:
 
 def diff_fields(diff: Diff) -> dict[str, Any]:
     """JSON fields of all differences; null for a database that knows nothing of the key."""
-    machines = labels(
-        [
-            *(difference.key.machine for difference in diff.differences),
-            *(difference.machine for difference in diff.others),
-        ]
-    )
+    keys = [difference.key.machine for difference in diff.differences]
+    machines = labels([*keys, *(difference.machine for difference in diff.others)])
     return {
         "same": diff.same,
         "differences": [_difference(difference, machines) for difference in diff.differences],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,7 +62,8 @@ def push(
     from phasewise.workflows.database.remote import push as push_rows
 
     if dry_run:
-        previewed = preview(db, leaving, _unwritten if as_json else write_out, note)
+        counted_only = deque[str](maxlen=0).extend  # every line is read, and none is kept
+        previewed = preview(db, leaving, counted_only if as_json else write_out, note)
         if as_json:
             print_json({"remote": remote, **vars(previewed)})
             return
@@ -74,12 +76,6 @@ def push(
     fields = {"remote": remote, "bundles": done.bundles, "new": len(done.new), "serial": done.index.serial}
     told = f"{counted(len(done.new), 'new bundle')}; the index has the digest\n{done.digest}"
     present(as_json, {**fields, "digest": done.digest}, [told])
-
-
-def _unwritten(lines: Iterable[str]) -> None:
-    """Read all lines and drop them, so that the counter of fields sees every line."""
-    for _ in lines:
-        pass
 
 
 def _tell(bundles: list[Bundle]) -> None:
@@ -254,7 +250,6 @@ def gc(
     for build, winners in garbage.spared.items():
         lines.append(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
     if keep is not None:
-        lines.append(
-            f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}"
-        )
+        verb = "would summarise" if dry_run else "summarised"
+        lines.append(f"{verb} {counted(garbage.summarised, 'timing')}")
     present(as_json, {"dry_run": dry_run, **vars(garbage)}, lines)

@@ -99,7 +99,7 @@ def check(
 
     isas = isa or ["portable", "avx2", "avx512", "neon"]
     outcomes = checked(kernel, against, isas, cases, parse_settings(settings), include or [], define or [])
-    present(as_json, {"targets": list(map(checked_fields, outcomes))}, [checked_text(outcomes)])
+    present(as_json, {"targets": list(map(checked_fields, outcomes))}, map(checked_text, outcomes))
 
 
 @app.command("emit")

@@ -16,30 +16,21 @@ if TYPE_CHECKING:
     from phasewise.workflows.user_kernels.tune import ShapeOutcome
 
 
-def checked_text(outcomes: Sequence[Checked]) -> str:
-    """Text of a check: one line for each instruction set."""
-    return "\n".join(f"{outcome.target:14} {_verdict(outcome)}" for outcome in outcomes)
-
-
-def _verdict(outcome: Checked) -> str:
-    if outcome.verdict is None:
-        return f"not run: {outcome.missing}"
-    if outcome.verdict.is_exact:
-        return f"{counted(outcome.verdict.cases, 'call')}, all bits equal"
-    return f"{counted(outcome.verdict.cases, 'call')}, at most {outcome.verdict.worst:.2e} from the original"
+def checked_text(outcome: Checked) -> str:
+    """Text of a check's verdict for one target."""
+    verdict = outcome.verdict
+    if verdict is None:
+        return f"{outcome.target:14} not run: {outcome.missing}"
+    bits = "all bits equal" if verdict.is_exact else f"at most {verdict.worst:.2e} from the original"
+    return f"{outcome.target:14} {counted(verdict.cases, 'call')}, {bits}"
 
 
 def checked_fields(outcome: Checked) -> dict[str, Any]:
     """JSON fields of a check's verdict for one target."""
-    if outcome.verdict is None:
-        return {"target": outcome.target, "missing": outcome.missing}
-    verdict = outcome.verdict
-    return {
-        "target": outcome.target,
-        "cases": verdict.cases,
-        "worst": verdict.worst,
-        "exact": verdict.is_exact,
-    }
+    verdict, target = outcome.verdict, outcome.target
+    if verdict is None:
+        return {"target": target, "missing": outcome.missing}
+    return {"target": target, "cases": verdict.cases, "worst": verdict.worst, "exact": verdict.is_exact}
 
 
 def listed_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:

@@ -114,9 +114,7 @@ def _against_table(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -
     alike: list[list[Versus]] = []
     for versus in verdict.against:
         plan = versus.reference.plan
-        same = [
-            row for row in alike if plan and row[0].reference.plan and same_cores(plan, row[0].reference.plan)
-        ]
+        same = [row for row in alike if plan and row[0].reference.has(plan)]
         if same:
             same[0].append(versus)
         else:
@@ -180,12 +178,8 @@ def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) ->
 
 def _kept_name(verdict: PhaseVerdict) -> str:
     """The name of the reference that has the plan's cores."""
-    names = [
-        _short_name(versus.reference)
-        for versus in verdict.against
-        if versus.reference.plan and same_cores(versus.reference.plan, verdict.plan)
-    ]
-    return names[0] if names else "a reference"
+    like = (versus.reference for versus in verdict.against if versus.reference.has(verdict.plan))
+    return next(map(_short_name, like), "a reference")
 
 
 def _run_lines(result: Found) -> Iterator[str]:
@@ -197,15 +191,14 @@ def _run_lines(result: Found) -> Iterator[str]:
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
     yield f"{sums['pruned']} stopped early; {clock(round(result.elapsed_s))}."
-    kernels = [tuned_round for run in (result, *result.bands) for tuned_round in run.kernels]
+    runs = (result, *result.bands)
+    kernels = [tuned_round for run in runs for tuned_round in run.kernels]
     if any(tuned_round.outcome.gains for tuned_round in kernels):
         tuned = sum(not gain.is_default for tuned_round in kernels for gain in tuned_round.outcome.gains)
         count = sum(len(tuned_round.outcome.gains) for tuned_round in kernels)
         products = f"{tuned} of {counted(count, 'product')}"
         yield f"Kernels: {products} faster than by default on the finalists' cores."
-    disturbed, laps = (
-        sum(getattr(run, name) for run in (result, *result.bands)) for name in ("disturbed", "laps")
-    )
+    disturbed, laps = (sum(getattr(run, name) for run in runs) for name in ("disturbed", "laps"))
     if disturbed > DISTURBED_LAPS * max(1, laps):
         yield f"The machine was busy during {disturbed} of {counted(laps, 'timing')}."
     yield from _closing_lines(result)

@@ -66,22 +66,20 @@ def tune_kernels(
     if settings.kernel is not None:
         _tune_user_kernel(settings, machine, deadline_s, as_json)
         return
-    _pull(remote, settings)
-    rounds, opened = _rounds(settings, machine, model)
-    tuned = _tune(rounds, settings, machine, deadline_s, opened)
-    _print_tuned(tuned, settings.resume, as_json)
-    if tuned[-1].is_interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _pull(remote: Remote, settings: TuneKernelsSettings) -> None:
-    """Import from a remote for cores like these, within half of the budget."""
-    from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
-    from phasewise.workflows.opening.first_start import pull_what_fits
-
     if remote.remote is not None:
+        from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
+        from phasewise.workflows.opening.first_start import pull_what_fits
+
         remote.trust()
         pull_what_fits(remote, settings.db, min(FIRST_S, FIRST_SHARE * settings.budget_s), note)
+    rounds, opened = _rounds(settings, machine, model)
+    tuned = _tune(rounds, settings, machine, deadline_s, opened)
+    from phasewise.cli.commands.tune_kernels.text import tuned_fields, tuned_text
+
+    parts = [["", *tuned_text(tuned_round, resume=settings.resume)] for tuned_round in tuned]
+    present(as_json, {"rounds": list(map(tuned_fields, tuned))}, list(chain(*parts))[1:])
+    if tuned[-1].is_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _tune_user_kernel(
@@ -104,11 +102,9 @@ def _tune_user_kernel(
     text, name = read_text(settings.kernel), str(settings.kernel)
     function, target = read(text, name), target_named(settings.isa or best_target(text))
     wanted = parse_kernel_shapes(settings.shapes, function)
-    original = None
+    original, of_c = None, (settings.include or [], settings.define or [])
     if settings.against is not None:
-        original = original_of(
-            settings.against, function, target, settings.include or [], settings.define or []
-        )
+        original = original_of(settings.against, function, target, *of_c)
     with open_store(settings.db, note) as store:
         setting = KernelSetting(
             text, name, target, core_signature(machine), machine.allowed_cores()[-1][0], store,
@@ -177,10 +173,3 @@ def _tune(
         model = None if opened is None else opened.model
         left_s = max(LEAST_S, deadline_s - time.monotonic())
         return tune_rounds(rounds, machine, db, left_s, settings.resume, lock, note, progress, model)
-
-
-def _print_tuned(tuned: list[TunedRound], resume: bool, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_kernels.text import tuned_fields, tuned_text
-
-    parts = [["", *tuned_text(tuned_round, resume=resume)] for tuned_round in tuned]
-    present(as_json, {"rounds": list(map(tuned_fields, tuned))}, list(chain(*parts))[1:])

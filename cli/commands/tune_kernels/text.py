@@ -126,18 +126,17 @@ def storage_rows(tuned: TunedRound) -> list[StorageRow]:
 
 def attention_text(row: AttentionRow) -> str:
     """A schedule of attention in words, e.g. `8 of 64 rows`."""
-    schedule = row.schedule
-    return (
-        f"pieces of {schedule.block_k} positions"
-        if row.m == 1
-        else f"{schedule.mr} of {counted(schedule.block_m, 'row')}"
-    )
+    if row.m == 1:
+        return f"pieces of {row.schedule.block_k} positions"
+    return f"{row.schedule.mr} of {counted(row.schedule.block_m, 'row')}"
 
 
 def _task_table(tuned: TunedRound, task: Task) -> RowTable:
     gains = _gains_of(tuned, task)
     rows = [product_row(tuned, gain) for gain in gains]
-    return table_of_rows(rows, title=f"{task_name(task)} ({_arithmetic_text(gains[0])})")
+    path, parts = gains[0].schedule.compute_path, gains[0].schedule.k_parts
+    divided = "" if parts == 1 else f", k in {counted(parts, 'part')}"
+    return table_of_rows(rows, title=f"{task_name(task)} ({path}{divided})")
 
 
 def product_row(tuned: TunedRound, gain: Gain) -> ProductRow:
@@ -165,11 +164,6 @@ def schedule_text(gain: ProductRow) -> str:
         f"{schedule.mr}x{schedule.nr} {schedule.block_m}x{schedule.block_n}x{schedule.block_k} "
         f"{schedule.loop_order} {schedule.threads_m}x{schedule.threads_n}x{schedule.threads_k}"
     )
-
-
-def _arithmetic_text(gain: Gain) -> str:
-    parts = gain.schedule.k_parts
-    return gain.schedule.compute_path + ("" if parts == 1 else f", k in {counted(parts, 'part')}")
 
 
 def _closing_lines(tuned: TunedRound, resume: bool) -> list[str | RowTable]:

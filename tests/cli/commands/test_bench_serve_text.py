@@ -21,14 +21,16 @@ from phasewise.cli.commands.bench.serve_text import (
     draw_report,
     fields_of,
 )
-from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import Target
 from phasewise.loadtest.metrics import FailureKind, Measured, RequestOutcome
-from phasewise.loadtest.session import LoadReport, RateProbe
+from phasewise.loadtest.send import RequestPace
+from phasewise.loadtest.session import LoadReport, LoadTest, RateProbe
+from phasewise.loadtest.settings import Promises, SentLengths
+from phasewise.tuner.config.slo import LatencyBounds
 from tests.support import SHARED
 from tests.support.tiers import examples
 
-SLO = LatencySlo(200.0, 50.0)
+SLO = LatencyBounds(200.0, 50.0)
 
 
 OUTCOMES = (
@@ -44,17 +46,15 @@ def report(outcomes: Sequence[RequestOutcome] = OUTCOMES, **more: Any) -> LoadRe
         RateProbe(2.0, Measured(outcomes[:1], 1.0, 0.0), 1.0, True),
         RateProbe(4.0, Measured(outcomes, 1, 0), 0.3, False),
     )
+    target, wanted = Target("http://127.0.0.1:1", "models/tiny"), Promises("ttft=200ms", find_rate=True)
     return LoadReport(
-        Target("http://127.0.0.1:1", "models/tiny"),
+        LoadTest(target, (), RequestPace(2.0), SLO, SentLengths(), wanted, None),
         datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         3,
-        RequestPace(2.0),
-        SLO,
         Measured(outcomes, 2.0, 0.02),
         "random token ids",
-        probes,
-        2.0,
-        is_search=True,
+        probes=probes,
+        found_rate=2.0,
         **more,
     )
 
@@ -111,7 +111,8 @@ def test_the_picture_has_both_curves_and_the_goal() -> None:
 
 
 def test_nothing_is_drawn_of_requests_without_answers_and_promises() -> None:
-    failed = replace(report([OUTCOMES[2]]), slo=None, probes=())
+    searched = report([OUTCOMES[2]])
+    failed = replace(searched, test=replace(searched.test, slo=None), probes=())
 
     assert draw_report(failed) is None
 

@@ -28,7 +28,7 @@ from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.workflows.opening.open_model import OpenModel
-from phasewise.workflows.replay.run import ReceiptVerdict, replay_receipts
+from phasewise.workflows.replay.run import GivenReceipt, ReceiptVerdict, Replayer
 from tests.support.servers.fake_engine import run_all
 from tests.support.servers.pools import (
     guides_of,
@@ -115,7 +115,8 @@ def replay(model: PackedModel) -> Callable[..., list[ReceiptVerdict]]:
 
 def replayed(model: PackedModel, some: Iterable[Receipt]) -> list[ReceiptVerdict]:
     plans = {plan.phase: plan for plan in plans_of(1)}
-    return replay_receipts(OpenModel(model, plans, {}, StorageChoice()), some, pinned=False)
+    with Replayer(OpenModel(model, plans, {}, StorageChoice()), pinned=False) as replayer:
+        return [replayer.verdict(GivenReceipt(receipt.request_id, receipt)) for receipt in some]
 
 
 def test_every_receipt_is_confirmed(

@@ -66,7 +66,8 @@ class FixedSizes(Sizes):
 
     def first(self, demand: Demand) -> Size:
         answered = demand.held_tokens - demand.prompt_tokens
-        bucket = self._bucket(max(_expected(demand, self.large_bound), answered + 1))
+        expected = self.large_bound if demand.estimate is None else demand.estimate.output_tokens
+        bucket = self._bucket(max(expected, answered + 1))
         return self._size(demand, self.bounds[bucket], bucket)
 
     def next(self, demand: Demand, n_positions: int) -> Size:
@@ -90,10 +91,6 @@ class FixedSizes(Sizes):
         return Size(n_positions, n_positions, bucket)
 
 
-def _expected(demand: Demand, longest: int) -> float:
-    return longest if demand.estimate is None else demand.estimate.output_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class ComparedSettings(PoolSettings):
     """Settings of all policies that are compared."""
@@ -104,29 +101,14 @@ class ComparedSettings(PoolSettings):
     """Policy `fixed`: number of buckets."""
 
 
-def _static(n_slots: int, settings: ComparedSettings) -> KvPool:
-    return ContiguousPool(n_slots, StaticSizes(settings.longest_request))
-
-
-def _fixed(n_slots: int, settings: ComparedSettings) -> KvPool:
-    longest = settings.answer_tokens or settings.longest_request
-    return ContiguousPool(n_slots, FixedSizes(longest, settings.n_fixed))
-
-
-def _whole(n_slots: int, settings: ComparedSettings) -> KvPool:
-    return ContiguousPool(n_slots, WholeBuckets(settings))
-
-
-def _short_pages(n_slots: int, settings: ComparedSettings) -> KvPool:
-    return POLICIES["paged"](n_slots, replace(settings, page_slots=16))
-
-
 KV_POLICIES: Mapping[str, Callable[[int, ComparedSettings], KvPool]] = {
     **POLICIES,
-    "static": _static,
-    "fixed": _fixed,
-    "odma-whole": _whole,
-    "paged-16": _short_pages,
+    "static": lambda n_slots, own: ContiguousPool(n_slots, StaticSizes(own.longest_request)),
+    "fixed": lambda n_slots, own: ContiguousPool(
+        n_slots, FixedSizes(own.answer_tokens or own.longest_request, own.n_fixed)
+    ),
+    "odma-whole": lambda n_slots, own: ContiguousPool(n_slots, WholeBuckets(own)),
+    "paged-16": lambda n_slots, own: POLICIES["paged"](n_slots, replace(own, page_slots=16)),
 }
 """The policies that `bench kv` compares, by name: those that serve come first."""
 

@@ -45,9 +45,11 @@ TraceRequests: TypeAlias = tuple[TraceRequest, ...]
 
 def read_samples(text: str, wish: ReplayWish, report: Report = silent) -> TraceRequests:
     """Read at most `wish.count` requests, in order, of `text`: a file's name or a distribution."""
-    if text.endswith(".csv") and not _is_azure(text):
+    if text.endswith(".csv") and "ContextTokens" not in _first_line(text):
         samples = _column(text, wish)
-    elif text.endswith((".jsonl", ".jsonl.xz")) and (wish.model is not None or _is_length_log(text)):
+    elif text.endswith((".jsonl", ".jsonl.xz")) and (
+        wish.model is not None or '"prompt_token_ids"' in _first_line(text)
+    ):
         samples = _logged(text, wish.model, report)
     else:
         requests = load_trace(text, wish.count, wish.seed)[: wish.count]
@@ -149,14 +151,6 @@ def limit_for(trace: Trace, text: str) -> int:
     raise TraceError(f"no max_tokens lets static pre-allocation reach {text} on this trace")
 
 
-def _is_azure(path: str) -> bool:
-    return "ContextTokens" in _first_line(path)
-
-
-def _is_length_log(path: str) -> bool:
-    return '"prompt_token_ids"' in _first_line(path)
-
-
 def _first_line(path: str) -> str:
     """The first line of a file; empty if unreadable, since reading the whole file then raises the error."""
     try:
@@ -228,17 +222,9 @@ def _facts_of(samples: TraceRequests) -> list[PromptFacts]:
     return facts
 
 
-def _exact(trace: Trace) -> Estimates:
-    return tuple(Estimate(request.output_tokens, 0.0) for request in trace)
-
-
 def _constant(trace: Trace) -> Estimates:
     mean = statistics.fmean(request.output_tokens for request in trace)
     return (Estimate(mean, 0.0),) * len(trace)
-
-
-def _none(trace: Trace) -> Estimates:
-    return (None,) * len(trace)
 
 
 def _erring(trace: Trace, sigma: float, rng: random.Random) -> Estimates:
@@ -249,8 +235,8 @@ def _erring(trace: Trace, sigma: float, rng: random.Random) -> Estimates:
 
 
 _ESTIMATORS: Mapping[str, Callable[[Trace], Estimates]] = {
-    "none": _none,
-    "exact": _exact,
+    "none": lambda trace: (None,) * len(trace),
+    "exact": lambda trace: tuple(Estimate(request.output_tokens, 0.0) for request in trace),
     "constant": _constant,
 }
 

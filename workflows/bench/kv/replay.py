@@ -18,7 +18,6 @@ from functools import partial
 from phasewise._rows import Row, column
 from phasewise._words import NOTHING, counted, percent
 from phasewise.serving.errors import RequestError
-from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.pools.pool import KvPool
 from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
@@ -96,20 +95,14 @@ def replay_of(traces: Sequence[str], wish: ReplayWish, report: Report = silent) 
     off = [
         f"{text}: {how_far_off(trace, predicted)}" for text, predicted in estimates.items() if text != "none"
     ]
-    story = "; ".join([story_of(trace, limit, wish.seed), *off])
+    filled = {name: percent(share, 1) for name, share in static_shares(trace, limit).items()}
+    story = (
+        f"{describe(trace)}; max_tokens {limit}, with which static pre-allocation fills {filled['final']} of"
+        f" its blocks in the end and {filled['live']} over time; seed {wish.seed}"
+    )
     pool = ComparedSettings(longest_request=longest, answer_tokens=limit)
     replay = Replay(trace, estimates, limit, wish.slots, pool, wish.max_sequences)
-    return replay, story
-
-
-def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
-    """Describe a trace and its limit in a line of text."""
-    shares = static_shares(trace, max_tokens)
-    return (
-        f"{describe(trace)}; max_tokens {max_tokens}, with which static pre-allocation fills "
-        f"{percent(shares['final'], 1)} of its blocks in the end and {percent(shares['live'], 1)} over time;"
-        f" seed {seed}"
-    )
+    return replay, "; ".join([story, *off])
 
 
 class KvRow(Row):
@@ -222,25 +215,18 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
 
 def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums) -> None:
     """Run steps until every request has ended; all requests wait from the first step on."""
-    for number, estimate in enumerate(estimates):
-        why = _add(scheduler, replay, number, estimate)
-        sums.failed_why = sums.failed_why or why
+    stops = frozenset({STOPS})
+    for number, (request, estimate) in enumerate(zip(replay.trace, estimates, strict=True)):
+        prompt = (GOES_ON,) * request.prompt_tokens
+        try:
+            scheduler.add(Request(str(number), prompt, replay.max_tokens, stops, estimate))
+        except RequestError as error:  # it can never run
+            sums.failed_why = sums.failed_why or str(error)
         sums.unbegun.add(str(number))
     while scheduler.has_work:
         _step(replay, scheduler, sums)
         scheduler.pool.refresh()
         sums.step += 1
-
-
-def _add(scheduler: Scheduler, replay: Replay, index: int, estimate: Estimate | None) -> str:
-    """Add a request; return why the request can never run, or an empty text."""
-    prompt = (GOES_ON,) * replay.trace[index].prompt_tokens
-    stops = frozenset({STOPS})
-    try:
-        scheduler.add(Request(str(index), prompt, replay.max_tokens, stops, estimate))
-    except RequestError as error:
-        return str(error)
-    return ""
 
 
 def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
