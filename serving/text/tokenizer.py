@@ -10,7 +10,7 @@ import codecs
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -51,7 +51,8 @@ class TextCutter:
     ids that the model has no row for are refused, and BOS stands first where the configuration wants it
     though the file adds none. Raises ModelError."""
 
-    def __init__(self, text: str, config: TokenizerFacts | None) -> None:
+    def __init__(self, text: str, config: TokenizerFacts | None = None) -> None:
+        """`text`: a tokenizer.json, whose padding and truncation are left out."""
         is_risky = risk_of(text) is not None
         self._confined = ConfinedTokenizer(text) if is_risky else None
         with library_errors(ModelError, "the tokenizer cannot be read", _ADVICE):
@@ -71,11 +72,6 @@ class TextCutter:
                 )
             if config.add_bos and config.bos_token_id not in self._cut("ids", [""], special=True)[0]:
                 self._bos_first = config.bos_token_id
-
-    @classmethod
-    def from_json(cls, text: str, config: TokenizerFacts | None = None) -> Self:
-        """A tokenizer from the text of a tokenizer.json, without its padding and truncation."""
-        return cls(text, config)
 
     @cached_property
     def longest_token(self) -> int:
@@ -127,11 +123,6 @@ class Tokenizer(TextCutter):
         self._byte_level = "ByteLevel" in decoder
         self._pieces: dict[int, bytes] = {}
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens with a name; the model's matrix may have more rows."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
     def id_of(self, token: str) -> int | None:
         """The id of the token with exactly this text; None if there is none."""
         return self._backend.token_to_id(token)
@@ -176,50 +167,22 @@ class Tokenizer(TextCutter):
             return bytes([int(token[3:5], 16)])
         return token.replace(SPACE_MARK, " ").encode()
 
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True, from_start: bool = False) -> str:
-        """The text that these tokens add to the text before them, with U+FFFD for invalid UTF-8.
-        `from_start`: leave out the space that SentencePiece-style vocabularies put in front of a text."""
-        stream = DetokenizeStream(self, skip_special=skip_special, from_start=from_start)
-        return "".join(map(stream.push, ids)) + stream.flush()
-
-    @cached_property
-    def adds_space(self) -> bool:
-        """True if a text gets a space in front before it is cut, as with SentencePiece."""
-        return b"".join(map(self.piece, self.encode("a", False))).startswith(b" ")
-
 
 class DetokenizeStream:
-    """A decoder of a stream of tokens that gives out each character once its last byte has come. Results of
-    `push` and a last `flush` add up to `Tokenizer.decode` of the ids. `shown`: special tokens not to skip."""
+    """A decoder of a stream of tokens: gives out each character once its last byte has come, and U+FFFD for
+    invalid UTF-8. Special tokens have no text, except those in `shown`."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special: bool = True,
-        from_start: bool = False,
-        shown: frozenset[int] = frozenset(),
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids - shown if skip_special else frozenset()
-        self._drop_space = from_start and tokenizer.adds_space
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._skipped = tokenizer, tokenizer.special_ids - shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """The text that this token completes."""
-        if token_id in self._skipped:
-            return ""
-        text = self._utf8.decode(self._tokenizer.piece(token_id))
-        if self._drop_space and text:
-            self._drop_space = False
-            return text.removeprefix(" ")
-        return text
+        return "" if token_id in self._skipped else self._utf8.decode(self._tokenizer.piece(token_id))
 
     def flush(self) -> str:
         """U+FFFD for an unfinished character, else ""; resets the stream."""
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
 
 def special_tokens_of(
