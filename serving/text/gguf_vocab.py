@@ -22,8 +22,6 @@ from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 
-_Piece: TypeAlias = "tuple[int | str, int]"
-"""A part of a post-processor's template: a token's id, or the name of a text ("A", "B"), with its type."""
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 SPACE_MARK = "\u2581"
@@ -278,29 +276,18 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     ]
 
 
-def _around(
-    tokens: Mapping[int, str] | Sequence[str], single: Sequence[_Piece], pair: Sequence[_Piece]
-) -> Json:
-    """A post-processor that puts tokens around texts "A" and "B"."""
-    around: dict[str, list[Json]] = {"single": [], "pair": []}
-    ids: dict[str, Json] = {}
-    for parts, pieces in zip(around.values(), (single, pair), strict=True):
-        for what, kind in pieces:
-            if isinstance(what, str):
-                parts.append({"Sequence": {"id": what, "type_id": kind}})
-                continue
-            text = tokens[what]
-            ids[text] = {"id": text, "ids": [what], "tokens": [text]}
-            parts.append({"SpecialToken": {"id": text, "type_id": kind}})
-    return _part("TemplateProcessing", **around, special_tokens=ids)
-
-
 def _bos_and_eos(vocabulary: _Vocabulary, default_bos: int) -> Json:
     """A post-processor that adds BOS and EOS, where the file wants them."""
     bos = vocabulary.special_id("bos", default_bos) if adds_bos(vocabulary.metadata) else None
     eos = vocabulary.special_id("eos") if vocabulary.flag("add_eos_token", False) else None
-    single = [(what, 0) for what in (bos, "A", eos) if what is not None]
-    return _around(vocabulary.tokens, single, single) if len(single) > 1 else None
+    around: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    ids: dict[str, Json] = {}
+    for token_id, place in ((bos, 0), (eos, 2)):
+        if token_id is not None:
+            text = vocabulary.tokens[token_id]
+            around.insert(place, {"SpecialToken": {"id": text, "type_id": 0}})
+            ids[text] = {"id": text, "ids": [token_id], "tokens": [text]}
+    return _part("TemplateProcessing", single=around, pair=around, special_tokens=ids) if ids else None
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
@@ -436,7 +423,6 @@ def _word_pieces(vocabulary: _Vocabulary) -> Json:
         raise ModelError(
             "the metadata name a token that stands in the vocabulary twice; fetch the file again"
         )
-    single: list[_Piece] = [(first, 0), ("A", 0), (last, 0)]
     has_capitals = any(token != token.lower() for token in written if not token.startswith("["))
     return _document(
         _part(
@@ -447,7 +433,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Json:
             vocab=written,
         ),
         [_added(token_id, listed[token_id]) for token_id in sorted({first, last, unknown})],
-        _around(listed, single, [*single, ("B", 1), (last, 1)]),
+        _part("BertProcessing", cls=(listed[first], first), sep=(listed[last], last)),
         normalizer=_part(
             "BertNormalizer",
             clean_text=True,
@@ -470,12 +456,12 @@ def _unigram(vocabulary: _Vocabulary) -> Json:
         except TypeError as error:
             raise ModelError("tokenizer.ggml.precompiled_charsmap is no list of bytes") from error
         normalizers.insert(0, _part("Precompiled", precompiled_charsmap=coded))
-    single: list[_Piece] = [(first, 0), ("A", 0), (last, 0)]
+    cls, sep = ((vocabulary.tokens[token_id], token_id) for token_id in (first, last))
     pieces = list(zip(vocabulary.tokens, map(float, vocabulary.scores()), strict=True))
     return _document(
         _part("Unigram", unk_id=unknown, vocab=pieces, byte_fallback=False),
         [_added(token_id, vocabulary.tokens[token_id]) for token_id in sorted({first, last, unknown})],
-        _around(vocabulary.tokens, single, [*single, (last, 0), ("B", 0), (last, 0)]),
+        _part("RobertaProcessing", cls=cls, sep=sep, trim_offsets=False, add_prefix_space=False),
         normalizer=_part("Sequence", normalizers=normalizers),
         pre_tokenizer=_part("Metaspace", replacement=SPACE_MARK, prepend_scheme="always", split=True),
     )

@@ -198,6 +198,4 @@ def _whole(text: Text) -> Text:
     """The text with U+FFFD for half surrogate pairs."""
     if isinstance(text, tuple):
         return str(_whole(text[0])), str(_whole(text[1]))
-    return (
-        text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    )
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

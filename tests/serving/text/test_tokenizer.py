@@ -264,6 +264,24 @@ def test_phi_3s_control_tokens_take_the_spaces_behind_them() -> None:
     assert named.encode("<s>\n a", False) != named.encode("<s>a", False)
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "expected"),
+    [
+        ("bert", ["[CLS]", "[SEP]", "[UNK]", "▁a", "▁b"], ([0, 3, 1, 4, 1], 3)),
+        ("t5", ["<s>", "</s>", "<unk>", "▁a", "▁b"], ([0, 3, 1, 1, 4, 1], 6)),
+    ],
+)
+def test_pairs_of_an_encoder_have_their_tokens_around_them(
+    model: str, tokens: list[str], expected: tuple[list[int], int]
+) -> None:
+    """As BERT and XLM-R were trained, whose second text has a type of its own or not."""
+    names = ("bos", "eos" if model == "t5" else "seperator", "unknown")
+    ids = {f"tokenizer.ggml.{name}_token_id": token_id for token_id, name in enumerate(names)}
+    metadata = {"tokenizer.ggml.model": model, "tokenizer.ggml.tokens": tokens, **ids}
+
+    assert TextCutter(tokenizer_from_gguf(metadata)).cut([("a", "b")]) == [expected]
+
+
 def _listed(metadata: dict[str, object], key: str) -> list[object]:
     values = metadata[f"tokenizer.ggml.{key}"]
     assert isinstance(values, list)
