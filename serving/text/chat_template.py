@@ -93,8 +93,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 @jinja2.pass_context
 def _unfolded(_: Context, value: Any) -> Any:
-    """The printed value. Because the function takes the context, jinja2 computes nothing while it
-    compiles."""
+    """The printed value. Because this takes the context, jinja2 computes nothing while it compiles."""
     return value
 
 
@@ -211,8 +210,8 @@ class ChatTemplate:
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job of the confined process. In: a `chat.Conversation` as JSON; out: the mark (0 or 3 bytes) behind
-    its length, and the prompt. In: null; out: the form of the template's turns."""
+    """The job of the confined process. In: a `Conversation` with `lacks` as JSON; out: the mark on a line of
+    its own, and the prompt. In: null; out: the form of the template's turns."""
     settings = json.loads(told)
     try:
         template = ChatTemplate(settings["source"], settings["special_tokens"])
@@ -229,12 +228,11 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
             text = rendered(template, given)
         except (ChatTemplateError, ValueError) as error:
             raise JobRefused(str(error)) from error
-        if len(text) > settings["most_characters"]:
+        if len(text) > MOST_CHARACTERS:
             raise JobRefused(
                 f"the conversation is written out in {counted(len(text), 'character')}, which is too long"
             )
-        written = mark.encode()
-        return bytes([len(written)]) + written + text.encode("utf-8", "surrogatepass")
+        return f"{mark}\n{text}".encode("utf-8", "surrogatepass")
 
     return render
 
@@ -247,19 +245,14 @@ def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
     tools = plain_tools(given["tools"]) if "bare schemas" in lacks else given["tools"]
     messages = shaped(given["messages"], lacks)
     fewer = {name: value for name, value in variables.items() if name != "reasoning_effort"}
-    ways = [
-        (messages, tools or None, variables),
-        (messages, tools, fewer),
-        (shaped(given["messages"], LAST_RESORT), plain_tools(tools), fewer),
-    ]
-    first: ChatTemplateError | None = None
-    for way_messages, way_tools, way_variables in ways:
-        try:
-            return template.render(way_messages, True, way_tools, way_variables)
-        except ChatTemplateError as error:
-            first = first or error
-    assert first is not None
-    raise first
+    try:
+        return template.render(messages, True, tools or None, variables)
+    except ChatTemplateError:
+        with suppress(ChatTemplateError):
+            return template.render(messages, True, tools, fewer)
+        with suppress(ChatTemplateError):
+            return template.render(shaped(given["messages"], LAST_RESORT), True, plain_tools(tools), fewer)
+        raise
 
 
 # ---- control texts in contents ---------------------------------------------------------------------------
@@ -281,8 +274,7 @@ class ControlTexts:
         self._beginning = re.compile(f"(?={_any_of(beginnings)})(.)", re.DOTALL) if beginnings else None
 
     def broken(self, messages: Any) -> tuple[Any, str]:
-        """Put a mark into each control text of `messages`; returns the messages and the mark, which is empty
-        where there is no control text."""
+        """The messages with a mark in each control text, and the mark; "" where there is no control text."""
         if self._beginning is None or not any(map(self._beginning.search, texts_in(messages))):
             return messages, ""
         used = "".join(texts_in(messages))
@@ -338,8 +330,7 @@ class Conversation(NamedTuple):
 
 
 class Conversations:
-    """Writes conversations out by one template, in confined processes. Any thread may call; short
-    conversations do not wait for long ones."""
+    """Writes conversations out by one template. Any thread may call; short ones do not wait for long ones."""
 
     def __init__(
         self,
@@ -348,14 +339,8 @@ class Conversations:
         control_texts: Sequence[str],
         bounds: Bounds = BOUNDS,
     ) -> None:
-        """`special_tokens`: texts by templates' names of them. `control_texts`: texts that are plain text in
-        contents."""
-        told = {
-            "source": source,
-            "special_tokens": dict(special_tokens),
-            "control_texts": list(control_texts),
-            "most_characters": MOST_CHARACTERS,
-        }
+        """`special_tokens`: texts by templates' names of them. `control_texts`: plain text in contents."""
+        told = {"source": source, "special_tokens": {**special_tokens}, "control_texts": [*control_texts]}
         self.turn = TurnForm()
         """The form in which the template writes turns, known after `start`."""
         self._short, self._long = (
@@ -387,9 +372,8 @@ class Conversations:
             raise QueueFull(f"the conversation was not written out: {error}; try again later", 1) from error
         except Overrun as error:
             raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
-        n_mark = answer[0]
-        mark, text = answer[1 : 1 + n_mark], answer[1 + n_mark :]
-        return ChatPrompt(text.decode("utf-8", "surrogatepass"), mark.decode())
+        mark, _, text = answer.decode("utf-8", "surrogatepass").partition("\n")
+        return ChatPrompt(text, mark)
 
     def close(self) -> None:
         for process in (self._short, self._long):

@@ -164,13 +164,13 @@ class Prompts:
     """A template as the server uses it."""
 
     def __init__(self, source: str) -> None:
-        told = {"source": source, "special_tokens": SPECIAL, "control_texts": [], "most_characters": 1 << 20}
+        told = {"source": source, "special_tokens": SPECIAL, "control_texts": []}
         self._job = prepare(json.dumps(told).encode())
         self.turn = TurnForm.from_json(self._job(b"null"))
 
     def __call__(self, messages: list[Any]) -> str:
         asked = {"messages": messages, "tools": TOOLS, "variables": {}, "lacks": self.turn.lacks}
-        return self._job(json.dumps(asked).encode())[1:].decode()
+        return self._job(json.dumps(asked).encode()).decode().removeprefix("\n")
 
 
 def words(value: object) -> Iterator[str]:
