@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,17 +100,15 @@ class Dialect:
         return self.thinks and bool(mark) and end.rstrip().endswith(mark)
 
     def reader(
-        self, functions: Collection[str] | None, *, in_thought: bool, calls_are_held: bool = False
+        self, functions: Mapping[str, Any] | None, *, in_thought: bool, calls_are_held: bool = False
     ) -> Reader:
-        """A reader for one answer. `functions`: the functions that the answer may call, by name with the
-        schemas of their arguments; None: calls are text. `calls_are_held`: a grammar holds every call, so
-        that arguments are given out as they come."""
+        """A reader for one answer. `functions`: schemas of the arguments of the functions that the answer may
+        call, by name; None: calls are text. `calls_are_held`: see `TurnReader`."""
         if functions is None and self.is_plain:
             return Reader()
-        turn = (
-            self.turn if functions is not None or self.turn.is_channelled else self.turn._replace(call=None)
-        )
-        return TurnReader(turn, functions or (), in_thought=in_thought, is_held=calls_are_held)
+        has_calls = functions is not None or self.turn.is_channelled
+        turn = self.turn if has_calls else self.turn._replace(call=None)
+        return TurnReader(turn, functions or {}, in_thought=in_thought, is_held=calls_are_held)
 
     @property
     def _opening(self) -> str:
@@ -172,19 +170,18 @@ def dialect_of(
         name=name,
         turn=turn,
         knows_tools=_USES_TOOLS.search(template) is not None,
-        control={text: id for text, id in _tokens_in(turn[:3], id_of).items() if id in special_ids},
+        control=_tokens_in(turn[:3], id_of, special_ids),
         think_token=id_of(opening) if opening else None,
         ends=turn.end_ids(id_of),
     )
 
 
-def _tokens_in(marks: Any, id_of: Callable[[str], int | None]) -> dict[str, int]:
-    """Ids, by text, of the tokens that occur in these marks."""
+def _tokens_in(marks: Any, id_of: Callable[[str], int | None], ids: frozenset[int]) -> dict[str, int]:
+    """These of `ids`, by text, whose tokens occur in the marks."""
     texts = {
         mark[begin:end]
         for mark in texts_in(marks)
         for begin in range(len(mark))
         for end in range(begin + 2, min(len(mark), begin + _LONGEST_TOKEN) + 1)
     }
-    ids = {text: id_of(text) for text in sorted(texts)}
-    return {text: token_id for text, token_id in ids.items() if token_id is not None}
+    return {text: number for text in sorted(texts) if (number := id_of(text)) is not None and number in ids}

@@ -62,16 +62,13 @@ class TurnReader(Reader):
     is dropped."""
 
     def __init__(
-        self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
+        self, turn: TurnForm, functions: Mapping[str, Any], *, in_thought: bool, is_held: bool
     ) -> None:
-        self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
+        self._turn, self._functions, self._in_thought, self._is_held = turn, functions, in_thought, is_held
         self._form = turn.call or CallForm(("", ""), "", "", "")
         self._opening, self._json_form = self._form.section[0] + self._form.opening, self._form.json
         self._is_bare = not trigger_of(self._opening)
-        self._functions: Mapping[str, Any] = (
-            functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
-        )
-        self._longest_name = max(map(len, self._functions), default=0)
+        self._longest_name = max(map(len, functions), default=0)
         self._ends = [end.strip() for end in turn.ends]
         self._text, self._at, self._is_final = "", 0, False
         self._parts: list[Part] = []
@@ -383,9 +380,8 @@ class TurnReader(Reader):
 
     def _arguments(self, argument: ArgumentForm) -> Step:
         """Read arguments that are written one by one."""
-        schema = self._functions[self._name]
-        self._schema = schema if isinstance(schema, Mapping) else {}
-        schemas = properties_of(schema)
+        self._schema = self._functions[self._name]
+        schemas = properties_of(self._schema)
         n_read, closing = 0, self._form.closing.strip()
         while True:
             if n_read and argument.separator.strip() and not (yield from self._literal(argument.separator)):

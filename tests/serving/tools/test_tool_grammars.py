@@ -135,7 +135,7 @@ def test_several_calls_can_be_made(name: str, compiler: GuideCompiler) -> None:
     guide, rows = held(name, functions, compiler, 16), np.random.default_rng(1)
     said = answer(guide, rows)
     assert said is not None
-    reader = dialect(name).reader(frozenset({"f"}), in_thought=False)
+    reader = dialect(name).reader({"f": {}}, in_thought=False)
     parts = [*reader.feed(said.decode()), *reader.finish()]
     assert {type(part) for part in parts} <= {Call} or name == "gpt-oss"
     assert sum(isinstance(part, Call) for part in parts) >= 1

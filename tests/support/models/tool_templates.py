@@ -130,7 +130,7 @@ TEMPLATES = {
     "numbered": NUMBERED,
     "name-is-key": NAME_IS_KEY,
 }
-NAMES = frozenset({"get_weather", "search-web", "f", "set.value"})
+NAMES: dict[str, Any] = {"get_weather": {}, "search-web": {}, "f": {}, "set.value": {}}
 _ARGUMENTS: list[dict[str, Any]] = [
     {},
     {"city": "Paris"},
