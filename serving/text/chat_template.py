@@ -34,11 +34,10 @@ from phasewise.serving.sandbox.confined import (
     Overrun,
     Unserved,
 )
-from phasewise.serving.text.conversation_shapes import LAST_RESORT, plain_tools, shaped
+from phasewise.serving.text.conversation_shapes import LAST_RESORT, Message, plain_tools, shaped
 from phasewise.serving.text.turn_analysis import form_of
 from phasewise.serving.text.turn_form import TurnForm, texts_in
 
-Message = Mapping[str, Any]
 _MOST_FORM_BYTES = 16 * 1024
 """The largest form of turns that is kept: marks that a model was taught are short."""
 _MOST_SOURCE_CHARACTERS = 1 << 20

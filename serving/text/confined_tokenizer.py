@@ -235,22 +235,18 @@ class ConfinedTokenizer:
         except ConfinedError as error:
             raise RequestError(f"the model's tokenizer was stopped: {error}; send another text") from error
 
-    def close(self) -> None:
-        self._process.close()
-
 
 def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], special: bool) -> list[Any]:
-    """Token ids of each text; for other values of `want` with the span of each token, or with the tokens'
-    types. `special`: add the special tokens that stand around a text."""
+    """Token ids of each text; for other values of `want` with the tokens' spans or types. `special`: add the
+    special tokens that stand around a text."""
     # A batch, though of one: for that alone the library lets other threads run meanwhile.
     encode = backend.encode_batch_fast if want == "ids" else backend.encode_batch
     encoded = encode(list(texts), add_special_tokens=special)
     if want == "ids":
         return [encoding.ids for encoding in encoded]
-    if want == "typed":
-        return [(encoding.ids, encoding.type_ids) for encoding in encoded]
-    placed = (zip(encoding.ids, encoding.offsets, strict=True) for encoding in encoded)
-    return [[(token_id, *span) for token_id, span in pairs] for pairs in placed]
+    return [
+        (encoding.ids, encoding.offsets if want == "spans" else encoding.type_ids) for encoding in encoded
+    ]
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:

@@ -267,8 +267,7 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     """Entries of control, unknown and user-defined tokens. In models called Phi 3 they take the spaces behind
     them, as in the publisher's tokenizer and llama.cpp."""
     name = str(vocabulary.metadata.get("general.name", "")).lower()
-    kept = ("<unk>", "<s>", "<|endoftext|>") if "phi-3" in name or "phi3" in name else vocabulary.tokens
-    bare = frozenset(kept)
+    bare = frozenset(("<unk>", "<s>", "<|endoftext|>") if re.search("phi-?3", name) else vocabulary.tokens)
     return [
         _added(token_id, token, special=kind != TokenKind.USER_DEFINED, rstrip=token not in bare)
         for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
@@ -395,16 +394,15 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
     """Merges ordered by falling score, which gives SentencePiece's joining: best score first, leftmost among
     equals. The ways to cut one piece in two share its score; the longer left part comes first, as in joining
     runs of one character from the left."""
-    scores, tokens = vocabulary.scores(), frozenset(vocabulary.tokens)
-    cuts: list[tuple[float, int, int, str]] = []
-    for token_id, token in enumerate(vocabulary.tokens):
-        if vocabulary.kinds[token_id] in (TokenKind.NORMAL, TokenKind.UNUSED):
-            cuts.extend(
-                (-float(scores[token_id]), token_id, -cut, token)
-                for cut in range(1, len(token))
-                if token[:cut] in tokens and token[cut:] in tokens
-            )
-    cuts.sort()
+    tokens = frozenset(vocabulary.tokens)
+    rows = zip(vocabulary.tokens, vocabulary.kinds, vocabulary.scores(), strict=True)
+    cuts = sorted(
+        (-float(score), token_id, -cut, token)
+        for token_id, (token, kind, score) in enumerate(rows)
+        if kind in (TokenKind.NORMAL, TokenKind.UNUSED)
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    )
     return _listed([(token[:-cut], token[-cut:]) for _, _, cut, token in cuts])
 
 

@@ -88,8 +88,7 @@ def _rendered_calls(
             for call_id, name in list(zip(_IDS, _NAMES, strict=True))[:n_calls]
         ]
         turn = _rendered(write, tool_calls=calls, content=content, **message)
-        is_written = turn is not None and _NAMES[0] in turn.text[turn.start :]
-        if turn is not None and is_written and all(value in turn.text for value in shown):
+        if turn and _NAMES[0] in turn.text[turn.start :] and all(value in turn.text for value in shown):
             return turn
     return None
 
@@ -113,8 +112,7 @@ def form_of(write: Write, source: str) -> TurnForm:
 def _opening(write: Write) -> str:
     """The common beginning of the opening of a new answer and of an old answer's turn."""
     question, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _TEXT}
-    openings: list[str] = []
-    ends: list[int] = []
+    openings, ends = list[str](), list[int]()
     for variables in (*_ON, {"enable_thinking": False, "thinking": False}):
         asked, prompt = (write([question], (), opens, variables) for opens in (False, True))
         old = write([question, answer, question], (), True, variables)
