@@ -160,12 +160,6 @@ class ChatTemplate:
         form = form_of(write, self._source)
         return form if len(form.to_json()) <= _MOST_FORM_BYTES else TurnForm(lacks=form.lacks)
 
-    def _older_names(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """The variables that Fireworks' templates read in place of `tools`; none for other templates."""
-        if "datetime" not in self._source:
-            return {}
-        return {"functions": json.dumps(tools, indent=2), "datetime": datetime.now().strftime("%b %d %Y")}
-
     def render(
         self,
         messages: Sequence[Message],
@@ -176,14 +170,12 @@ class ChatTemplate:
         """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`.
         `variables` are further names for the template, such as `enable_thinking`. All values must be plain
         JSON ones. Raises ChatTemplateError."""
-        names = self._special_tokens | {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **self._older_names(tools or ()),
-            **(variables or {}),
-        }
+        given = {"messages": messages, "tools": tools, "documents": None}
+        names = {**self._special_tokens, **given, "add_generation_prompt": add_generation_prompt}
+        if "datetime" in self._source:  # Fireworks' templates read these in place of `tools`
+            names["functions"] = json.dumps(tools or (), indent=2)
+            names["datetime"] = datetime.now().strftime("%b %d %Y")
+        names |= variables or {}
         ids, left = set[int](), list[Any]([names])
         while left:
             value = left.pop()
