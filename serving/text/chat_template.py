@@ -1,9 +1,7 @@
-"""Conversations written out as prompts by a model's own template, in a confined process: its job, and the
-server's side.
+"""Conversations written out as prompts by a model's template: the confined process's job, the server's side.
 
 Templates are not trusted: jinja2's immutable sandbox keeps a template away from Python, and the bounds of the
-process (`confined`) stop endless loops and excessive memory. Otherwise behaves like transformers'
-`apply_chat_template`."""
+process (`confined`) stop endless loops and excessive memory. Else as transformers' `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -136,8 +134,7 @@ class ChatTemplate:
     """A model's chat template, compiled. Safe to share between threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` maps the names templates use (`bos_token`, `eos_token`, ...) to the tokens' texts.
-        Raises ModelError for a template that cannot be read."""
+        """`special_tokens`: texts by names that templates use. ModelError where `source` cannot be read."""
         try:
             if len(source) > _MOST_SOURCE_CHARACTERS:
                 said = f"it has {counted(len(source), 'character')}; {_MOST_SOURCE_CHARACTERS} are allowed"
@@ -167,9 +164,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`.
-        `variables` are further names for the template, such as `enable_thinking`. All values must be plain
-        JSON ones. Raises ChatTemplateError."""
+        """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`. All
+        values are those of JSON. `variables`: further names for the template. Raises ChatTemplateError."""
         given = {"messages": messages, "tools": tools, "documents": None}
         names = {**self._special_tokens, **given, "add_generation_prompt": add_generation_prompt}
         if "datetime" in self._source:  # Fireworks' templates read these in place of `tools`

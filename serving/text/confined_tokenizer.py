@@ -1,5 +1,4 @@
-"""Risks of a tokenizer.json for the process that runs it, found from its text before anything is built; and
-the confined process that runs a risky one (`confined`).
+"""Risks of a tokenizer.json, found from its text, and the confined process of a risky one (`confined`).
 
 A tokenizer.json is not trusted, and its parts are small programs: replacements multiply text, patterns
 backtrack, templates repeat. A plainly harmless tokenizer, as almost every one is, runs in the server; any
@@ -51,8 +50,7 @@ _HARMLESS = {
     ("post_processor", "processors"): "ByteLevel BertProcessing RobertaProcessing TemplateProcessing",
     ("decoder", "decoders"): "ByteLevel ByteFallback Metaspace WordPiece Fuse Strip BPEDecoder CTC Replace",
 }
-"""The harmless kinds of each part of a tokenizer.json, by the names of its field and of a sequence's
-field."""
+"""The harmless kinds of each part of a tokenizer.json, by its field and the field of a sequence of parts."""
 _FACTORS = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0, "Metaspace": 3.0}
 """Factors of lengthening each time: spaces around a character of three bytes, two bytes for one."""
 
@@ -212,9 +210,8 @@ Text = str | tuple[str, str]
 
 
 class ConfinedTokenizer:
-    """A tokenizer.json in a confined process. Any thread may call; texts take turns. ModelError where it
-    cannot be read within the bounds; RequestError for a text that exceeds them; QueueFull if the machine is
-    busy."""
+    """A tokenizer.json in a confined process, for any thread. ModelError where it cannot be read within the
+    bounds; RequestError for a text that exceeds them; QueueFull if the machine is busy."""
 
     def __init__(self, text: str, bounds: Bounds = BOUNDS) -> None:
         self._process = ConfinedProcess("tokenizer", text.encode("utf-8", "surrogatepass"), bounds)

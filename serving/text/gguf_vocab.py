@@ -150,8 +150,7 @@ def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
 
 
 def adds_bos(metadata: Mapping[str, object]) -> bool:
-    """True if texts begin with BOS: as the file says, else as llama.cpp does for this kind of vocabulary;
-    always for Gemma 4."""
+    """True if texts begin with BOS: always for Gemma 4, else as the file says, else as llama.cpp does."""
     model = metadata.get("tokenizer.ggml.model")
     pre = PRE_TOKENIZERS.get("gemma4" if model == "gemma4" else str(metadata.get("tokenizer.ggml.pre")))
     by_kind = model == "llama" or (pre is not None and pre.add_bos)
@@ -323,8 +322,7 @@ def _merge_pairs(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
-    """Merges in the form of a tokenizer.json: "left right", which loads faster than pairs, unless a space or
-    comment makes that ambiguous."""
+    """Merges as "left right", which loads faster than pairs, unless a space or comment makes it ambiguous."""
     if any(" " in left or " " in right or left.startswith("#version") for left, right in pairs):
         return pairs
     return [f"{left} {right}" for left, right in pairs]

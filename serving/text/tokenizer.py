@@ -46,13 +46,12 @@ class TokenizerFacts(Protocol):
 
 
 class TextCutter:
-    """A tokenizer without decoding, as for encoders. Immutable; threads may share it. A tokenizer.json that
+    """A tokenizer.json without decoding, padding and truncation. Immutable; threads may share it. One that
     could take minutes or gigabytes runs in a confined process (`confined_tokenizer`). With a `config`, token
     ids that the model has no row for are refused, and BOS stands first where the configuration wants it
     though the file adds none. Raises ModelError."""
 
     def __init__(self, text: str, config: TokenizerFacts | None = None) -> None:
-        """`text`: a tokenizer.json, whose padding and truncation are left out."""
         is_risky = risk_of(text) is not None
         self._confined = ConfinedTokenizer(text) if is_risky else None
         with library_errors(ModelError, "the tokenizer cannot be read", _ADVICE):
@@ -132,8 +131,7 @@ class Tokenizer(TextCutter):
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        """Token ids of a text of any length. `add_special`: add the tokens around a text, which chat
-        templates write themselves."""
+        """Token ids of a text. `add_special`: with the tokens around it, which chat templates write."""
         ids: list[int] = self._cut("ids", [text], special=add_special)[0]
         return [self._bos_first, *ids] if add_special and self._bos_first is not None else ids
 

@@ -1,5 +1,4 @@
-"""Finds the form of a template's turns from what the template writes around sentinels, with and without
-thoughts, text and calls."""
+"""Finds the form of a template's turns from what it writes around sentinel thoughts, texts and calls."""
 
 from __future__ import annotations
 
@@ -161,8 +160,7 @@ def _around_thought(text: str, plain: _Turn | None) -> Around | None:
 
 
 def _mirrored(before: str, behind: str) -> Around | None:
-    """Marks of thoughts that share a word: `<think>` and `</think>`, `<|open|>think<|sep|>` and
-    `<|close|>...`."""
+    """Marks of thoughts sharing a word: `<think>` and `</think>`, `<|open|>think<|sep|>` and `<|close|>`."""
     tags = list(_TAG.finditer(behind))
     if not tags or behind[: tags[0].start()].strip():
         return None

@@ -154,8 +154,7 @@ def dialect_of(
     forced: str = "auto",
     turn: TurnForm | None = None,
 ) -> Dialect:
-    """The dialect of a chat template whose turns have the form `turn`. `forced`: one of FORMATS, or "auto";
-    ServingError for any other name."""
+    """The dialect of a template with such turns. `forced`: "auto", or one of FORMATS; else ServingError."""
     turn = turn or TurnForm()
     if forced not in ("auto", *FORMATS):
         raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")

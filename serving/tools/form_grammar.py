@@ -83,8 +83,7 @@ class CallGrammar:
         self._rules: list[tuple[str, str]] = []
 
     def of(self, wanted: Wanted) -> str:
-        """The grammar of one or more calls, from the mark that opens the calls on. RequestError where a
-        schema is too large."""
+        """The grammar of one or more calls, from their mark on. RequestError where a schema is too large."""
         form, most = self._form, wanted.most_calls
         names = [f"call_{number}" for number in range(len(wanted.functions))]
         self._rules = [*_TERMINALS, ("call", " | ".join(names))]

@@ -57,9 +57,8 @@ _LONGEST_HEADER = 512
 class TurnReader(Reader):
     """A reader of thoughts, text and calls. It leaves out the white space where the kind of parts changes:
     models put line ends around calls and thoughts; an answer of text alone is left as it is. `functions`:
-    names, with the schemas of their arguments. `in_thought`: the prompt has begun the thoughts. `is_held`: a
-    grammar holds every call, so that arguments are given out as they come, and a call cut off within its head
-    is dropped."""
+    schemas of arguments, by name. `in_thought`: the prompt has begun the thoughts. `is_held`: a grammar holds
+    every call: arguments are given out as they come, and a call cut off within its head is dropped."""
 
     def __init__(
         self, turn: TurnForm, functions: Mapping[str, Any], *, in_thought: bool, is_held: bool
