@@ -7,18 +7,7 @@ import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
-from phasewise.serving.text.turn_form import (
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    ArgumentForm,
-    CallForm,
-    JsonForm,
-    TurnForm,
-    properties_of,
-    types_of,
-)
+from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, JsonForm, TurnForm
 from phasewise.serving.tools.parts import (
     Begun,
     Call,
@@ -31,7 +20,9 @@ from phasewise.serving.tools.parts import (
     call,
     n_begun,
     parsed,
+    properties_of,
     typed,
+    types_of,
 )
 
 Step = Generator[None, None, bool]

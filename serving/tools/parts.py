@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from phasewise._json import refuse_constant
-from phasewise.serving.text.turn_form import KEY, ArgumentForm, properties_of, type_of, types_of
+from phasewise.serving.text.turn_form import KEY, ArgumentForm
 
 
 class Text(NamedTuple):
@@ -147,6 +147,44 @@ def written(value: Any) -> str | None:
     except (ValueError, RecursionError):
         return None
     return text
+
+
+_TYPES = {"NoneType": "null", "bool": "boolean", "int": "number", "float": "number", "str": "string"}
+_TYPES |= {"list": "array", "tuple": "array"}
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The types that a JSON schema allows a value; empty: any. `root`: the schema with the definitions."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return frozenset()
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        target: Any = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return types_of(target, root, depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(key)
+        if isinstance(options, list) and options:
+            each = [types_of(option, root, depth + 1) for option in options]
+            return frozenset().union(*each) if all(each) else frozenset()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and "type" not in schema:
+        return frozenset(map(type_of, values))
+    stated = schema.get("type")
+    names = stated if isinstance(stated, list) else [stated]
+    return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+
+
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """The schemas of an object's members, by key; empty where the schema of the object states none."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def type_of(value: object) -> str:
+    """The type of a value in terms of JSON schemas, with "number" for integers."""
+    return _TYPES.get(type(value).__name__, "object")
 
 
 _MOST_DEPTH = 32
