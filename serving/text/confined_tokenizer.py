@@ -13,7 +13,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import tokenizers
 
 from phasewise._json import read_json
 from phasewise.serving.errors import ModelError, QueueFull, RequestError, ServingError
@@ -199,10 +201,6 @@ DECODERS: Mapping[str, Json] = {
     "Metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
 }
 
-
-if TYPE_CHECKING:
-    import tokenizers
-
 BOUNDS = Bounds(seconds=1.0, memory_bytes=256 << 20, start_s=30.0)
 """Bounds of tokenizing one text, also of each text of a batch."""
 Want = Literal["ids", "spans", "typed"]
@@ -250,8 +248,6 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
     """The job of the confined process: a request of `ConfinedTokenizer` in, its answer out, both JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not outlive a fork
     with _quiet(), library_errors(JobRefused, "the tokenizer cannot be read"):
-        import tokenizers
-
         backend = tokenizers.Tokenizer.from_str(told.decode("utf-8", "surrogatepass"))
         backend.no_padding()
         backend.no_truncation()

@@ -83,9 +83,7 @@ PUBLISHED_PATTERNS: Sequence[str] = _TABLE["published"]
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
-VISIBLE_BYTES = {byte: chr(byte) for byte in _PRINTABLE} | {
-    byte: chr(256 + index) for index, byte in enumerate(_HIDDEN)
-}
+VISIBLE_BYTES = dict(zip((*_PRINTABLE, *_HIDDEN), map(chr, (*_PRINTABLE, *range(0x100, 0x144))), strict=True))
 """The printable character that byte-level vocabularies write for each byte."""
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Byte values that occur in UTF-8 text."""
