@@ -9,16 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.text.turn_form import (
-    CHANNELS,
-    KINDS,
-    NAME,
-    ArgumentForm,
-    Around,
-    CallForm,
-    TurnForm,
-    texts_in,
-)
+from phasewise.serving.text.turn_form import CHANNELS, KINDS, NAME, ArgumentForm, CallForm, TurnForm, texts_in
 from phasewise.serving.tools.form_grammar import CallGrammar, Function, Wanted, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import Reader
@@ -30,7 +21,7 @@ _ID_CHARACTERS = 9
 """The length of a call's id, in characters, in templates that take no other length."""
 
 
-def _json_call(section: Around, opening: str, closing: str, separator: str, key: str) -> CallForm:
+def _json_call(section: tuple[str, str], opening: str, closing: str, separator: str, key: str) -> CallForm:
     """The form of a call that is a JSON object between marks. `key`: the key of its arguments."""
     return CallForm(section, f'{opening}{{"name": "{NAME}", "{key}": ', f"}}{closing}", separator)
 
@@ -67,7 +58,7 @@ class Dialect:
         return bool(self.turn.thought[1].strip()) and not self.turn.is_channelled
 
     @property
-    def thought(self) -> Around:
+    def thought(self) -> tuple[str, str]:
         """The marks around thoughts."""
         opening, closing = self.turn.thought
         return opening.strip(), closing.strip()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from phasewise.serving.grammar.grammar_limits import JSON_OPTIONS, checked_schema, holdable
 from phasewise.serving.text.turn_form import ID, INDEX, KEY, KINDS, NAME, ArgumentForm, Around, Kind, TurnForm
-from phasewise.serving.tools.parts import properties_of, types_of
+from phasewise.serving.tools.values import properties_of, types_of
 
 MOST_CALLS = 16
 """The most calls of an answer that must call: a small model may otherwise go on for ever."""

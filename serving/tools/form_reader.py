@@ -8,22 +8,8 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, JsonForm, TurnForm
-from phasewise.serving.tools.parts import (
-    Begun,
-    Call,
-    Part,
-    Piece,
-    Reader,
-    Reasoning,
-    Text,
-    ValueEnd,
-    call,
-    n_begun,
-    parsed,
-    properties_of,
-    typed,
-    types_of,
-)
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text
+from phasewise.serving.tools.values import ValueEnd, n_begun, parsed, properties_of, typed, types_of, written
 
 Step = Generator[None, None, bool]
 """A generator that reads one part of an answer and returns True if it was there; yields to await text."""
@@ -304,7 +290,7 @@ class TurnReader(Reader):
         if self._is_held:
             return is_read
         text = "".join(part.text for part in self._coming if isinstance(part, Piece))
-        called = call(self._name, text) if is_read else None
+        called = _call(self._name, text) if is_read else None
         self._coming.clear()
         if called is not None:
             (self._waiting if self._is_bare else self._parts).append(called)
@@ -359,12 +345,12 @@ class TurnReader(Reader):
             return None
         if not name_key:
             name = next(iter(value), "")
-            return call(name, value[name]) if len(value) == 1 and name in self._functions else None
+            return _call(name, value[name]) if len(value) == 1 and name in self._functions else None
         name_key = name_key if name_key in value else "name"
         name = value.get(name_key)
         if isinstance(name, str) and name in self._functions:
             keys = (key, "arguments", "parameters")
-            return call(name, next((value[key] for key in keys if key in value), {}))
+            return _call(name, next((value[key] for key in keys if key in value), {}))
         inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
         return self._call_in(inner[0], name_key, key, 1) if depth == 0 and len(inner) == 1 else None
 
@@ -542,6 +528,14 @@ class TurnReader(Reader):
         self._name = longest or self._name
         self._at += len(longest)
         return bool(longest)
+
+
+def _call(name: str, arguments: Any) -> Call | None:
+    """A call with these arguments, given as an object or a JSON text of one; None for anything else."""
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    text = written(arguments) if isinstance(arguments, dict) else None
+    return None if text is None else Call(name, text)
 
 
 def _sign_of(argument: ArgumentForm) -> str:

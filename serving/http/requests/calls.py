@@ -16,7 +16,8 @@ from phasewise.serving.text.chat_template import Conversation
 from phasewise.serving.text.conversation_shapes import written_out
 from phasewise.serving.tools.dialect import Dialect
 from phasewise.serving.tools.form_grammar import MOST_CALLS, Function, Wanted
-from phasewise.serving.tools.parts import Reader, parsed
+from phasewise.serving.tools.parts import Reader
+from phasewise.serving.tools.values import parsed
 
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}

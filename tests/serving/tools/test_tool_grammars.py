@@ -20,7 +20,8 @@ from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.request_to_messages import RequiredGrammar, delay_guide
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.serving.tools.form_grammar import Function, Wanted
-from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
+from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning
+from phasewise.serving.tools.values import parsed
 from tests.support.models.tool_templates import TEMPLATES, turn_form
 from tests.support.tiers import n_examples
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from phasewise.serving.text.chat_template import ChatTemplate
 from phasewise.serving.text.turn_form import TurnForm
-from phasewise.serving.tools.parts import Call, Part, Reasoning, Text, written
+from phasewise.serving.tools.parts import Call, Part, Reasoning, Text
+from phasewise.serving.tools.values import written
 
 HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
