@@ -19,7 +19,6 @@ from phasewise.serving.text.turn_form import (
     ArgumentForm,
     Around,
     CallForm,
-    Ids,
     Kind,
     TurnForm,
 )
@@ -95,9 +94,9 @@ def _rendered_calls(
 def form_of(write: Write, source: str) -> TurnForm:
     """The form of the turns that a template writes. `source`: the template's text."""
     lacks = shapes_lacked(write, _TOOLS)
-    ids: Ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
+    any_id = takes_any_id(write, _TOOLS, lacks)
     if all(mark in source for mark in ("<|channel|>", "<|message|>")):
-        return CHANNELS._replace(ids=ids, lacks=lacks, opening=_opening(write))
+        return CHANNELS._replace(any_id=any_id, lacks=lacks, opening=_opening(write))
     plain = _rendered(write, content=_TEXT)
     field, thought = _thought(write, plain, source)
     text, end = _text(plain, thought)
@@ -105,7 +104,7 @@ def form_of(write: Write, source: str) -> TurnForm:
     text = _closed_before_calls(write, call, text)
     marks = (mark.strip() for mark in (end, end_of_calls) if len(mark) <= _LONGEST_END)
     ends = tuple(dict.fromkeys(mark for mark in marks if mark))
-    return TurnForm(call, thought, text, ends, field, ids, lacks, _opening(write))
+    return TurnForm(call, thought, text, ends, field, any_id, lacks, _opening(write))
 
 
 def _opening(write: Write) -> str:
@@ -256,8 +255,7 @@ def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
             span = key, last + len(_VALUES[1])
         else:
             begins = [place + mark.start() for mark in re.finditer(r'"(?=\{)|\{', body[place:key])]
-            ends = {begin: end for begin in begins if (end := _end_of(body, begin))}
-            span = next(iter(ends.items()), (0, 0))
+            span = next(((begin, end) for begin in begins if (end := _end_of(body, begin))), (0, 0))
         if not span[1]:
             return
         yield _Span(place, *span)

@@ -18,7 +18,6 @@ _SHOWN = str.maketrans({NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"})
 Around = tuple[str, str]
 """The patterns before and behind a part of an answer."""
 Kind = Literal["string", "number", "boolean", "object", "array"]
-Ids = Literal["any", "nine characters"]
 KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 
 
@@ -75,16 +74,16 @@ class CallForm(NamedTuple):
 
 class TurnForm(NamedTuple):
     """The form of a model's turns. `thought`, `text`: the marks around thoughts and text; ("", "") for none.
-    `thought_field`: the message field in which the template looks for thoughts. `ids`: ids of calls that the
-    template takes. `ends`: texts that end a turn. `lacks`: shapes of conversations that the template refuses
-    or drops (see `conversation_shapes`). `opening`: the text before each turn of the assistant."""
+    `thought_field`: the message field in which the template looks for thoughts. `any_id`: the template takes
+    calls with any id; else of nine characters. `ends`: texts that end a turn. `lacks`: shapes that the
+    template refuses or drops (see `conversation_shapes`). `opening`: the text before an assistant's turn."""
 
     call: CallForm | None = None
     thought: Around = ("", "")
     text: Around = ("", "")
     ends: tuple[str, ...] = ()
     thought_field: str = "reasoning_content"
-    ids: Ids = "any"
+    any_id: bool = True
     lacks: tuple[str, ...] = ()
     opening: str = ""
 

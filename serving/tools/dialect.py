@@ -128,14 +128,13 @@ class Dialect:
 
     def call_id(self, serial: str) -> str:
         """A call's id in the form that the template takes. `serial`: random hexadecimal digits."""
-        if self.turn.ids == "nine characters":
-            return hashlib.sha256(serial.encode()).hexdigest()[:_ID_CHARACTERS]
-        return f"call_{serial[:24]}"
+        short = hashlib.sha256(serial.encode()).hexdigest()[:_ID_CHARACTERS]
+        return f"call_{serial[:24]}" if self.turn.any_id else short
 
     def known_id(self, given: str) -> str:
         """A conversation's call id in the form that the template takes; equal ids stay equal."""
         fits = len(given) == _ID_CHARACTERS and given.isascii() and given.isalnum()
-        return given if fits or self.turn.ids != "nine characters" else self.call_id(given)
+        return given if fits or self.turn.any_id else self.call_id(given)
 
 
 def dialect_of(
@@ -151,7 +150,7 @@ def dialect_of(
         raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")
     name = "template"
     if forced == "gpt-oss" or (forced == "auto" and turn.is_channelled):
-        name, turn = "gpt-oss", CHANNELS._replace(ids=turn.ids, lacks=turn.lacks, opening=turn.opening)
+        name, turn = "gpt-oss", CHANNELS._replace(any_id=turn.any_id, lacks=turn.lacks, opening=turn.opening)
     elif forced != "auto" or turn.call is None:
         name = "hermes" if forced == "auto" else forced
         turn = turn._replace(call=ROWS[name])

@@ -23,7 +23,6 @@ class Function:
 
     name: str
     parameters: Mapping[str, Any]
-    description: str = ""
     is_strict: bool = False
     """True to refuse a schema that cannot be enforced in full; else it is enforced as far as possible."""
 

@@ -51,8 +51,7 @@ def called_by(body: ChatRequest, document: str) -> Wanted | None:
     """The calls that an answer may have; None without tools. `document`: Lark rule of an answer without
     calls, which there may be unless it must call."""
     functions = tuple(
-        Function(tool.name, tool.parameters or {}, tool.description or "", bool(tool.strict))
-        for tool in _shown_tools(body)
+        Function(tool.name, tool.parameters or {}, bool(tool.strict)) for tool in _shown_tools(body)
     )
     choice = body.tool_choice
     if isinstance(choice, NamedChoice):

@@ -223,8 +223,8 @@ def test_ids_have_the_form_that_a_template_takes() -> None:
     wants_nine = (
         "{%- for c in m.tool_calls or [] if c.id | length != 9 %}{{- raise_exception('id') }}{%- endfor %}"
     )
-    assert Prompts(strict(wants_nine)).turn.ids == "nine characters"
-    assert Prompts(strict("")).turn.ids == "any"
+    assert not Prompts(strict(wants_nine)).turn.any_id
+    assert Prompts(strict("")).turn.any_id
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="no reference data: publishers' templates")
