@@ -181,10 +181,8 @@ class ChatTemplate:
         token = _GIVEN.set(frozenset(ids))
         try:
             return self._template.render(names)
-        except _RefusedError as error:
-            raise ChatTemplateError(
-                f"the model's chat template refuses this conversation: {error}"
-            ) from error
+        except _RefusedError as said:
+            raise ChatTemplateError(f"the model's chat template refuses this conversation: {said}") from said
         except MemoryError:
             raise
         except Exception as error:  # a template is a stranger's program, and may fail in any way

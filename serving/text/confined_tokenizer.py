@@ -238,10 +238,8 @@ def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], specia
     encode = backend.encode_batch_fast if want == "ids" else backend.encode_batch
     encoded = encode(list(texts), add_special_tokens=special)
     if want == "ids":
-        return [encoding.ids for encoding in encoded]
-    return [
-        (encoding.ids, encoding.offsets if want == "spans" else encoding.type_ids) for encoding in encoded
-    ]
+        return [each.ids for each in encoded]
+    return [(each.ids, each.offsets if want == "spans" else each.type_ids) for each in encoded]
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:

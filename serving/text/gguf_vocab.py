@@ -327,14 +327,9 @@ def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
 
 
 def _pieces(vocabulary: _Vocabulary, merges: Sequence[Json], unknown: int | None, *, fuse: bool) -> Json:
-    return _part(
-        "BPE",
-        byte_fallback=True,
-        fuse_unk=fuse,
-        unk_token=None if unknown is None else vocabulary.tokens[unknown],
-        vocab=vocabulary.ids(),
-        merges=merges,
-    )
+    token = None if unknown is None else vocabulary.tokens[unknown]
+    fields = {"fuse_unk": fuse, "unk_token": token, "vocab": vocabulary.ids(), "merges": merges}
+    return _part("BPE", byte_fallback=True, **fields)
 
 
 def _sentence_pieces(vocabulary: _Vocabulary) -> Json:

@@ -139,10 +139,8 @@ class Tokenizer(TextCutter):
         """Token ids of a text in which `mark` breaks up control texts; the mark's own tokens are left out."""
         if not mark:
             return self.encode(text, False)
-        (ids, spans), whole = self._cut("spans", [text], special=False)[0], _whole(text)
-        return [
-            token_id for token_id, (begin, end) in zip(ids, spans, strict=True) if whole[begin:end] != mark
-        ]
+        placed, whole = zip(*self._cut("spans", [text], special=False)[0], strict=True), _whole(text)
+        return [token_id for token_id, (begin, end) in placed if whole[begin:end] != mark]
 
     def control_texts(self, end_token_ids: Iterable[int]) -> list[str]:
         """The texts of tokens that begin and end turns or answers, and of other control tokens."""

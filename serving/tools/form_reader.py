@@ -403,9 +403,8 @@ class TurnReader(Reader):
                 elif "string" not in kinds and types == {"string"}:
                     schema = {}
                 as_string = is_string and argument.is_raw and self._is_held
-                return (
-                    yield from self._until(argument, behind.replace(KEY, key), schema, is_string=as_string)
-                )
+                mark = behind.replace(KEY, key)
+                return (yield from self._until(argument, mark, schema, is_string=as_string))
             schema = {"type": "object"} if types == {"string"} else schema
             return (yield from self._balanced(argument, schema))
         return False

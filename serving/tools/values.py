@@ -186,9 +186,7 @@ def _with_quotes(text: str, form: ArgumentForm) -> str:
     """JSON of a value whose keys are bare and whose strings have other quotes."""
     quote = form.values["string"][1]
     pieces = text.split(quote) if len(quote) > 1 else [text]
-    pieces[::2] = [
-        _BARE_KEY.sub(lambda key: f"{key[1]}{json.dumps(key[2])}:", piece) for piece in pieces[::2]
-    ]
+    pieces[::2] = [_BARE_KEY.sub(lambda key: f"{key[1]}{json.dumps(key[2])}:", part) for part in pieces[::2]]
     pieces[1::2] = map(json.dumps, pieces[1::2])
     return "".join(pieces)
 
