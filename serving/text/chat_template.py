@@ -240,8 +240,6 @@ def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
         raise
 
 
-# ---- control texts in contents ---------------------------------------------------------------------------
-
 _MOST_LOOKED_AT = 64
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
@@ -291,8 +289,6 @@ def _any_of(texts: list[str]) -> str:
     return f"(?:{'|'.join(branches)})"
 
 
-# ---- the server's side -----------------------------------------------------------------------------------
-
 BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20, start_s=30.0)
 """Bounds of rendering one conversation. An ordinary one takes less than a millisecond."""
 MOST_CHARACTERS = 1 << 24
@@ -325,12 +321,11 @@ class Conversations:
         bounds: Bounds = BOUNDS,
     ) -> None:
         """`special_tokens`: texts by templates' names of them. `control_texts`: plain text in contents."""
-        told = {"source": source, "special_tokens": {**special_tokens}, "control_texts": [*control_texts]}
+        texts = {"source": source, "special_tokens": {**special_tokens}, "control_texts": [*control_texts]}
+        told = json.dumps(texts).encode()
         self.turn = TurnForm()
         """The form in which the template writes turns, known after `start`."""
-        self._short, self._long = (
-            ConfinedProcess("template", json.dumps(told).encode(), bounds) for _ in range(2)
-        )
+        self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
 
     def start(self, *, with_form: bool = True) -> None:
         """Read the template and the form of its turns. ModelError where the template cannot be used."""

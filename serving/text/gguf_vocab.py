@@ -196,8 +196,7 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     if len(counts) < len(named):
         token = counts.most_common(1)[0][0]
         raise ModelError(f"tokenizer.ggml.tokens lists {token!r:.80} twice; fetch the file again")
-    stated = _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
-    kinds = list(map(int, stated))
+    kinds = list(map(int, _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)))
     for token_id, token in enumerate(named):
         if token == "</s>" and "<|tool_response>" in counts:
             kinds[token_id] = TokenKind.NORMAL
