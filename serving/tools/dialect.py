@@ -20,18 +20,12 @@ _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
 """The length of a call's id, in characters, in templates that take no other length."""
 
-
-def _json_call(section: tuple[str, str], opening: str, closing: str, separator: str, key: str) -> CallForm:
-    """The form of a call that is a JSON object between marks. `key`: the key of its arguments."""
-    return CallForm(section, f'{opening}{{"name": "{NAME}", "{key}": ', f"}}{closing}", separator)
-
-
 _VALUES = dict.fromkeys(KINDS, ("=", ""))
 ROWS: Mapping[str, CallForm | None] = {
-    "hermes": _json_call(("", ""), "<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
-    "llama3-json": _json_call(("", ""), "", "", "; ", "parameters"),
+    "hermes": CallForm(("", ""), f'<tool_call>\n{{"name": "{NAME}", "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3-json": CallForm(("", ""), f'{{"name": "{NAME}", "parameters": ', "}", "; "),
     "pythonic": CallForm(("[", "]"), f"{NAME}(", ")", ", ", ArgumentForm("", ", ", _VALUES, False)),
-    "mistral": _json_call(("[TOOL_CALLS][", "]"), "", "", ", ", "arguments"),
+    "mistral": CallForm(("[TOOL_CALLS][", "]"), f'{{"name": "{NAME}", "arguments": ', "}", ", "),
     "gpt-oss": CHANNELS.call,
 }
 """Forms of calls for `--tool-format`, and for templates that write no calls."""
