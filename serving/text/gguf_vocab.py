@@ -88,7 +88,8 @@ VISIBLE_BYTES = dict(zip((*_PRINTABLE, *_HIDDEN), map(chr, (*_PRINTABLE, *range(
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Byte values that occur in UTF-8 text."""
 _MOST_LINE_ENDS = 64  # in one token
-_LONGEST_WORD = 100
+LONGEST_WORD = 100
+"""The longest word, in characters, that WordPiece divides: a longer one is a single unknown token."""
 
 
 @dataclass(frozen=True)
@@ -417,7 +418,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Json:
             "WordPiece",
             unk_token=listed[unknown],
             continuing_subword_prefix="##",
-            max_input_chars_per_word=_LONGEST_WORD,
+            max_input_chars_per_word=LONGEST_WORD,
             vocab=written,
         ),
         [_added(token_id, listed[token_id]) for token_id in sorted({first, last, unknown})],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import tokenizers
@@ -25,10 +24,8 @@ from phasewise.serving.text.confined_tokenizer import (
     risk_of,
     without_programs,
 )
-from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, VISIBLE_BYTES
+from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, LONGEST_WORD, SPACE_MARK, VISIBLE_BYTES
 
-_LONGEST_UNKNOWN = 100
-"""The longest word, in characters, that WordPiece divides: a longer one is a single unknown token."""
 _ADVICE = "; fetch the model again"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _BYTE_OF_VISIBLE = {character: byte for byte, character in VISIBLE_BYTES.items()}
@@ -72,11 +69,11 @@ class TextCutter:
             if config.add_bos and config.bos_token_id not in self._cut("ids", [""], special=True)[0]:
                 self._bos_first = config.bos_token_id
 
-    @cached_property
+    @property
     def longest_token(self) -> int:
         """The most characters of normalised text that one token can stand for."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-        return max(longest, _LONGEST_UNKNOWN)
+        return max(longest, LONGEST_WORD)
 
     def cut(
         self, texts: Sequence[Text], max_tokens: int | None = None, *, add_special: bool = True

@@ -14,6 +14,8 @@ from phasewise.serving.tools.form_grammar import CallGrammar, Function, Wanted, 
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import Reader
 
+IdOf = Callable[[str], int | None]
+"""The id of the token with a text; None where there is none."""
 _USES_TOOLS = re.compile(r"{[%{][^}]*\b(?:tools|functions)\b")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
@@ -132,11 +134,7 @@ class Dialect:
 
 
 def dialect_of(
-    template: str,
-    id_of: Callable[[str], int | None],
-    special_ids: frozenset[int],
-    forced: str = "auto",
-    turn: TurnForm | None = None,
+    template: str, id_of: IdOf, special: frozenset[int], forced: str = "auto", turn: TurnForm | None = None
 ) -> Dialect:
     """The dialect of a template with such turns. `forced`: "auto", or one of FORMATS; else ServingError."""
     turn = turn or TurnForm()
@@ -153,13 +151,13 @@ def dialect_of(
         name=name,
         turn=turn,
         knows_tools=_USES_TOOLS.search(template) is not None,
-        control=_tokens_in(turn[:3], id_of, special_ids),
+        control=_tokens_in(turn[:3], id_of, special),
         think_token=id_of(opening) if opening else None,
         ends=turn.end_ids(id_of),
     )
 
 
-def _tokens_in(marks: Any, id_of: Callable[[str], int | None], ids: frozenset[int]) -> dict[str, int]:
+def _tokens_in(marks: Any, id_of: IdOf, ids: frozenset[int]) -> dict[str, int]:
     """These of `ids`, by text, whose tokens occur in the marks."""
     texts = {
         mark[begin:end]

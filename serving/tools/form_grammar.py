@@ -114,10 +114,9 @@ class CallGrammar:
 
     def _arguments(self, name: str, function: Function, argument: ArgumentForm) -> str:
         """Rules for the arguments in the order of the schema, from the first that is present."""
-        schema = dict(function.parameters)
-        json_rule(schema or {"type": "object"}, lenient=True)  # checks the size of the whole schema
-        keys = [key for key in properties_of(schema) if not _NEWLINES.search(key)]
-        required = schema.get("required")
+        json_rule(function.parameters or {"type": "object"}, lenient=True)  # checks the whole schema's size
+        keys = [key for key in properties_of(function.parameters) if not _NEWLINES.search(key)]
+        required = function.parameters.get("required")
         separator, options, following = self._spelled(argument.separator), ['""'], '""'
         for index, key in reversed(list(enumerate(keys))):
             given, rest = f"{name}_{index}", f"{name}_after_{index}"
