@@ -200,8 +200,7 @@ def _text(plain: _Turn | None, thought: Around) -> tuple[Around, str]:
 
 def _behind(text: str, mark: str) -> str:
     """The text after the last occurrence of a mark; the whole text if the mark is not in it."""
-    place = text.rfind(mark.strip()) if mark.strip() else -1
-    return text if place < 0 else text[place + len(mark.strip()) :]
+    return text.rpartition(mark.strip())[2] if mark.strip() else text
 
 
 def _closed_before_calls(write: Write, call: CallForm | None, text: Around) -> Around:

@@ -362,9 +362,8 @@ class TurnReader(Reader):
         while True:
             if n_read and argument.separator.strip() and not (yield from self._literal(argument.separator)):
                 break
-            if closing and (yield from self._comes(closing)):
-                break
-            if not (yield from self._literal(argument.opening)):
+            is_last = bool(closing) and (yield from self._comes(closing))
+            if is_last or not (yield from self._literal(argument.opening)):
                 break
             key = yield from self._key(argument)
             if key is None:
