@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
+from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -223,9 +224,8 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 
 
 def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
-    """The conversation as a prompt, without the shapes that the template lacks. Where the template still
-    refuses: with an empty list of tools in place of none and without an effort, which few templates know;
-    then without any shape that a template may lack."""
+    """The conversation as a prompt, without the shapes that the template lacks. Where it still refuses: with
+    an empty list for no tools, and no effort, which few know; then without any shape that one may lack."""
     lacks, variables = given["lacks"], given["variables"]
     tools = plain_tools(given["tools"]) if "bare schemas" in lacks else given["tools"]
     messages = shaped(given["messages"], lacks)
@@ -278,12 +278,10 @@ class ControlTexts:
 
 
 def _any_of(texts: list[str]) -> str:
-    """A pattern that matches any of the texts and reads each character of a match once at most."""
+    """A pattern that matches any of these sorted texts and reads each character of a match once at most."""
     if len(texts) == 1:
         return re.escape(texts[0])
-    by_first: dict[str, list[str]] = {}
-    for text in texts:
-        by_first.setdefault(text[:1], []).append(text[1:])
+    by_first = {first: [text[1:] for text in same] for first, same in groupby(texts, lambda text: text[:1])}
     # Where one of them ends it is found, whatever the longer ones with the same beginning want.
     branches = [re.escape(first) + (_any_of(rest) if all(rest) else "") for first, rest in by_first.items()]
     return f"(?:{'|'.join(branches)})"

@@ -1,8 +1,7 @@
 """Risks of a tokenizer.json, found from its text, and the confined process of a risky one (`confined`).
 
 A tokenizer.json is not trusted, and its parts are small programs: replacements multiply text, patterns
-backtrack, templates repeat. A plainly harmless tokenizer, as almost every one is, runs in the server; any
-other within bounds, as chat templates do."""
+backtrack, templates repeat. A plainly harmless one runs in the server, as most do, others in bounds."""
 
 from __future__ import annotations
 
@@ -232,8 +231,7 @@ class ConfinedTokenizer:
 
 
 def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], special: bool) -> list[Any]:
-    """Token ids of each text; for other values of `want` with the tokens' spans or types. `special`: add the
-    special tokens that stand around a text."""
+    """Token ids of each text, with spans or types by `want`. `special`: with the tokens around a text."""
     # A batch, though of one: for that alone the library lets other threads run meanwhile.
     encode = backend.encode_batch_fast if want == "ids" else backend.encode_batch
     encoded = encode(list(texts), add_special_tokens=special)

@@ -60,10 +60,9 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The division of text into words before BPE: every pattern cuts the pieces that the one before it left.
-    `whole_words_first`: a word that is itself a token stays whole, whatever the merges say. `add_bos`: the
-    default where the file does not say. `byte_level`: tokens hold the visible forms of bytes; else text, in
-    which a mark may stand for a space."""
+    """The division of text into words before BPE: every pattern cuts what the one before it left.
+    `whole_words_first`: a word that is a token stays whole, whatever the merges say. `add_bos`: if the file
+    does not say. `byte_level`: tokens hold visible forms of bytes; else text, where a mark may be a space."""
 
     patterns: tuple[str, ...]
     whole_words_first: bool = False
@@ -382,9 +381,8 @@ def _is_joined(text: str, ranks: Mapping[tuple[str, str], int]) -> bool:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
-    """Merges ordered by falling score, which gives SentencePiece's joining: best score first, leftmost among
-    equals. The ways to cut one piece in two share its score; the longer left part comes first, as in joining
-    runs of one character from the left."""
+    """Merges by falling score, which gives SentencePiece's joining: best score first, leftmost among equals.
+    Cuts of one piece share its score: the longer left part comes first, as in runs of one character."""
     tokens = frozenset(vocabulary.tokens)
     rows = zip(vocabulary.tokens, vocabulary.kinds, vocabulary.scores(), strict=True)
     cuts = sorted(

@@ -47,8 +47,7 @@ _TOOLS = tuple(
 
 
 class _Turn(NamedTuple):
-    """A rendered turn. `text`: from the user's last message on. `start`: where the answer begins in `text`.
-    `opened`: the opening of an answer after it."""
+    """A turn: the text from the user's last message on, where the answer starts, a next answer's opening."""
 
     text: str
     start: int

@@ -1,9 +1,8 @@
 """The parts of an answer.
 
 A reader is fed the text of an answer as it comes and gives out parts. How the text was cut makes no
-difference: the same calls come out, and the same text once adjacent pieces are joined. Text that cannot be
-read as a call stays text. A call that a grammar holds cannot become text, so its arguments are given out as
-they come: `Begun`, then `Piece`s."""
+difference: the same calls come out, and the same text once pieces are joined. Text that cannot be read as a
+call stays text. A call that a grammar holds is given out as it comes: `Begun`, then `Piece`s."""
 
 from __future__ import annotations
 
