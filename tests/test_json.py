@@ -70,7 +70,7 @@ _OWN = frozenset(
         *("serving/http/models/served_models.py", "serving/http/routes/batch_runner.py"),
         *("serving/ranks/rank_instructions.py", "serving/sandbox/confined_process.py"),
         *("serving/text/chat_template.py", "serving/text/confined_tokenizer.py"),
-        *("serving/text/conversation_shapes.py", "serving/text/turn_analysis.py", "serving/tools/parts.py"),
+        *("serving/text/conversation_shapes.py", "serving/text/turn_analysis.py", "serving/tools/values.py"),
         *("workflows/bench/peers/processes.py", "workflows/database/remote.py"),
         "workflows/serve/instance_process.py",
     }

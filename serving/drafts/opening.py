@@ -58,7 +58,7 @@ def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:
     """Raise ModelError unless the tokens of both models have the same ids and texts. Logits may have more
     columns than there are tokens, so the models' `vocab_size` may differ."""
     draft_tokenizer, model_tokenizer = (
-        Tokenizer.from_json(each.tokenizer_json, each.config) for each in (draft, model)
+        Tokenizer(each.tokenizer_json, each.config) for each in (draft, model)
     )
     sizes = draft.config.vocab_size, model.config.vocab_size
     for token_id in range(max(sizes)):

@@ -48,14 +48,14 @@ class ModelText:
         check_generates(model)
         self._model = model
         self.allow_special = allow_special
-        self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
+        self.tokenizer = Tokenizer(model.tokenizer_json, model.config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special)
 
     def open_stream(self, shown: frozenset[int] = frozenset()) -> DetokenizeStream:
         """The decoder of one answer; control tokens have no text, except those in `shown`."""
-        return DetokenizeStream(self.tokenizer, shown=shown)
+        return DetokenizeStream(self.tokenizer, shown)
 
     def guide_compiler(self) -> GuideCompiler:
         """A compiler of grammars over this vocabulary; the caller closes it."""

@@ -1,9 +1,7 @@
-"""Conversations written out as prompts by a model's own template, in a confined process: its job, and the
-server's side.
+"""Conversations written out as prompts by a model's template: the confined process's job, the server's side.
 
 Templates are not trusted: jinja2's immutable sandbox keeps a template away from Python, and the bounds of the
-process (`confined`) stop endless loops and excessive memory. Otherwise behaves like transformers'
-`apply_chat_template`."""
+process (`confined`) stop endless loops and excessive memory. Else as transformers' `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
+from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -34,11 +33,10 @@ from phasewise.serving.sandbox.confined import (
     Overrun,
     Unserved,
 )
-from phasewise.serving.text.conversation_shapes import LAST_RESORT, plain_tools, shaped
+from phasewise.serving.text.conversation_shapes import LAST_RESORT, Message, plain_tools, shaped
 from phasewise.serving.text.turn_analysis import form_of
 from phasewise.serving.text.turn_form import TurnForm, texts_in
 
-Message = Mapping[str, Any]
 _MOST_FORM_BYTES = 16 * 1024
 """The largest form of turns that is kept: marks that a model was taught are short."""
 _MOST_SOURCE_CHARACTERS = 1 << 20
@@ -93,8 +91,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 @jinja2.pass_context
 def _unfolded(_: Context, value: Any) -> Any:
-    """The printed value. Because the function takes the context, jinja2 computes nothing while it
-    compiles."""
+    """The printed value. Because this takes the context, jinja2 computes nothing while it compiles."""
     return value
 
 
@@ -138,8 +135,7 @@ class ChatTemplate:
     """A model's chat template, compiled. Safe to share between threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` maps the names templates use (`bos_token`, `eos_token`, ...) to the tokens' texts.
-        Raises ModelError for a template that cannot be read."""
+        """`special_tokens`: texts by names that templates use. ModelError where `source` cannot be read."""
         try:
             if len(source) > _MOST_SOURCE_CHARACTERS:
                 said = f"it has {counted(len(source), 'character')}; {_MOST_SOURCE_CHARACTERS} are allowed"
@@ -162,12 +158,6 @@ class ChatTemplate:
         form = form_of(write, self._source)
         return form if len(form.to_json()) <= _MOST_FORM_BYTES else TurnForm(lacks=form.lacks)
 
-    def _older_names(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """The variables that Fireworks' templates read in place of `tools`; none for other templates."""
-        if "datetime" not in self._source:
-            return {}
-        return {"functions": json.dumps(tools, indent=2), "datetime": datetime.now().strftime("%b %d %Y")}
-
     def render(
         self,
         messages: Sequence[Message],
@@ -175,17 +165,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`.
-        `variables` are further names for the template, such as `enable_thinking`. All values must be plain
-        JSON ones. Raises ChatTemplateError."""
-        names = self._special_tokens | {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **self._older_names(tools or ()),
-            **(variables or {}),
-        }
+        """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`. All
+        values are those of JSON. `variables`: further names for the template. Raises ChatTemplateError."""
+        given = {"messages": messages, "tools": tools, "documents": None}
+        names = {**self._special_tokens, **given, "add_generation_prompt": add_generation_prompt}
+        if "datetime" in self._source:  # Fireworks' templates read these in place of `tools`
+            names["functions"] = json.dumps(tools or (), indent=2)
+            names["datetime"] = datetime.now().strftime("%b %d %Y")
+        names |= variables or {}
         ids, left = set[int](), list[Any]([names])
         while left:
             value = left.pop()
@@ -195,10 +182,8 @@ class ChatTemplate:
         token = _GIVEN.set(frozenset(ids))
         try:
             return self._template.render(names)
-        except _RefusedError as error:
-            raise ChatTemplateError(
-                f"the model's chat template refuses this conversation: {error}"
-            ) from error
+        except _RefusedError as said:
+            raise ChatTemplateError(f"the model's chat template refuses this conversation: {said}") from said
         except MemoryError:
             raise
         except Exception as error:  # a template is a stranger's program, and may fail in any way
@@ -211,8 +196,8 @@ class ChatTemplate:
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job of the confined process. In: a `chat.Conversation` as JSON; out: the mark (0 or 3 bytes) behind
-    its length, and the prompt. In: null; out: the form of the template's turns."""
+    """The job of the confined process. In: a `Conversation` with `lacks` as JSON; out: the mark on a line of
+    its own, and the prompt. In: null; out: the form of the template's turns."""
     settings = json.loads(told)
     try:
         template = ChatTemplate(settings["source"], settings["special_tokens"])
@@ -229,40 +214,31 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
             text = rendered(template, given)
         except (ChatTemplateError, ValueError) as error:
             raise JobRefused(str(error)) from error
-        if len(text) > settings["most_characters"]:
+        if len(text) > MOST_CHARACTERS:
             raise JobRefused(
                 f"the conversation is written out in {counted(len(text), 'character')}, which is too long"
             )
-        written = mark.encode()
-        return bytes([len(written)]) + written + text.encode("utf-8", "surrogatepass")
+        return f"{mark}\n{text}".encode("utf-8", "surrogatepass")
 
     return render
 
 
 def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
-    """The conversation as a prompt, without the shapes that the template lacks. Where the template still
-    refuses: with an empty list of tools in place of none and without an effort, which few templates know;
-    then without any shape that a template may lack."""
+    """The conversation as a prompt, without the shapes that the template lacks. Where it still refuses: with
+    an empty list for no tools, and no effort, which few know; then without any shape that one may lack."""
     lacks, variables = given["lacks"], given["variables"]
     tools = plain_tools(given["tools"]) if "bare schemas" in lacks else given["tools"]
     messages = shaped(given["messages"], lacks)
     fewer = {name: value for name, value in variables.items() if name != "reasoning_effort"}
-    ways = [
-        (messages, tools or None, variables),
-        (messages, tools, fewer),
-        (shaped(given["messages"], LAST_RESORT), plain_tools(tools), fewer),
-    ]
-    first: ChatTemplateError | None = None
-    for way_messages, way_tools, way_variables in ways:
-        try:
-            return template.render(way_messages, True, way_tools, way_variables)
-        except ChatTemplateError as error:
-            first = first or error
-    assert first is not None
-    raise first
+    try:
+        return template.render(messages, True, tools or None, variables)
+    except ChatTemplateError:
+        with suppress(ChatTemplateError):
+            return template.render(messages, True, tools, fewer)
+        with suppress(ChatTemplateError):
+            return template.render(shaped(given["messages"], LAST_RESORT), True, plain_tools(tools), fewer)
+        raise
 
-
-# ---- control texts in contents ---------------------------------------------------------------------------
 
 _MOST_LOOKED_AT = 64
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -281,8 +257,7 @@ class ControlTexts:
         self._beginning = re.compile(f"(?={_any_of(beginnings)})(.)", re.DOTALL) if beginnings else None
 
     def broken(self, messages: Any) -> tuple[Any, str]:
-        """Put a mark into each control text of `messages`; returns the messages and the mark, which is empty
-        where there is no control text."""
+        """The messages with a mark in each control text, and the mark; "" where there is no control text."""
         if self._beginning is None or not any(map(self._beginning.search, texts_in(messages))):
             return messages, ""
         used = "".join(texts_in(messages))
@@ -303,18 +278,14 @@ class ControlTexts:
 
 
 def _any_of(texts: list[str]) -> str:
-    """A pattern that matches any of the texts and reads each character of a match once at most."""
+    """A pattern that matches any of these sorted texts and reads each character of a match once at most."""
     if len(texts) == 1:
         return re.escape(texts[0])
-    by_first: dict[str, list[str]] = {}
-    for text in texts:
-        by_first.setdefault(text[:1], []).append(text[1:])
+    by_first = {first: [text[1:] for text in same] for first, same in groupby(texts, lambda text: text[:1])}
     # Where one of them ends it is found, whatever the longer ones with the same beginning want.
     branches = [re.escape(first) + (_any_of(rest) if all(rest) else "") for first, rest in by_first.items()]
     return f"(?:{'|'.join(branches)})"
 
-
-# ---- the server's side -----------------------------------------------------------------------------------
 
 BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20, start_s=30.0)
 """Bounds of rendering one conversation. An ordinary one takes less than a millisecond."""
@@ -338,8 +309,7 @@ class Conversation(NamedTuple):
 
 
 class Conversations:
-    """Writes conversations out by one template, in confined processes. Any thread may call; short
-    conversations do not wait for long ones."""
+    """Writes conversations out by one template. Any thread may call; short ones do not wait for long ones."""
 
     def __init__(
         self,
@@ -348,19 +318,12 @@ class Conversations:
         control_texts: Sequence[str],
         bounds: Bounds = BOUNDS,
     ) -> None:
-        """`special_tokens`: texts by templates' names of them. `control_texts`: texts that are plain text in
-        contents."""
-        told = {
-            "source": source,
-            "special_tokens": dict(special_tokens),
-            "control_texts": list(control_texts),
-            "most_characters": MOST_CHARACTERS,
-        }
+        """`special_tokens`: texts by templates' names of them. `control_texts`: plain text in contents."""
+        texts = {"source": source, "special_tokens": {**special_tokens}, "control_texts": [*control_texts]}
+        told = json.dumps(texts).encode()
         self.turn = TurnForm()
         """The form in which the template writes turns, known after `start`."""
-        self._short, self._long = (
-            ConfinedProcess("template", json.dumps(told).encode(), bounds) for _ in range(2)
-        )
+        self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
 
     def start(self, *, with_form: bool = True) -> None:
         """Read the template and the form of its turns. ModelError where the template cannot be used."""
@@ -387,9 +350,8 @@ class Conversations:
             raise QueueFull(f"the conversation was not written out: {error}; try again later", 1) from error
         except Overrun as error:
             raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
-        n_mark = answer[0]
-        mark, text = answer[1 : 1 + n_mark], answer[1 + n_mark :]
-        return ChatPrompt(text.decode("utf-8", "surrogatepass"), mark.decode())
+        mark, _, text = answer.decode("utf-8", "surrogatepass").partition("\n")
+        return ChatPrompt(text, mark)
 
     def close(self) -> None:
         for process in (self._short, self._long):

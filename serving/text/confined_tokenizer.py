@@ -1,9 +1,7 @@
-"""Risks of a tokenizer.json for the process that runs it, found from its text before anything is built; and
-the confined process that runs a risky one (`confined`).
+"""Risks of a tokenizer.json, found from its text, and the confined process of a risky one (`confined`).
 
 A tokenizer.json is not trusted, and its parts are small programs: replacements multiply text, patterns
-backtrack, templates repeat. A plainly harmless tokenizer, as almost every one is, runs in the server; any
-other within bounds, as chat templates do."""
+backtrack, templates repeat. A plainly harmless one runs in the server, as most do, others in bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +12,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import tokenizers
 
 from phasewise._json import read_json
 from phasewise.serving.errors import ModelError, QueueFull, RequestError, ServingError
@@ -51,8 +51,7 @@ _HARMLESS = {
     ("post_processor", "processors"): "ByteLevel BertProcessing RobertaProcessing TemplateProcessing",
     ("decoder", "decoders"): "ByteLevel ByteFallback Metaspace WordPiece Fuse Strip BPEDecoder CTC Replace",
 }
-"""The harmless kinds of each part of a tokenizer.json, by the names of its field and of a sequence's
-field."""
+"""The harmless kinds of each part of a tokenizer.json, by its field and the field of a sequence of parts."""
 _FACTORS = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0, "Metaspace": 3.0}
 """Factors of lengthening each time: spaces around a character of three bytes, two bytes for one."""
 
@@ -201,10 +200,6 @@ DECODERS: Mapping[str, Json] = {
     "Metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
 }
 
-
-if TYPE_CHECKING:
-    import tokenizers
-
 BOUNDS = Bounds(seconds=1.0, memory_bytes=256 << 20, start_s=30.0)
 """Bounds of tokenizing one text, also of each text of a batch."""
 Want = Literal["ids", "spans", "typed"]
@@ -212,9 +207,8 @@ Text = str | tuple[str, str]
 
 
 class ConfinedTokenizer:
-    """A tokenizer.json in a confined process. Any thread may call; texts take turns. ModelError where it
-    cannot be read within the bounds; RequestError for a text that exceeds them; QueueFull if the machine is
-    busy."""
+    """A tokenizer.json in a confined process, for any thread. ModelError where it cannot be read within the
+    bounds; RequestError for a text that exceeds them; QueueFull if the machine is busy."""
 
     def __init__(self, text: str, bounds: Bounds = BOUNDS) -> None:
         self._process = ConfinedProcess("tokenizer", text.encode("utf-8", "surrogatepass"), bounds)
@@ -235,30 +229,21 @@ class ConfinedTokenizer:
         except ConfinedError as error:
             raise RequestError(f"the model's tokenizer was stopped: {error}; send another text") from error
 
-    def close(self) -> None:
-        self._process.close()
-
 
 def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], special: bool) -> list[Any]:
-    """Token ids of each text; for other values of `want` with the span of each token, or with the tokens'
-    types. `special`: add the special tokens that stand around a text."""
+    """Token ids of each text, with spans or types by `want`. `special`: with the tokens around a text."""
     # A batch, though of one: for that alone the library lets other threads run meanwhile.
     encode = backend.encode_batch_fast if want == "ids" else backend.encode_batch
     encoded = encode(list(texts), add_special_tokens=special)
     if want == "ids":
-        return [encoding.ids for encoding in encoded]
-    if want == "typed":
-        return [(encoding.ids, encoding.type_ids) for encoding in encoded]
-    placed = (zip(encoding.ids, encoding.offsets, strict=True) for encoding in encoded)
-    return [[(token_id, *span) for token_id, span in pairs] for pairs in placed]
+        return [each.ids for each in encoded]
+    return [(each.ids, each.offsets if want == "spans" else each.type_ids) for each in encoded]
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
     """The job of the confined process: a request of `ConfinedTokenizer` in, its answer out, both JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not outlive a fork
     with _quiet(), library_errors(JobRefused, "the tokenizer cannot be read"):
-        import tokenizers
-
         backend = tokenizers.Tokenizer.from_str(told.decode("utf-8", "surrogatepass"))
         backend.no_padding()
         backend.no_truncation()

@@ -22,8 +22,6 @@ from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 
-_Piece: TypeAlias = "tuple[int | str, int]"
-"""A part of a post-processor's template: a token's id, or the name of a text ("A", "B"), with its type."""
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 SPACE_MARK = "\u2581"
@@ -62,10 +60,9 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The division of text into words before BPE: every pattern cuts the pieces that the one before it left.
-    `whole_words_first`: a word that is itself a token stays whole, whatever the merges say. `add_bos`: the
-    default where the file does not say. `byte_level`: tokens hold the visible forms of bytes; else text, in
-    which a mark may stand for a space."""
+    """The division of text into words before BPE: every pattern cuts what the one before it left.
+    `whole_words_first`: a word that is a token stays whole, whatever the merges say. `add_bos`: if the file
+    does not say. `byte_level`: tokens hold visible forms of bytes; else text, where a mark may be a space."""
 
     patterns: tuple[str, ...]
     whole_words_first: bool = False
@@ -85,14 +82,13 @@ PUBLISHED_PATTERNS: Sequence[str] = _TABLE["published"]
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
-VISIBLE_BYTES = {byte: chr(byte) for byte in _PRINTABLE} | {
-    byte: chr(256 + index) for index, byte in enumerate(_HIDDEN)
-}
+VISIBLE_BYTES = dict(zip((*_PRINTABLE, *_HIDDEN), map(chr, (*_PRINTABLE, *range(0x100, 0x144))), strict=True))
 """The printable character that byte-level vocabularies write for each byte."""
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Byte values that occur in UTF-8 text."""
 _MOST_LINE_ENDS = 64  # in one token
-_LONGEST_WORD = 100
+LONGEST_WORD = 100
+"""The longest word, in characters, that WordPiece divides: a longer one is a single unknown token."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +148,7 @@ def ends_by_text(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
 
 
 def adds_bos(metadata: Mapping[str, object]) -> bool:
-    """True if texts begin with BOS: as the file says, else as llama.cpp does for this kind of vocabulary;
-    always for Gemma 4."""
+    """True if texts begin with BOS: always for Gemma 4, else as the file says, else as llama.cpp does."""
     model = metadata.get("tokenizer.ggml.model")
     pre = PRE_TOKENIZERS.get("gemma4" if model == "gemma4" else str(metadata.get("tokenizer.ggml.pre")))
     by_kind = model == "llama" or (pre is not None and pre.add_bos)
@@ -201,8 +196,7 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     if len(counts) < len(named):
         token = counts.most_common(1)[0][0]
         raise ModelError(f"tokenizer.ggml.tokens lists {token!r:.80} twice; fetch the file again")
-    stated = _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
-    kinds = list(map(int, stated))
+    kinds = list(map(int, _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)))
     for token_id, token in enumerate(named):
         if token == "</s>" and "<|tool_response>" in counts:
             kinds[token_id] = TokenKind.NORMAL
@@ -269,8 +263,7 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     """Entries of control, unknown and user-defined tokens. In models called Phi 3 they take the spaces behind
     them, as in the publisher's tokenizer and llama.cpp."""
     name = str(vocabulary.metadata.get("general.name", "")).lower()
-    kept = ("<unk>", "<s>", "<|endoftext|>") if "phi-3" in name or "phi3" in name else vocabulary.tokens
-    bare = frozenset(kept)
+    bare = frozenset(("<unk>", "<s>", "<|endoftext|>") if re.search("phi-?3", name) else vocabulary.tokens)
     return [
         _added(token_id, token, special=kind != TokenKind.USER_DEFINED, rstrip=token not in bare)
         for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
@@ -278,29 +271,18 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     ]
 
 
-def _around(
-    tokens: Mapping[int, str] | Sequence[str], single: Sequence[_Piece], pair: Sequence[_Piece]
-) -> Json:
-    """A post-processor that puts tokens around texts "A" and "B"."""
-    around: dict[str, list[Json]] = {"single": [], "pair": []}
-    ids: dict[str, Json] = {}
-    for parts, pieces in zip(around.values(), (single, pair), strict=True):
-        for what, kind in pieces:
-            if isinstance(what, str):
-                parts.append({"Sequence": {"id": what, "type_id": kind}})
-                continue
-            text = tokens[what]
-            ids[text] = {"id": text, "ids": [what], "tokens": [text]}
-            parts.append({"SpecialToken": {"id": text, "type_id": kind}})
-    return _part("TemplateProcessing", **around, special_tokens=ids)
-
-
 def _bos_and_eos(vocabulary: _Vocabulary, default_bos: int) -> Json:
     """A post-processor that adds BOS and EOS, where the file wants them."""
     bos = vocabulary.special_id("bos", default_bos) if adds_bos(vocabulary.metadata) else None
     eos = vocabulary.special_id("eos") if vocabulary.flag("add_eos_token", False) else None
-    single = [(what, 0) for what in (bos, "A", eos) if what is not None]
-    return _around(vocabulary.tokens, single, single) if len(single) > 1 else None
+    around: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    ids: dict[str, Json] = {}
+    for token_id, place in ((bos, 0), (eos, 2)):
+        if token_id is not None:
+            text = vocabulary.tokens[token_id]
+            around.insert(place, {"SpecialToken": {"id": text, "type_id": 0}})
+            ids[text] = {"id": text, "ids": [token_id], "tokens": [text]}
+    return _part("TemplateProcessing", single=around, pair=around, special_tokens=ids) if ids else None
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary, pre: PreTokenizer) -> Json:
@@ -337,22 +319,16 @@ def _merge_pairs(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> Sequence[Json]:
-    """Merges in the form of a tokenizer.json: "left right", which loads faster than pairs, unless a space or
-    comment makes that ambiguous."""
+    """Merges as "left right", which loads faster than pairs, unless a space or comment makes it ambiguous."""
     if any(" " in left or " " in right or left.startswith("#version") for left, right in pairs):
         return pairs
     return [f"{left} {right}" for left, right in pairs]
 
 
 def _pieces(vocabulary: _Vocabulary, merges: Sequence[Json], unknown: int | None, *, fuse: bool) -> Json:
-    return _part(
-        "BPE",
-        byte_fallback=True,
-        fuse_unk=fuse,
-        unk_token=None if unknown is None else vocabulary.tokens[unknown],
-        vocab=vocabulary.ids(),
-        merges=merges,
-    )
+    token = None if unknown is None else vocabulary.tokens[unknown]
+    fields = {"fuse_unk": fuse, "unk_token": token, "vocab": vocabulary.ids(), "merges": merges}
+    return _part("BPE", byte_fallback=True, **fields)
 
 
 def _sentence_pieces(vocabulary: _Vocabulary) -> Json:
@@ -405,19 +381,17 @@ def _is_joined(text: str, ranks: Mapping[tuple[str, str], int]) -> bool:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Sequence[Json]:
-    """Merges ordered by falling score, which gives SentencePiece's joining: best score first, leftmost among
-    equals. The ways to cut one piece in two share its score; the longer left part comes first, as in joining
-    runs of one character from the left."""
-    scores, tokens = vocabulary.scores(), frozenset(vocabulary.tokens)
-    cuts: list[tuple[float, int, int, str]] = []
-    for token_id, token in enumerate(vocabulary.tokens):
-        if vocabulary.kinds[token_id] in (TokenKind.NORMAL, TokenKind.UNUSED):
-            cuts.extend(
-                (-float(scores[token_id]), token_id, -cut, token)
-                for cut in range(1, len(token))
-                if token[:cut] in tokens and token[cut:] in tokens
-            )
-    cuts.sort()
+    """Merges by falling score, which gives SentencePiece's joining: best score first, leftmost among equals.
+    Cuts of one piece share its score: the longer left part comes first, as in runs of one character."""
+    tokens = frozenset(vocabulary.tokens)
+    rows = zip(vocabulary.tokens, vocabulary.kinds, vocabulary.scores(), strict=True)
+    cuts = sorted(
+        (-float(score), token_id, -cut, token)
+        for token_id, (token, kind, score) in enumerate(rows)
+        if kind in (TokenKind.NORMAL, TokenKind.UNUSED)
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    )
     return _listed([(token[:-cut], token[-cut:]) for _, _, cut, token in cuts])
 
 
@@ -436,18 +410,17 @@ def _word_pieces(vocabulary: _Vocabulary) -> Json:
         raise ModelError(
             "the metadata name a token that stands in the vocabulary twice; fetch the file again"
         )
-    single: list[_Piece] = [(first, 0), ("A", 0), (last, 0)]
     has_capitals = any(token != token.lower() for token in written if not token.startswith("["))
     return _document(
         _part(
             "WordPiece",
             unk_token=listed[unknown],
             continuing_subword_prefix="##",
-            max_input_chars_per_word=_LONGEST_WORD,
+            max_input_chars_per_word=LONGEST_WORD,
             vocab=written,
         ),
         [_added(token_id, listed[token_id]) for token_id in sorted({first, last, unknown})],
-        _around(listed, single, [*single, ("B", 1), (last, 1)]),
+        _part("BertProcessing", cls=(listed[first], first), sep=(listed[last], last)),
         normalizer=_part(
             "BertNormalizer",
             clean_text=True,
@@ -470,12 +443,12 @@ def _unigram(vocabulary: _Vocabulary) -> Json:
         except TypeError as error:
             raise ModelError("tokenizer.ggml.precompiled_charsmap is no list of bytes") from error
         normalizers.insert(0, _part("Precompiled", precompiled_charsmap=coded))
-    single: list[_Piece] = [(first, 0), ("A", 0), (last, 0)]
+    cls, sep = ((vocabulary.tokens[token_id], token_id) for token_id in (first, last))
     pieces = list(zip(vocabulary.tokens, map(float, vocabulary.scores()), strict=True))
     return _document(
         _part("Unigram", unk_id=unknown, vocab=pieces, byte_fallback=False),
         [_added(token_id, vocabulary.tokens[token_id]) for token_id in sorted({first, last, unknown})],
-        _around(vocabulary.tokens, single, [*single, (last, 0), ("B", 0), (last, 0)]),
+        _part("RobertaProcessing", cls=cls, sep=sep, trim_offsets=False, add_prefix_space=False),
         normalizer=_part("Sequence", normalizers=normalizers),
         pre_tokenizer=_part("Metaspace", replacement=SPACE_MARK, prepend_scheme="always", split=True),
     )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -25,10 +24,8 @@ from phasewise.serving.text.confined_tokenizer import (
     risk_of,
     without_programs,
 )
-from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, VISIBLE_BYTES
+from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, LONGEST_WORD, SPACE_MARK, VISIBLE_BYTES
 
-_LONGEST_UNKNOWN = 100
-"""The longest word, in characters, that WordPiece divides: a longer one is a single unknown token."""
 _ADVICE = "; fetch the model again"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _BYTE_OF_VISIBLE = {character: byte for byte, character in VISIBLE_BYTES.items()}
@@ -46,12 +43,12 @@ class TokenizerFacts(Protocol):
 
 
 class TextCutter:
-    """A tokenizer without decoding, as for encoders. Immutable; threads may share it. A tokenizer.json that
+    """A tokenizer.json without decoding, padding and truncation. Immutable; threads may share it. One that
     could take minutes or gigabytes runs in a confined process (`confined_tokenizer`). With a `config`, token
     ids that the model has no row for are refused, and BOS stands first where the configuration wants it
     though the file adds none. Raises ModelError."""
 
-    def __init__(self, text: str, config: TokenizerFacts | None) -> None:
+    def __init__(self, text: str, config: TokenizerFacts | None = None) -> None:
         is_risky = risk_of(text) is not None
         self._confined = ConfinedTokenizer(text) if is_risky else None
         with library_errors(ModelError, "the tokenizer cannot be read", _ADVICE):
@@ -72,16 +69,11 @@ class TextCutter:
             if config.add_bos and config.bos_token_id not in self._cut("ids", [""], special=True)[0]:
                 self._bos_first = config.bos_token_id
 
-    @classmethod
-    def from_json(cls, text: str, config: TokenizerFacts | None = None) -> Self:
-        """A tokenizer from the text of a tokenizer.json, without its padding and truncation."""
-        return cls(text, config)
-
-    @cached_property
+    @property
     def longest_token(self) -> int:
         """The most characters of normalised text that one token can stand for."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-        return max(longest, _LONGEST_UNKNOWN)
+        return max(longest, LONGEST_WORD)
 
     def cut(
         self, texts: Sequence[Text], max_tokens: int | None = None, *, add_special: bool = True
@@ -127,11 +119,6 @@ class Tokenizer(TextCutter):
         self._byte_level = "ByteLevel" in decoder
         self._pieces: dict[int, bytes] = {}
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens with a name; the model's matrix may have more rows."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
     def id_of(self, token: str) -> int | None:
         """The id of the token with exactly this text; None if there is none."""
         return self._backend.token_to_id(token)
@@ -141,8 +128,7 @@ class Tokenizer(TextCutter):
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        """Token ids of a text of any length. `add_special`: add the tokens around a text, which chat
-        templates write themselves."""
+        """Token ids of a text. `add_special`: with the tokens around it, which chat templates write."""
         ids: list[int] = self._cut("ids", [text], special=add_special)[0]
         return [self._bos_first, *ids] if add_special and self._bos_first is not None else ids
 
@@ -150,8 +136,8 @@ class Tokenizer(TextCutter):
         """Token ids of a text in which `mark` breaks up control texts; the mark's own tokens are left out."""
         if not mark:
             return self.encode(text, False)
-        spans, whole = self._cut("spans", [text], special=False)[0], _whole(text)
-        return [token_id for token_id, begin, end in spans if whole[begin:end] != mark]
+        placed, whole = zip(*self._cut("spans", [text], special=False)[0], strict=True), _whole(text)
+        return [token_id for token_id, (begin, end) in placed if whole[begin:end] != mark]
 
     def control_texts(self, end_token_ids: Iterable[int]) -> list[str]:
         """The texts of tokens that begin and end turns or answers, and of other control tokens."""
@@ -176,50 +162,22 @@ class Tokenizer(TextCutter):
             return bytes([int(token[3:5], 16)])
         return token.replace(SPACE_MARK, " ").encode()
 
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True, from_start: bool = False) -> str:
-        """The text that these tokens add to the text before them, with U+FFFD for invalid UTF-8.
-        `from_start`: leave out the space that SentencePiece-style vocabularies put in front of a text."""
-        stream = DetokenizeStream(self, skip_special=skip_special, from_start=from_start)
-        return "".join(map(stream.push, ids)) + stream.flush()
-
-    @cached_property
-    def adds_space(self) -> bool:
-        """True if a text gets a space in front before it is cut, as with SentencePiece."""
-        return b"".join(map(self.piece, self.encode("a", False))).startswith(b" ")
-
 
 class DetokenizeStream:
-    """A decoder of a stream of tokens that gives out each character once its last byte has come. Results of
-    `push` and a last `flush` add up to `Tokenizer.decode` of the ids. `shown`: special tokens not to skip."""
+    """A decoder of a stream of tokens: gives out each character once its last byte has come, and U+FFFD for
+    invalid UTF-8. Special tokens have no text, except those in `shown`."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special: bool = True,
-        from_start: bool = False,
-        shown: frozenset[int] = frozenset(),
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids - shown if skip_special else frozenset()
-        self._drop_space = from_start and tokenizer.adds_space
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._skipped = tokenizer, tokenizer.special_ids - shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """The text that this token completes."""
-        if token_id in self._skipped:
-            return ""
-        text = self._utf8.decode(self._tokenizer.piece(token_id))
-        if self._drop_space and text:
-            self._drop_space = False
-            return text.removeprefix(" ")
-        return text
+        return "" if token_id in self._skipped else self._utf8.decode(self._tokenizer.piece(token_id))
 
     def flush(self) -> str:
         """U+FFFD for an unfinished character, else ""; resets the stream."""
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
 
 def special_tokens_of(
@@ -235,6 +193,4 @@ def _whole(text: Text) -> Text:
     """The text with U+FFFD for half surrogate pairs."""
     if isinstance(text, tuple):
         return str(_whole(text[0])), str(_whole(text[1]))
-    return (
-        text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    )
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,5 +1,4 @@
-"""Finds the form of a template's turns from what the template writes around sentinels, with and without
-thoughts, text and calls."""
+"""Finds the form of a template's turns from what it writes around sentinel thoughts, texts and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from phasewise.serving.text.turn_form import (
     ArgumentForm,
     Around,
     CallForm,
-    Ids,
     Kind,
     TurnForm,
 )
@@ -49,8 +47,7 @@ _TOOLS = tuple(
 
 
 class _Turn(NamedTuple):
-    """A rendered turn. `text`: from the user's last message on. `start`: where the answer begins in `text`.
-    `opened`: the opening of an answer after it."""
+    """A turn: the text from the user's last message on, where the answer starts, a next answer's opening."""
 
     text: str
     start: int
@@ -88,8 +85,7 @@ def _rendered_calls(
             for call_id, name in list(zip(_IDS, _NAMES, strict=True))[:n_calls]
         ]
         turn = _rendered(write, tool_calls=calls, content=content, **message)
-        is_written = turn is not None and _NAMES[0] in turn.text[turn.start :]
-        if turn is not None and is_written and all(value in turn.text for value in shown):
+        if turn and _NAMES[0] in turn.text[turn.start :] and all(value in turn.text for value in shown):
             return turn
     return None
 
@@ -97,9 +93,9 @@ def _rendered_calls(
 def form_of(write: Write, source: str) -> TurnForm:
     """The form of the turns that a template writes. `source`: the template's text."""
     lacks = shapes_lacked(write, _TOOLS)
-    ids: Ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
+    any_id = takes_any_id(write, _TOOLS, lacks)
     if all(mark in source for mark in ("<|channel|>", "<|message|>")):
-        return CHANNELS._replace(ids=ids, lacks=lacks, opening=_opening(write))
+        return CHANNELS._replace(any_id=any_id, lacks=lacks, opening=_opening(write))
     plain = _rendered(write, content=_TEXT)
     field, thought = _thought(write, plain, source)
     text, end = _text(plain, thought)
@@ -107,14 +103,13 @@ def form_of(write: Write, source: str) -> TurnForm:
     text = _closed_before_calls(write, call, text)
     marks = (mark.strip() for mark in (end, end_of_calls) if len(mark) <= _LONGEST_END)
     ends = tuple(dict.fromkeys(mark for mark in marks if mark))
-    return TurnForm(call, thought, text, ends, field, ids, lacks, _opening(write))
+    return TurnForm(call, thought, text, ends, field, any_id, lacks, _opening(write))
 
 
 def _opening(write: Write) -> str:
     """The common beginning of the opening of a new answer and of an old answer's turn."""
     question, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _TEXT}
-    openings: list[str] = []
-    ends: list[int] = []
+    openings, ends = list[str](), list[int]()
     for variables in (*_ON, {"enable_thinking": False, "thinking": False}):
         asked, prompt = (write([question], (), opens, variables) for opens in (False, True))
         old = write([question, answer, question], (), True, variables)
@@ -163,8 +158,7 @@ def _around_thought(text: str, plain: _Turn | None) -> Around | None:
 
 
 def _mirrored(before: str, behind: str) -> Around | None:
-    """Marks of thoughts that share a word: `<think>` and `</think>`, `<|open|>think<|sep|>` and
-    `<|close|>...`."""
+    """Marks of thoughts sharing a word: `<think>` and `</think>`, `<|open|>think<|sep|>` and `<|close|>`."""
     tags = list(_TAG.finditer(behind))
     if not tags or behind[: tags[0].start()].strip():
         return None
@@ -205,8 +199,7 @@ def _text(plain: _Turn | None, thought: Around) -> tuple[Around, str]:
 
 def _behind(text: str, mark: str) -> str:
     """The text after the last occurrence of a mark; the whole text if the mark is not in it."""
-    place = text.rfind(mark.strip()) if mark.strip() else -1
-    return text if place < 0 else text[place + len(mark.strip()) :]
+    return text.rpartition(mark.strip())[2] if mark.strip() else text
 
 
 def _closed_before_calls(write: Write, call: CallForm | None, text: Around) -> Around:
@@ -260,8 +253,7 @@ def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
             span = key, last + len(_VALUES[1])
         else:
             begins = [place + mark.start() for mark in re.finditer(r'"(?=\{)|\{', body[place:key])]
-            ends = {begin: end for begin in begins if (end := _end_of(body, begin))}
-            span = next(iter(ends.items()), (0, 0))
+            span = next(((begin, end) for begin in begins if (end := _end_of(body, begin))), (0, 0))
         if not span[1]:
             return
         yield _Span(place, *span)

@@ -13,14 +13,11 @@ _TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 _JSON_BEGINS = re.compile(r"(?:\[\s*)?\{")
 _KEYS = re.compile(rf'(?:"(\w+)"\s*:\s*)?"{NAME}".*?(?:"(\w+)"\s*:\s*"?)?\Z', re.DOTALL)
-_TYPES = {"NoneType": "null", "bool": "boolean", "int": "number", "float": "number", "str": "string"}
-_TYPES |= {"list": "array", "tuple": "array"}
 _SHOWN = str.maketrans({NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"})
 
 Around = tuple[str, str]
 """The patterns before and behind a part of an answer."""
 Kind = Literal["string", "number", "boolean", "object", "array"]
-Ids = Literal["any", "nine characters"]
 KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 
 
@@ -77,16 +74,16 @@ class CallForm(NamedTuple):
 
 class TurnForm(NamedTuple):
     """The form of a model's turns. `thought`, `text`: the marks around thoughts and text; ("", "") for none.
-    `thought_field`: the message field in which the template looks for thoughts. `ids`: ids of calls that the
-    template takes. `ends`: texts that end a turn. `lacks`: shapes of conversations that the template refuses
-    or drops (see `conversation_shapes`). `opening`: the text before each turn of the assistant."""
+    `thought_field`: the message field in which the template looks for thoughts. `any_id`: the template takes
+    calls with any id; else of nine characters. `ends`: texts that end a turn. `lacks`: shapes that the
+    template refuses or drops (see `conversation_shapes`). `opening`: the text before an assistant's turn."""
 
     call: CallForm | None = None
     thought: Around = ("", "")
     text: Around = ("", "")
     ends: tuple[str, ...] = ()
     thought_field: str = "reasoning_content"
-    ids: Ids = "any"
+    any_id: bool = True
     lacks: tuple[str, ...] = ()
     opening: str = ""
 
@@ -129,40 +126,6 @@ CHANNELS = TurnForm(
     "thinking",
 )
 """The form of gpt-oss, whose answers vary more than its template."""
-
-
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The types that a JSON schema allows a value; empty: any. `root`: the schema with the definitions."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return frozenset()
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        target: Any = root
-        for part in reference.removeprefix("#").strip("/").split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        return types_of(target, root, depth + 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        if isinstance(options, list) and options:
-            each = [types_of(option, root, depth + 1) for option in options]
-            return frozenset().union(*each) if all(each) else frozenset()
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and "type" not in schema:
-        return frozenset(map(type_of, values))
-    stated = schema.get("type")
-    names = stated if isinstance(stated, list) else [stated]
-    return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
-
-
-def properties_of(schema: Any) -> Mapping[str, Any]:
-    """The schemas of an object's members, by key; empty where the schema of the object states none."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
-
-
-def type_of(value: object) -> str:
-    """The type of a value in terms of JSON schemas, with "number" for integers."""
-    return _TYPES.get(type(value).__name__, "object")
 
 
 def texts_in(value: Any) -> Iterable[str]:

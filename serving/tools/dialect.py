@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.text.turn_form import (
-    CHANNELS,
-    KINDS,
-    NAME,
-    ArgumentForm,
-    Around,
-    CallForm,
-    TurnForm,
-    texts_in,
-)
+from phasewise.serving.text.turn_form import CHANNELS, KINDS, NAME, ArgumentForm, CallForm, TurnForm, texts_in
 from phasewise.serving.tools.form_grammar import CallGrammar, Function, Wanted, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import Reader
 
+IdOf = Callable[[str], int | None]
+"""The id of the token with a text; None where there is none."""
 _USES_TOOLS = re.compile(r"{[%{][^}]*\b(?:tools|functions)\b")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
 """The length of a call's id, in characters, in templates that take no other length."""
 
-
-def _json_call(section: Around, opening: str, closing: str, separator: str, key: str) -> CallForm:
-    """The form of a call that is a JSON object between marks. `key`: the key of its arguments."""
-    return CallForm(section, f'{opening}{{"name": "{NAME}", "{key}": ', f"}}{closing}", separator)
-
-
 _VALUES = dict.fromkeys(KINDS, ("=", ""))
 ROWS: Mapping[str, CallForm | None] = {
-    "hermes": _json_call(("", ""), "<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
-    "llama3-json": _json_call(("", ""), "", "", "; ", "parameters"),
+    "hermes": CallForm(("", ""), f'<tool_call>\n{{"name": "{NAME}", "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3-json": CallForm(("", ""), f'{{"name": "{NAME}", "parameters": ', "}", "; "),
     "pythonic": CallForm(("[", "]"), f"{NAME}(", ")", ", ", ArgumentForm("", ", ", _VALUES, False)),
-    "mistral": _json_call(("[TOOL_CALLS][", "]"), "", "", ", ", "arguments"),
+    "mistral": CallForm(("[TOOL_CALLS][", "]"), f'{{"name": "{NAME}", "arguments": ', "}", ", "),
     "gpt-oss": CHANNELS.call,
 }
 """Forms of calls for `--tool-format`, and for templates that write no calls."""
@@ -67,7 +54,7 @@ class Dialect:
         return bool(self.turn.thought[1].strip()) and not self.turn.is_channelled
 
     @property
-    def thought(self) -> Around:
+    def thought(self) -> tuple[str, str]:
         """The marks around thoughts."""
         opening, closing = self.turn.thought
         return opening.strip(), closing.strip()
@@ -100,17 +87,15 @@ class Dialect:
         return self.thinks and bool(mark) and end.rstrip().endswith(mark)
 
     def reader(
-        self, functions: Collection[str] | None, *, in_thought: bool, calls_are_held: bool = False
+        self, functions: Mapping[str, Any] | None, *, in_thought: bool, calls_are_held: bool = False
     ) -> Reader:
-        """A reader for one answer. `functions`: the functions that the answer may call, by name with the
-        schemas of their arguments; None: calls are text. `calls_are_held`: a grammar holds every call, so
-        that arguments are given out as they come."""
+        """A reader for one answer. `functions`: schemas of the arguments of the functions that the answer may
+        call, by name; None: calls are text. `calls_are_held`: see `TurnReader`."""
         if functions is None and self.is_plain:
             return Reader()
-        turn = (
-            self.turn if functions is not None or self.turn.is_channelled else self.turn._replace(call=None)
-        )
-        return TurnReader(turn, functions or (), in_thought=in_thought, is_held=calls_are_held)
+        has_calls = functions is not None or self.turn.is_channelled
+        turn = self.turn if has_calls else self.turn._replace(call=None)
+        return TurnReader(turn, functions or {}, in_thought=in_thought, is_held=calls_are_held)
 
     @property
     def _opening(self) -> str:
@@ -139,31 +124,25 @@ class Dialect:
 
     def call_id(self, serial: str) -> str:
         """A call's id in the form that the template takes. `serial`: random hexadecimal digits."""
-        if self.turn.ids == "nine characters":
-            return hashlib.sha256(serial.encode()).hexdigest()[:_ID_CHARACTERS]
-        return f"call_{serial[:24]}"
+        short = hashlib.sha256(serial.encode()).hexdigest()[:_ID_CHARACTERS]
+        return f"call_{serial[:24]}" if self.turn.any_id else short
 
     def known_id(self, given: str) -> str:
         """A conversation's call id in the form that the template takes; equal ids stay equal."""
         fits = len(given) == _ID_CHARACTERS and given.isascii() and given.isalnum()
-        return given if fits or self.turn.ids != "nine characters" else self.call_id(given)
+        return given if fits or self.turn.any_id else self.call_id(given)
 
 
 def dialect_of(
-    template: str,
-    id_of: Callable[[str], int | None],
-    special_ids: frozenset[int],
-    forced: str = "auto",
-    turn: TurnForm | None = None,
+    template: str, id_of: IdOf, special: frozenset[int], forced: str = "auto", turn: TurnForm | None = None
 ) -> Dialect:
-    """The dialect of a chat template whose turns have the form `turn`. `forced`: one of FORMATS, or "auto";
-    ServingError for any other name."""
+    """The dialect of a template with such turns. `forced`: "auto", or one of FORMATS; else ServingError."""
     turn = turn or TurnForm()
     if forced not in ("auto", *FORMATS):
         raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")
     name = "template"
     if forced == "gpt-oss" or (forced == "auto" and turn.is_channelled):
-        name, turn = "gpt-oss", CHANNELS._replace(ids=turn.ids, lacks=turn.lacks, opening=turn.opening)
+        name, turn = "gpt-oss", CHANNELS._replace(any_id=turn.any_id, lacks=turn.lacks, opening=turn.opening)
     elif forced != "auto" or turn.call is None:
         name = "hermes" if forced == "auto" else forced
         turn = turn._replace(call=ROWS[name])
@@ -172,19 +151,18 @@ def dialect_of(
         name=name,
         turn=turn,
         knows_tools=_USES_TOOLS.search(template) is not None,
-        control={text: id for text, id in _tokens_in(turn[:3], id_of).items() if id in special_ids},
+        control=_tokens_in(turn[:3], id_of, special),
         think_token=id_of(opening) if opening else None,
         ends=turn.end_ids(id_of),
     )
 
 
-def _tokens_in(marks: Any, id_of: Callable[[str], int | None]) -> dict[str, int]:
-    """Ids, by text, of the tokens that occur in these marks."""
+def _tokens_in(marks: Any, id_of: IdOf, ids: frozenset[int]) -> dict[str, int]:
+    """These of `ids`, by text, whose tokens occur in the marks."""
     texts = {
         mark[begin:end]
         for mark in texts_in(marks)
         for begin in range(len(mark))
         for end in range(begin + 2, min(len(mark), begin + _LONGEST_TOKEN) + 1)
     }
-    ids = {text: id_of(text) for text in sorted(texts)}
-    return {text: token_id for text, token_id in ids.items() if token_id is not None}
+    return {text: number for text in sorted(texts) if (number := id_of(text)) is not None and number in ids}

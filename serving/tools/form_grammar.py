@@ -10,19 +10,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from phasewise.serving.grammar.grammar_limits import JSON_OPTIONS, checked_schema, holdable
-from phasewise.serving.text.turn_form import (
-    ID,
-    INDEX,
-    KEY,
-    KINDS,
-    NAME,
-    ArgumentForm,
-    Around,
-    Kind,
-    TurnForm,
-    properties_of,
-    types_of,
-)
+from phasewise.serving.text.turn_form import ID, INDEX, KEY, KINDS, NAME, ArgumentForm, Around, Kind, TurnForm
+from phasewise.serving.tools.values import properties_of, types_of
 
 MOST_CALLS = 16
 """The most calls of an answer that must call: a small model may otherwise go on for ever."""
@@ -34,7 +23,6 @@ class Function:
 
     name: str
     parameters: Mapping[str, Any]
-    description: str = ""
     is_strict: bool = False
     """True to refuse a schema that cannot be enforced in full; else it is enforced as far as possible."""
 
@@ -83,8 +71,7 @@ class CallGrammar:
         self._rules: list[tuple[str, str]] = []
 
     def of(self, wanted: Wanted) -> str:
-        """The grammar of one or more calls, from the mark that opens the calls on. RequestError where a
-        schema is too large."""
+        """The grammar of one or more calls, from their mark on. RequestError where a schema is too large."""
         form, most = self._form, wanted.most_calls
         names = [f"call_{number}" for number in range(len(wanted.functions))]
         self._rules = [*_TERMINALS, ("call", " | ".join(names))]
@@ -127,10 +114,9 @@ class CallGrammar:
 
     def _arguments(self, name: str, function: Function, argument: ArgumentForm) -> str:
         """Rules for the arguments in the order of the schema, from the first that is present."""
-        schema = dict(function.parameters)
-        json_rule(schema or {"type": "object"}, lenient=True)  # checks the size of the whole schema
-        keys = [key for key in properties_of(schema) if not _NEWLINES.search(key)]
-        required = schema.get("required")
+        json_rule(function.parameters or {"type": "object"}, lenient=True)  # checks the whole schema's size
+        keys = [key for key in properties_of(function.parameters) if not _NEWLINES.search(key)]
+        required = function.parameters.get("required")
         separator, options, following = self._spelled(argument.separator), ['""'], '""'
         for index, key in reversed(list(enumerate(keys))):
             given, rest = f"{name}_{index}", f"{name}_after_{index}"

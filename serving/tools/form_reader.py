@@ -7,32 +7,9 @@ import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
-from phasewise.serving.text.turn_form import (
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    ArgumentForm,
-    CallForm,
-    JsonForm,
-    TurnForm,
-    properties_of,
-    types_of,
-)
-from phasewise.serving.tools.parts import (
-    Begun,
-    Call,
-    Part,
-    Piece,
-    Reader,
-    Reasoning,
-    Text,
-    ValueEnd,
-    call,
-    n_begun,
-    parsed,
-    typed,
-)
+from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, JsonForm, TurnForm
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text
+from phasewise.serving.tools.values import ValueEnd, n_begun, parsed, properties_of, typed, types_of, written
 
 Step = Generator[None, None, bool]
 """A generator that reads one part of an answer and returns True if it was there; yields to await text."""
@@ -57,21 +34,17 @@ _LONGEST_HEADER = 512
 class TurnReader(Reader):
     """A reader of thoughts, text and calls. It leaves out the white space where the kind of parts changes:
     models put line ends around calls and thoughts; an answer of text alone is left as it is. `functions`:
-    names, with the schemas of their arguments. `in_thought`: the prompt has begun the thoughts. `is_held`: a
-    grammar holds every call, so that arguments are given out as they come, and a call cut off within its head
-    is dropped."""
+    schemas of arguments, by name. `in_thought`: the prompt has begun the thoughts. `is_held`: a grammar holds
+    every call: arguments are given out as they come, and a call cut off within its head is dropped."""
 
     def __init__(
-        self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
+        self, turn: TurnForm, functions: Mapping[str, Any], *, in_thought: bool, is_held: bool
     ) -> None:
-        self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
+        self._turn, self._functions, self._in_thought, self._is_held = turn, functions, in_thought, is_held
         self._form = turn.call or CallForm(("", ""), "", "", "")
         self._opening, self._json_form = self._form.section[0] + self._form.opening, self._form.json
         self._is_bare = not trigger_of(self._opening)
-        self._functions: Mapping[str, Any] = (
-            functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
-        )
-        self._longest_name = max(map(len, self._functions), default=0)
+        self._longest_name = max(map(len, functions), default=0)
         self._ends = [end.strip() for end in turn.ends]
         self._text, self._at, self._is_final = "", 0, False
         self._parts: list[Part] = []
@@ -317,7 +290,7 @@ class TurnReader(Reader):
         if self._is_held:
             return is_read
         text = "".join(part.text for part in self._coming if isinstance(part, Piece))
-        called = call(self._name, text) if is_read else None
+        called = _call(self._name, text) if is_read else None
         self._coming.clear()
         if called is not None:
             (self._waiting if self._is_bare else self._parts).append(called)
@@ -372,27 +345,25 @@ class TurnReader(Reader):
             return None
         if not name_key:
             name = next(iter(value), "")
-            return call(name, value[name]) if len(value) == 1 and name in self._functions else None
+            return _call(name, value[name]) if len(value) == 1 and name in self._functions else None
         name_key = name_key if name_key in value else "name"
         name = value.get(name_key)
         if isinstance(name, str) and name in self._functions:
             keys = (key, "arguments", "parameters")
-            return call(name, next((value[key] for key in keys if key in value), {}))
+            return _call(name, next((value[key] for key in keys if key in value), {}))
         inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
         return self._call_in(inner[0], name_key, key, 1) if depth == 0 and len(inner) == 1 else None
 
     def _arguments(self, argument: ArgumentForm) -> Step:
         """Read arguments that are written one by one."""
-        schema = self._functions[self._name]
-        self._schema = schema if isinstance(schema, Mapping) else {}
-        schemas = properties_of(schema)
+        self._schema = self._functions[self._name]
+        schemas = properties_of(self._schema)
         n_read, closing = 0, self._form.closing.strip()
         while True:
             if n_read and argument.separator.strip() and not (yield from self._literal(argument.separator)):
                 break
-            if closing and (yield from self._comes(closing)):
-                break
-            if not (yield from self._literal(argument.opening)):
+            is_last = bool(closing) and (yield from self._comes(closing))
+            if is_last or not (yield from self._literal(argument.opening)):
                 break
             key = yield from self._key(argument)
             if key is None:
@@ -431,9 +402,8 @@ class TurnReader(Reader):
                 elif "string" not in kinds and types == {"string"}:
                     schema = {}
                 as_string = is_string and argument.is_raw and self._is_held
-                return (
-                    yield from self._until(argument, behind.replace(KEY, key), schema, is_string=as_string)
-                )
+                mark = behind.replace(KEY, key)
+                return (yield from self._until(argument, mark, schema, is_string=as_string))
             schema = {"type": "object"} if types == {"string"} else schema
             return (yield from self._balanced(argument, schema))
         return False
@@ -556,6 +526,14 @@ class TurnReader(Reader):
         self._name = longest or self._name
         self._at += len(longest)
         return bool(longest)
+
+
+def _call(name: str, arguments: Any) -> Call | None:
+    """A call with these arguments, given as an object or a JSON text of one; None for anything else."""
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    text = written(arguments) if isinstance(arguments, dict) else None
+    return None if text is None else Call(name, text)
 
 
 def _sign_of(argument: ArgumentForm) -> str:

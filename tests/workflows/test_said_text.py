@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.serving.tools.parts import written
+from phasewise.serving.tools.values import written
 from phasewise.workflows.replay.said_text import says_its_tokens
 from tests.support.models.template_turns import TURNS, Model
 from tests.support.models.tool_templates import TEMPLATES

@@ -101,7 +101,7 @@ class Scorer:
             raise WorkflowError(f"{model.name} makes vectors and predicts no tokens: give a language model")
         self.model = model
         self.context = context
-        self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
+        self.tokenizer = Tokenizer(model.tokenizer_json, model.config)
         options = RankOptions(KvSettings(context, kv_format), context, 1, opened.schedules)
         self._ranks = open_ranks(model, opened.plans, options)
 

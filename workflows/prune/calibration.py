@@ -153,7 +153,7 @@ def windows(model: PackedModel, text: str, n_tokens: int) -> list[list[int]]:
     """The first tokens of a text, in windows that do not overlap. WorkflowError if it is too short."""
     from phasewise.serving.text.tokenizer import Tokenizer
 
-    ids = Tokenizer.from_json(model.tokenizer_json, model.config).encode(text, add_special=False)
+    ids = Tokenizer(model.tokenizer_json, model.config).encode(text, add_special=False)
     length = min(WINDOW_TOKENS, model.config.context_length)
     if len(ids) < LEAST_TOKENS:
         raise WorkflowError(f"the text has {counted(len(ids), 'token')}; at least {LEAST_TOKENS} are needed")

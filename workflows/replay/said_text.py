@@ -80,14 +80,14 @@ def _shown_by(message: Any) -> Shown | None:
 def _readers(shown: Shown, receipt: Receipt, text: ModelText) -> Iterator[Reader]:
     """Each way in which a server may have read the answer, by its format and what it was told of calls."""
     tokenizer = text.tokenizer
-    called = frozenset(name for name, _ in shown[2])
+    called: dict[str, Any] = {name: {} for name, _ in shown[2]}
     turn = text.conversations.turn if text.has_template else None
     for forced in ("auto", *FORMATS):
         dialect = dialect_of(text.chat_template or "", tokenizer.id_of, tokenizer.special_ids, forced, turn)
         in_thought = dialect.opens_thought(receipt.prompt_token_ids, tokenizer.piece)
-        for names in {called or None, called}:
+        for functions in (called,) if called else (None, called):
             for is_held in (False, True):
-                yield dialect.reader(names, in_thought=in_thought, calls_are_held=is_held)
+                yield dialect.reader(functions, in_thought=in_thought, calls_are_held=is_held)
 
 
 def _read(reader: Reader, given: str) -> Shown:

@@ -41,7 +41,7 @@ class EncoderText:
 
     def __init__(self, model: PackedModel) -> None:
         assert model.embedding is not None
-        self._cutter = TextCutter.from_json(model.tokenizer_json, model.config)
+        self._cutter = TextCutter(model.tokenizer_json, model.config)
         self._embedding: Embedding = model.embedding
         self._prompts = dict(model.embedding.prompts)
         self._has_segments = model.config.encoder is not None and model.config.encoder.segments

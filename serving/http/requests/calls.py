@@ -16,7 +16,8 @@ from phasewise.serving.text.chat_template import Conversation
 from phasewise.serving.text.conversation_shapes import written_out
 from phasewise.serving.tools.dialect import Dialect
 from phasewise.serving.tools.form_grammar import MOST_CALLS, Function, Wanted
-from phasewise.serving.tools.parts import Reader, parsed
+from phasewise.serving.tools.parts import Reader
+from phasewise.serving.tools.values import parsed
 
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
@@ -50,8 +51,7 @@ def called_by(body: ChatRequest, document: str) -> Wanted | None:
     """The calls that an answer may have; None without tools. `document`: Lark rule of an answer without
     calls, which there may be unless it must call."""
     functions = tuple(
-        Function(tool.name, tool.parameters or {}, tool.description or "", bool(tool.strict))
-        for tool in _shown_tools(body)
+        Function(tool.name, tool.parameters or {}, bool(tool.strict)) for tool in _shown_tools(body)
     )
     choice = body.tool_choice
     if isinstance(choice, NamedChoice):

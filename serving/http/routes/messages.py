@@ -46,7 +46,8 @@ from phasewise.serving.http.requests.schemas import (
 )
 from phasewise.serving.http.routes.generation_service import GenerationService
 from phasewise.serving.http.routes.openapi import Routes
-from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text
+from phasewise.serving.tools.values import parsed
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 _BETWEEN = "\n\n"

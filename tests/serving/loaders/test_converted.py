@@ -154,7 +154,7 @@ def test_a_published_tokenizer_gives_its_tokens_once_converted(name: str, tmp_pa
     file, header = open_gguf(gguf)
     file.close()
     assert header.metadata["tokenizer.ggml.pre"] == pre
-    ours, theirs = Tokenizer.from_json(tokenizer_from_gguf(header.metadata)), Tokenizer.from_json(text)
+    ours, theirs = Tokenizer(tokenizer_from_gguf(header.metadata)), Tokenizer(text)
     lines = list(mixed_lines(1000, seed=23))
     alike = [ours.encode(line, False) == theirs.encode(line, False) for line in lines]
     assert sum(alike) >= 0.9 * len(lines)

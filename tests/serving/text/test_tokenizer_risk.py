@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +92,7 @@ def test_known_patterns_are_patterns(pattern: str) -> None:
 def test_what_is_no_tokenizer_is_left_to_who_reads_it(text: str) -> None:
     assert risk_of(text) is None
     with pytest.raises(ModelError, match="cannot be read"):
-        Tokenizer.from_json(text)
+        Tokenizer(text)
 
 
 # ---- the law of growth -------------------------------------------------------------------------------------
@@ -139,11 +138,9 @@ def test_no_pipeline_makes_a_text_longer_than_is_foreseen(pipeline: list[Any], t
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[tuple[tokenizers.Tokenizer, ConfinedTokenizer]]:
+def both() -> tuple[tokenizers.Tokenizer, ConfinedTokenizer]:
     text = tokenizer_of("bert").to_str()
-    confined = ConfinedTokenizer(text)
-    yield tokenizers.Tokenizer.from_str(text), confined
-    confined.close()
+    return tokenizers.Tokenizer.from_str(text), ConfinedTokenizer(text)
 
 
 @examples(60)
@@ -155,7 +152,7 @@ def test_a_confined_tokenizer_cuts_as_the_library_does(
     plain.no_truncation()
     plain.no_padding()
     bare = plain.encode(text, add_special_tokens=False)
-    spans = [[token_id, *span] for token_id, span in zip(bare.ids, bare.offsets, strict=True)]
+    spans = [bare.ids, [list(span) for span in bare.offsets]]
 
     assert confined.cut("ids", text, special=True) == plain.encode(text).ids
     assert confined.cut("ids", text, special=False) == bare.ids
@@ -178,15 +175,16 @@ def test_a_risky_tokenizer_gives_the_tokens_that_its_author_meant() -> None:
         }
     )
     assert risk_of(risky) is not None
-    whole, ours = tokenizers.Tokenizer.from_str(risky), Tokenizer.from_json(risky, Facts())
-    cutter = TextCutter.from_json(risky, Facts())
+    whole, ours = tokenizers.Tokenizer.from_str(risky), Tokenizer(risky, Facts())
+    cutter = TextCutter(risky, Facts())
 
     for text in ("", "abba", "hello abba", "é ab\n"):
         assert ours.encode(text, False) == whole.encode(text, add_special_tokens=False).ids
         assert ours.encode_marked(text, "x") == whole.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ours.encode(text, False)) == text
+        assert b"".join(map(ours.piece, ours.encode(text, False))).decode() == text
         assert cutter.cut([text]) == [(whole.encode(text).ids, None)]
-    assert ours.vocab_size == whole.get_vocab_size()
+    for token_id in range(whole.get_vocab_size() + 1):
+        assert ours.token(token_id) == whole.id_to_token(token_id)
 
 
 # ---- attacks -----------------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ def test_a_few_characters_do_not_become_gigabytes(name: str) -> None:
     assert risk_of(text) is not None
 
     with pytest.raises((ModelError, RequestError)):
-        Tokenizer.from_json(text, Facts(bos_token_id=0, add_bos=True)).encode("aé", add_special=True)
+        Tokenizer(text, Facts(bos_token_id=0, add_bos=True)).encode("aé", add_special=True)
 
     grown = [peak for pid, peak in peaks().items() if pid not in before]
     assert all(peak < BOUNDS.memory_bytes + 300 * MIB for peak in grown)
@@ -246,7 +244,7 @@ def test_a_pattern_that_tries_for_ever_is_ended_without_a_word(
     part = split(pattern) if place == "pre_tokenizer" else replace(pattern, "", "Regex")
     text = changed(**{place: part})
     assert risk_of(text) is not None
-    tokenizer = Tokenizer.from_json(text, Facts())
+    tokenizer = Tokenizer(text, Facts())
 
     for _ in range(2):
         with pytest.raises(RequestError) as refused:

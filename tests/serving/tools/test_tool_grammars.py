@@ -20,7 +20,8 @@ from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.request_to_messages import RequiredGrammar, delay_guide
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.serving.tools.form_grammar import Function, Wanted
-from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
+from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning
+from phasewise.serving.tools.values import parsed
 from tests.support.models.tool_templates import TEMPLATES, turn_form
 from tests.support.tiers import n_examples
 
@@ -135,7 +136,7 @@ def test_several_calls_can_be_made(name: str, compiler: GuideCompiler) -> None:
     guide, rows = held(name, functions, compiler, 16), np.random.default_rng(1)
     said = answer(guide, rows)
     assert said is not None
-    reader = dialect(name).reader(frozenset({"f"}), in_thought=False)
+    reader = dialect(name).reader({"f": {}}, in_thought=False)
     parts = [*reader.feed(said.decode()), *reader.finish()]
     assert {type(part) for part in parts} <= {Call} or name == "gpt-oss"
     assert sum(isinstance(part, Call) for part in parts) >= 1

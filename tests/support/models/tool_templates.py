@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from phasewise.serving.text.chat_template import ChatTemplate
 from phasewise.serving.text.turn_form import TurnForm
-from phasewise.serving.tools.parts import Call, Part, Reasoning, Text, written
+from phasewise.serving.tools.parts import Call, Part, Reasoning, Text
+from phasewise.serving.tools.values import written
 
 HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
@@ -130,7 +131,7 @@ TEMPLATES = {
     "numbered": NUMBERED,
     "name-is-key": NAME_IS_KEY,
 }
-NAMES = frozenset({"get_weather", "search-web", "f", "set.value"})
+NAMES: dict[str, Any] = {"get_weather": {}, "search-web": {}, "f": {}, "set.value": {}}
 _ARGUMENTS: list[dict[str, Any]] = [
     {},
     {"city": "Paris"},
