@@ -87,14 +87,13 @@ class ServedModels:
     async def _hold_loaded(self, shelf: ModelShelf, request: Request, name: str | None) -> ServedModel:
         if name is None:
             name = await _only_name(shelf)
-        record = record_of(request.scope)
-        assert record is not None, "it is among the layers"
         base, adapter = name, ""
         if ":" in name and name not in await shelf.files():
             base, _, adapter = name.rpartition(":")
         loading = shelf.hold(base, in_shadow=client_of(request.scope).in_shadow)
         try:
-            model = await while_there(request, _held(loading, partial(shelf.release, base), record.releases))
+            release, releases = partial(shelf.release, base), record_of(request.scope).releases
+            model = await while_there(request, _held(loading, release, releases))
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 note_model(request.scope, base)

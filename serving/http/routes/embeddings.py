@@ -323,9 +323,7 @@ class EmbeddingRoutes:
 
     async def _vectors(self, request: Request, inputs: Sequence[Tokens]) -> list[Floats]:
         self._life.refuse_unless_open()
-        record = record_of(request.scope)
-        if record is not None:
-            record.n_prompt = sum(len(tokens.ids) for tokens in inputs)
+        record_of(request.scope).n_prompt = sum(len(tokens.ids) for tokens in inputs)
         try:
             vectors = await while_there(request, self.model.client.embed(inputs, _asker(request)))
         except ServingError as error:

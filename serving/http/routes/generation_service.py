@@ -20,7 +20,7 @@ from phasewise.serving.http.answers.openai_objects import AnswerReading, AnswerW
 from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.models.served_models import ServedModels
-from phasewise.serving.http.monitoring.access_log import note_lives, record_of
+from phasewise.serving.http.monitoring.access_log import record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
@@ -41,7 +41,7 @@ async def respond(client: EngineClient, reply: Reply, writer: AnswerWriter, requ
     connection = connection_of(request.scope)
     assert connection is not None, "lines of batches are answered whole"
     stream = client.open(reply.requests, connection, tells_progress=reply.tells_progress)
-    note_lives(request.scope, stream.lives)
+    record_of(request.scope).lives = stream.lives.values()
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
         # than clients wait for a sign of life.
@@ -82,7 +82,7 @@ async def _choices(client: EngineClient, requests: Sequence[Submit], scope: Scop
         return True
 
     stream = client.open(requests)
-    note_lives(scope, stream.lives)
+    record_of(scope).lives = stream.lives.values()
     stream.take = take
     try:
         await stream.ended()
@@ -185,9 +185,7 @@ class GenerationService:
         reading = reading_of(body, model, requests[0]) if isinstance(body, ChatRequest) else None
         reply = reply_of(body, requests, model)
         self.life.refuse_unless_open()
-        record = record_of(request.scope)
-        if record is not None:
-            record.n_prompt = reply.n_prompt
+        record_of(request.scope).n_prompt = reply.n_prompt
         try:
             response = await respond(self.client, reply, write(reply, reading), request)
         except ServingError as error:

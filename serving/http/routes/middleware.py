@@ -6,11 +6,9 @@ import hashlib
 import re
 import secrets
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -124,9 +122,7 @@ class RequireKey:
         if key is None:
             key = scope[_CLIENT] = self._key_of(headers)
         if key is not None:
-            record = record_of(scope)
-            if record is not None:
-                record.key = self._keys.label_of(key)
+            record_of(scope).key = self._keys.label_of(key)
             return None
         is_given = headers.get("authorization", "").lower().startswith("bearer ") or "x-api-key" in headers
         message = (
@@ -184,9 +180,8 @@ class RecordRequests:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         path = self._name_of(scope["path"])
-        record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
+        record = scope[RECORD] = Record(request_id, scope["method"], path)
         record.address = scope["client"][0] if scope.get("client") else ""
-        scope[RECORD] = record
 
         async def recorded(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -442,9 +442,7 @@ async def _hold(
     service: GenerationService, request: Request, name: str, keep_s: float | None = None
 ) -> ServedModel:
     """Hold a model by its name, which may have the tag `latest`. `keep_s`: how long it stays unused then."""
-    record = record_of(request.scope)
-    if record is not None:
-        record.keep_s = keep_s
+    record_of(request.scope).keep_s = keep_s
     return await service.models.hold(request, name.removesuffix(":latest"))
 
 
