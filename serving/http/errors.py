@@ -23,9 +23,11 @@ from phasewise.serving.errors import (
     RankLost,
     RanksError,
     RequestError,
+    ServingError,
     StepFailed,
     Stopping,
 )
+from phasewise.serving.sandbox.confined import Abandoned
 
 RETRY_AFTER_S = 1
 _MOST_MESSAGE = 600
@@ -228,6 +230,17 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="engine_stopped")
         case _:
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Raise ApiError in place of the engine's errors, and ClientLeft in place of Abandoned."""
+    try:
+        yield
+    except Abandoned as error:
+        raise ClientLeft from error
+    except ServingError as error:
+        raise from_engine(error) from error
 
 
 def handlers(refused: Callable[[ApiError], None]) -> dict[Any, Any]:

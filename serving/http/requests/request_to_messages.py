@@ -25,7 +25,7 @@ from phasewise.serving.grammar.guides import (
     ThoughtMarks,
 )
 from phasewise.serving.grammar.late_guides import begun_guide
-from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
+from phasewise.serving.http.errors import ApiError, bad_request
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.calls import (
     called_by,
@@ -165,8 +165,6 @@ def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
-    if body.model not in model.names:
-        raise unknown_model(body.model, model.model_id)
     body.refuse_unsupported()
     if body.receipt and not model.gives_receipts:
         raise bad_request(
@@ -259,8 +257,6 @@ def _spelled(token_ids: Collection[int], model: ServedModel) -> str | None:
 
 
 def _tokens_of(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> list[int]:
-    if body.model is not None and body.model not in model.names:
-        raise unknown_model(body.model, model.model_id)
     if body.messages is None:
         return model.encode(body.prompt or "", body.add_special_tokens)
     chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools).settle()

@@ -9,7 +9,8 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,8 +27,8 @@ from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.requests.request_threads import FairLane, while_there
-from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, kind_of
+from phasewise.serving.http.requests.request_threads import MOST_LONG, FairLane, while_there
+from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, TokenIds, kind_of
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.http.transport.connection import Connection, connection_of
@@ -40,9 +41,6 @@ Floats = npt.NDArray[np.float32]
 
 MOST_INPUTS = 2048  # OpenAI's
 _LONG_CHARACTERS = 256 * 1024
-_N_ORDINARY = 2
-_MOST_ORDINARY = 256
-_MOST_LONG = 16
 EncodingFormat = Literal["float", "base64", "int8", "binary", "ubinary"]
 _NUMBER_BYTES: dict[EncodingFormat, float] = {"float": 24, "base64": 6, "int8": 5, "binary": 1, "ubinary": 1}
 """Most bytes of one number of a vector in JSON, by encoding."""
@@ -53,7 +51,6 @@ _CAME_S = "phasewise.came_s"
 """Key in an ASGI scope of the time at which the whole request had come."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
-TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Input = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[TokenIds, Tag("list of int")]
@@ -163,8 +160,8 @@ class EmbeddingRoutes:
     _life: Lifecycle
     _max_response_bytes: int
     _generates: Callable[[str], Awaitable[bool]] | None
-    _texts: FairLane = field(default_factory=lambda: FairLane("input", _N_ORDINARY, _MOST_ORDINARY))
-    _long: FairLane = field(default_factory=lambda: FairLane("long input", 1, _MOST_LONG))
+    _texts: FairLane = field(default_factory=lambda: FairLane("input"))
+    _long: FairLane = field(default_factory=lambda: FairLane("long input", 1, MOST_LONG))
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts or of token ids."""
@@ -313,22 +310,16 @@ class EmbeddingRoutes:
         self, request: Request, n_characters: int, cut: Callable[[], list[Tokens]]
     ) -> list[Tokens]:
         lane = self._long if n_characters > _LONG_CHARACTERS else self._texts
-        try:
+        with _refusals(request):
             asker = _asker(request)
             self.model.client.refuse_if_full(asker)
             return await while_there(request, lane.run(asker.name, cut))
-        except ServingError as error:
-            _vouch_if_busy(request, error)
-            raise from_engine(error) from error
 
     async def _vectors(self, request: Request, inputs: Sequence[Tokens]) -> list[Floats]:
         self._life.refuse_unless_open()
         record_of(request.scope).n_prompt = sum(len(tokens.ids) for tokens in inputs)
-        try:
+        with _refusals(request):
             vectors = await while_there(request, self.model.client.embed(inputs, _asker(request)))
-        except ServingError as error:
-            _vouch_if_busy(request, error)
-            raise from_engine(error) from error
         _vouch(request)
         return vectors
 
@@ -369,11 +360,16 @@ def _vouch(request: Request) -> None:
         connection.mark_answered()
 
 
-def _vouch_if_busy(request: Request, error: ServingError) -> None:
-    """Raise the connection's share of loop time after QueueFull, as after an answer: otherwise clients that
-    came while the server was full would hardly be read."""
-    if isinstance(error, QueueFull):
-        _vouch(request)
+@contextmanager
+def _refusals(request: Request) -> Iterator[None]:
+    """Raise ApiError in place of the queues' errors. QueueFull raises the connection's share of loop time, as
+    an answer does: otherwise clients that came while the server was full would hardly be read."""
+    try:
+        yield
+    except ServingError as error:
+        if isinstance(error, QueueFull):
+            _vouch(request)
+        raise from_engine(error) from error
 
 
 def _written(

@@ -17,7 +17,7 @@ from phasewise.serving.engine.receipts import FinishReason, receipt_of
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Pieces
 from phasewise.serving.http.answers.openai_objects import AnswerReading, AnswerWriter, Choice, Json, Reply
-from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
+from phasewise.serving.http.errors import ApiError, ClientLeft, engine_errors, from_engine
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import record_of
@@ -186,10 +186,8 @@ class GenerationService:
         reply = reply_of(body, requests, model)
         self.life.refuse_unless_open()
         record_of(request.scope).n_prompt = reply.n_prompt
-        try:
+        with engine_errors():
             response = await respond(self.client, reply, write(reply, reading), request)
-        except ServingError as error:
-            raise from_engine(error) from error
         if reply.clamped is not None:
             response.headers["X-Clamped-Max-Tokens"] = str(reply.clamped)
         connection = connection_of(request.scope)

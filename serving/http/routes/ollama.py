@@ -431,11 +431,8 @@ async def _answer(
     began_ns: int,
 ) -> Response:
     """Answer a request of Ollama's API. `meant`: the request that `body` was converted to."""
-    meant = meant.model_copy(update={"model": model.model_id})
-    is_chat = isinstance(body, OllamaChatRequest)
-    return await service.answer(
-        request, meant, model, partial(OllamaWriter, began_ns=began_ns, is_chat=is_chat)
-    )
+    write = partial(OllamaWriter, began_ns=began_ns, is_chat=isinstance(body, OllamaChatRequest))
+    return await service.answer(request, meant, model, write)
 
 
 async def _hold(
