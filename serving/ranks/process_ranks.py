@@ -222,7 +222,7 @@ class ProcessRanks(Ranks):
         offset = 0 if setup.layout.n_ranks == 1 else self._first.program.kv_span(0, 0)[0]
         places = setup.capacities[0].state_places
         copies = config.keeping[0].copies(setup.layout.teams)
-        return KvShare(self._step_memory, offset, aligned(self.kv_slots), places, shape, copies)
+        return KvShare.of(self._step_memory, shape, offset, aligned(self.kv_slots), places, copies)
 
     @property
     def native_ns(self) -> int:
@@ -342,17 +342,14 @@ def _kv_homes(part: Attending, layout: RankLayout, table: int) -> Iterator[tuple
 
 def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
     layout, capacity, shared = setup.layout, setup.capacities[rank], setup.shared
-    model = shared.model
+    model, division = shared.model, layout.division(rank)
+    without_arrays = replace(model, weights={}, vectors={}, adapters=(), file=None)
     return Instructions(
-        rank=rank,
         parent_pid=os.getpid(),
-        model_name=model.name,
-        config=model.config,
-        weight_format=model.format,
+        model=replace(without_arrays, tokenizer_json="", chat_template=None),
         isa=isa.active(),
         capacity=capacity,
-        teams=layout.teams,
-        weights_of_ranks=layout.weights,
+        division=division,
         cores=layout.cores(rank),
         pinned=setup.pinned,
         nodes=layout.nodes(rank),
@@ -361,7 +358,7 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
         weights=shared.weights,
         weights_source=shared.source,
         schedules=tuple(
-            WrittenSchedules.of(lookup, layout.division(rank), table, model, capacity)
+            WrittenSchedules.of(lookup, division, table, model, capacity)
             for table, lookup in enumerate(setup.lookups)
         ),
         adapters=shared.adapters,

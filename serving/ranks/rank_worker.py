@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -90,31 +90,19 @@ def open_rank(told: Instructions) -> WorkerRank:
         if told.weights_source is None or not told.nodes
         else panels_by_node(model.weights, told.division)
     )
-    by_table = [teams.get(table) for table in range(len(told.teams))]
+    by_table = [teams.get(table) for table in range(len(told.division.teams))]
     return WorkerRank(program, by_table, policy_errno, copied)
 
 
 def _model(told: Instructions) -> PackedModel:
-    """The model over the arrays that ranks share, without tokenizer and template."""
+    """The model over the arrays that ranks share."""
     copies = told.weights_source is not None
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:
         source, _ = told.weights_source.places.views(_mapped(told.weights_source))
         copy_panels(source, weights, told.division, huge=len(told.nodes) == 1, apart=True)
     adapters = () if told.adapters is None else unflat(*told.adapters.places.views(_mapped(told.adapters)))
-    return PackedModel(
-        config=told.config,
-        format=told.weight_format,
-        name=told.model_name,
-        source="",
-        content_hash="",
-        weights=weights,
-        vectors=vectors,
-        tokenizer_json="",
-        chat_template=None,
-        weight_bytes=sum(weight.nbytes for weight in weights.values()),
-        adapters=adapters,
-    )
+    return replace(told.model, weights=weights, vectors=vectors, adapters=adapters)
 
 
 def _mapped(holding: Holding, writable: bool = False) -> Segment:

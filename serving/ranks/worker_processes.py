@@ -121,7 +121,7 @@ class WorkerProcesses:
         self._close_now = -1
         self._thread.join()
         os.close(self._closing)
-        self._on_death = _nothing_more
+        self._on_death = lambda: None  # it keeps the closed ranks' memory alive
 
     # ---- on the thread -----------------------------------------------------------------------------------
 
@@ -186,10 +186,6 @@ class WorkerProcesses:
         outcome.settled.set()
 
 
-def _nothing_more() -> None:
-    """Do nothing: replaces a callback that would keep the closed ranks' memory alive."""
-
-
 def _start(told: Instructions) -> _Worker:
     with keeping_affinity():
         if told.pinned:  # from its first import on: other cores may be those of engines that answer
@@ -202,7 +198,7 @@ def _start(told: Instructions) -> _Worker:
             pass_fds=told.descriptors,
             bufsize=0,
         )
-    return _Worker(told.rank, process)
+    return _Worker(told.division.rank, process)
 
 
 def _last_words(worker: _Worker) -> str:
