@@ -141,7 +141,7 @@ def open_embeddings(
         other_cores=len(taken or ()),
     )
     if taken is None:
-        what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
+        what = "scores of pairs" if model.config.scores else f"vectors of {model.config.vector_width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
     return opened
 

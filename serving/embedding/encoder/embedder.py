@@ -269,26 +269,16 @@ class Embedder:
             threads=self._threads,
         )
 
-    @property
-    def width(self) -> int:
-        """The length of a vector; 1 for a cross-encoder."""
-        return 1 if self.scores else self.model.config.vector_width
-
-    @property
-    def scores(self) -> bool:
-        """True if inputs get a score (a logit) rather than a vector."""
-        return self.model.config.scores
-
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """Vectors of the inputs in order, float32 [inputs, width]. ValueError for a token outside the
-        vocabulary, an unknown task, or an input that is empty or too long."""
+        """Vectors or scores (logits) of the inputs in order, float32 [inputs, width]. ValueError for a token
+        outside the vocabulary, an unknown task, or an input that is empty or too long."""
         for index, tokens in enumerate(inputs):
             if not 1 <= len(tokens.ids) <= self.embedding.max_tokens:
                 raise ValueError(
                     f"input {index} has {counted(len(tokens.ids), 'token')}:"
                     f" 1 to {self.embedding.max_tokens} expected"
                 )
-        out = np.empty((len(inputs), self.width), np.float32)
+        out = np.empty((len(inputs), self.model.config.result_width), np.float32)
         with keeping_affinity():
             for way, places in self._ways(inputs):
                 for step in _steps(inputs, places, way.step_tokens):
@@ -321,9 +311,8 @@ class Embedder:
         for tokens, place in zip(inputs, places, strict=True):
             n_rows = len(tokens.ids) if self._every_row else 1
             rows = way.rows[row : row + n_rows]
-            out[place] = (
-                score(rows, self.model, self.embedding) if self.scores else pooled(rows, self.embedding)
-            )
+            scores = self.model.config.scores
+            out[place] = score(rows, self.model, self.embedding) if scores else pooled(rows, self.embedding)
             row += n_rows
 
     def move(self, cores: Sequence[int]) -> None:
