@@ -225,6 +225,10 @@ class PartWriter(AnswerWriter):
         self.piece(0, choice.last._replace(text=choice.text))
         return encode(self._object()).encode()
 
+    def _event(self, name: str, /, **fields: Any) -> str:
+        """An event; none of an answer that is sent whole."""
+        return f"event: {name}\ndata: {encode({'type': name, **fields})}\n\n" if self._reply.streamed else ""
+
     @abstractmethod
     def _said(self, parts: Sequence[Part]) -> Iterable[str]:
         """Note the new parts, and give their events if the answer is streamed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -90,10 +90,14 @@ class ServedModels:
         base, adapter = name, ""
         if ":" in name and name not in await shelf.files():
             base, _, adapter = name.rpartition(":")
-        loading = shelf.hold(base, in_shadow=client_of(request.scope).in_shadow)
+
+        async def held() -> ServedModel:
+            model = await shelf.hold(base, in_shadow=client_of(request.scope).in_shadow)
+            record_of(request.scope).releases.append(partial(shelf.release, base))
+            return model
+
         try:
-            release, releases = partial(shelf.release, base), record_of(request.scope).releases
-            model = await while_there(request, _held(loading, release, releases))
+            model = await while_there(request, held())
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 note_model(request.scope, base)
@@ -125,16 +129,6 @@ class ServedModels:
             return model.served.facts
         assert self.shelf is not None, "others stay"
         return await self.shelf.facts(model.model_id)
-
-
-async def _held(
-    loading: Awaitable[ServedModel],
-    release: Callable[[float | None], None],
-    releases: list[Callable[[float | None], None]],
-) -> ServedModel:
-    model = await loading
-    releases.append(release)
-    return model
 
 
 async def _only_name(shelf: ModelShelf) -> str:

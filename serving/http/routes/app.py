@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -29,7 +29,7 @@ from phasewise.serving.http.requests.request_to_messages import (
     control_texts,
     tokenized,
 )
-from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest, Strict
+from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.batches import add_batches
 from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRoutes
@@ -41,8 +41,6 @@ from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.openapi import OPEN_PATHS, Json, Routes, add_page, document
 from phasewise.serving.http.routes.responses import add_responses
 from phasewise.serving.http.transport.server import Lifecycle
-
-Body = TypeVar("Body", bound=Strict)
 
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After")
 

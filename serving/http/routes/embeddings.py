@@ -168,10 +168,10 @@ class EmbeddingRoutes:
         body = await self._read(request, EmbeddingRequest)
         vectors, n_tokens = await self._embedded(request, body)
 
-        def write(vector: Floats) -> str | list[float]:
+        def write(vector: Floats) -> Any:
             if body.encoding_format == "base64":  # float32, little-endian, as OpenAI's clients read it
                 return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            return _numbers(PRECISIONS[body.encoding_format or "float"](vector))
+            return PRECISIONS[body.encoding_format or "float"](vector).tolist()
 
         written = await asyncio.to_thread(_written, vectors, write, self.model.model_id, n_tokens)
         return Response(written, media_type="application/json")
@@ -190,7 +190,7 @@ class EmbeddingRoutes:
             vectors, n_tokens = [], 0
         duration_ns = int((time.monotonic() - began_s) * 1e9)
         facts = {"total_duration": duration_ns, "load_duration": 0, "prompt_eval_count": n_tokens}
-        rows = await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors])
+        rows = await asyncio.to_thread(lambda: [vector.tolist() for vector in vectors])
         return _json({"model": asked.model, "embeddings": rows, **facts})
 
     async def _embedded(self, request: Request, body: EmbeddingRequest) -> tuple[list[Floats], int]:
@@ -382,10 +382,6 @@ def _written(
     )
     rest = to_json({"model": model_id, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})
     return b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:]
-
-
-def _numbers(vector: npt.NDArray[Any]) -> list[float]:
-    return list(vector.tolist())
 
 
 def _logistic(score: float) -> float:

@@ -348,11 +348,11 @@ class MessageWriter(PartWriter):
             yield self._event("message_start", message=self._message([], _NOT_ENDED, self._usage(0)))
         for part in parts:
             match part:
-                case Call(name=name, arguments=arguments):
-                    yield self._begin("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
-                    yield self._add("input", "input_json", arguments, "partial_json")
-                case Begun(name=name):
-                    yield self._begin("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
+                case Call() | Begun():
+                    call_id = f"toolu_{uuid.uuid4().hex[:24]}"
+                    yield self._begin("tool_use", id=call_id, name=part.name, input={})
+                    if isinstance(part, Call):
+                        yield self._add("input", "input_json", part.arguments, "partial_json")
                 case Piece(text=text):
                     yield self._add("input", "input_json", text, "partial_json")
                 case Reasoning(text=text):
@@ -385,10 +385,6 @@ class MessageWriter(PartWriter):
             return ""
         self._open = None
         return self._event("content_block_stop", index=self._index)
-
-    def _event(self, name: str, /, **fields: object) -> str:
-        """An event; none of an answer that is sent whole."""
-        return f"event: {name}\ndata: {encode({'type': name, **fields})}\n\n" if self._reply.streamed else ""
 
 
 _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}

@@ -248,24 +248,19 @@ def on_hangup(
     if not opens and read is None and read_tls is None:
         return None
 
-    in_turn = threading.Lock()
+    in_turn = threading.Lock()  # an older read must not replace a newer one
+
+    def read_again() -> None:
+        with in_turn:
+            if read_tls is not None:
+                read_tls()
+            if read is not None and (now := read()) is not None:
+                keys.replace(now)
 
     def hang_up() -> None:
         for reopen in opens:
             reopen()
         if read is not None or read_tls is not None:
-            asked = (keys, read, read_tls, in_turn)
-            threading.Thread(target=_replace, args=asked, name="phasewise-keys", daemon=True).start()
+            threading.Thread(target=read_again, name="phasewise-keys", daemon=True).start()
 
     return hang_up
-
-
-def _replace(
-    keys: ApiKeys, read: ReadKeys | None, read_tls: Callable[[], None] | None, in_turn: threading.Lock
-) -> None:
-    """Read certificate and keys again. `in_turn`: keeps an older read from replacing a newer one."""
-    with in_turn:
-        if read_tls is not None:
-            read_tls()
-        if read is not None and (now := read()) is not None:
-            keys.replace(now)

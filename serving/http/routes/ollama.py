@@ -116,12 +116,7 @@ def _seconds(text: str | float) -> float:
     return math.inf if seconds < 0 else seconds
 
 
-def _checked(given: str | float) -> str | float:
-    _seconds(given)
-    return given
-
-
-KeepAlive = Annotated[str | float, AfterValidator(_checked)]
+KeepAlive = Annotated[str | float, AfterValidator(_seconds)]
 _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _DURATION = re.compile(r"-?(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|[hms]))+")
 _NUMBER = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,9})?")
@@ -144,7 +139,7 @@ class _Asked(AnswerRequest):
     @property
     def keep_alive_s(self) -> float | None:
         """Seconds that the model stays unused; infinite if negative; None if the request leaves it out."""
-        return None if self.keep_alive is None else _seconds(self.keep_alive)
+        return None if self.keep_alive is None else float(self.keep_alive)
 
     @model_validator(mode="after")
     def _without_options(self) -> Self:
