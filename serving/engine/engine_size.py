@@ -213,21 +213,17 @@ VOCABULARY_BYTES_A_TOKEN = 900
 class _Told(Exception):
     """Raised with the bytes that a program would take, before it takes them."""
 
-    def __init__(self, n_bytes: int) -> None:
-        super().__init__(n_bytes)
-        self.n_bytes = n_bytes
-
-
-def _tell(_name: str, n_bytes: int, _kv_slots: int) -> None:
-    raise _Told(n_bytes)
-
 
 def program_bytes(model: PackedModel, capacity: Capacity) -> int:
     """Keys, values, states and scratch of one program. ModelError: the model does not fit the kernels."""
+
+    def tell(_name: str, n_bytes: int, _kv_slots: int) -> None:
+        raise _Told(n_bytes)
+
     try:
-        build_program(model, capacity, _tell)
+        build_program(model, capacity, tell)
     except _Told as told:
-        return told.n_bytes
+        return int(told.args[0])
     raise AssertionError("a program is not built before its memory is checked")
 
 

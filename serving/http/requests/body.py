@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from phasewise._json import MOST_CONTAINERS, MOST_VALUES, is_flood
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
@@ -155,10 +155,8 @@ Body = TypeVar("Body", bound=BaseModel)
 _N_BYTES = "phasewise.body_bytes"
 """Key of the body's length in an ASGI scope."""
 
-_DISCARD_UP_TO_BYTES = (
-    64 * 1024 * 1024
-)  # read on past the limit so far, so that the sender gets to see the answer
-
+_DISCARD_UP_TO_BYTES = 64 * 1024 * 1024
+"""Read so much past the limit, so that the sender gets to see the answer."""
 _WORTH_A_THREAD_BYTES = 256 * 1024
 """Larger bodies are validated on a thread, because that takes milliseconds."""
 
@@ -209,12 +207,7 @@ class BodyReader:
 
     async def _read_limited(self, request: Request, body: UnfinishedBody) -> None:
         n_read = 0
-        more = True
-        while more:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            part, more = message.get("body", b""), message.get("more_body", False)
+        async for part in request.stream():
             n_read += len(part)
             if n_read <= self._max_bytes:
                 body.add(part)

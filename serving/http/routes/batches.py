@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -155,13 +155,8 @@ def boundary_of(request: Request) -> bytes:
 
 async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
     """Read a form; `write` takes its file's bytes on a thread. Raises ApiError if invalid or too large."""
-    reader, thread = FormReader(boundary_of(request), write), RestedThread()
-    n_bytes, more = 0, True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        piece, more = message.get("body", b""), message.get("more_body", False)
+    reader, thread, n_bytes = FormReader(boundary_of(request), write), RestedThread(), 0
+    async for piece in request.stream():
         n_bytes += len(piece)
         if n_bytes > most_bytes:
             raise ApiError(
