@@ -163,7 +163,9 @@ def flops(model: PackedModel, workload: Workload) -> float:
         if name.startswith("layers.")
     )
     logit_rows = workload.n_sequences * (workload.n_gen + (workload.n_prompt > 0))
-    attention = workload.n_sequences * _attention_flops(model.config, workload)
+    depth, n = workload.n_depth, workload.n_prompt + workload.n_gen
+    attended = sum(part.multiplications(depth, n) for part in model.config.keeping)
+    attention = 2 * workload.n_sequences * attended
     return float(layers * workload.n_tokens + 2 * head.n * head.k * logit_rows + attention)
 
 
@@ -181,11 +183,6 @@ def _uses(model: PackedModel, name: str) -> int:
     if model.one_head(name) is not None:
         return model.config.n_heads
     return experts.chosen if experts is not None and name.endswith(STACKS) else 1
-
-
-def _attention_flops(config: ModelConfig, workload: Workload) -> int:
-    n = workload.n_prompt + workload.n_gen
-    return 2 * sum(part.multiplications(workload.n_depth, n) for part in config.keeping)
 
 
 def _slots_read(config: ModelConfig, first: int, n: int) -> float:

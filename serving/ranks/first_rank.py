@@ -73,7 +73,6 @@ class Follower(Protocol):
 
     def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
         """Called before a step; `step` is the number that `Ranks.progress` will report for it."""
-        ...
 
 
 ALL_LOGITS_ROWS = 64

@@ -255,19 +255,16 @@ class Embedder:
         return open_teams({TABLES["prefill"]: tuple(cores)}, self._pinned)[TABLES["prefill"]]
 
     def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int, longest: int) -> _Way:
-        capacity = self._capacity(max(step_tokens, longest))
-        program = build_row_program(self.model, capacity, schedules, self._added)
-        return _Way(program, np.asarray(program), step_tokens)
-
-    def _capacity(self, tokens: int) -> Capacity:
-        """The capacity of a program for this many tokens; every input begins at a KV panel of its own."""
-        return Capacity(
-            kv_slots=tokens + _PANEL * MOST_SEQUENCES,
+        tokens = max(step_tokens, longest)
+        capacity = Capacity(
+            kv_slots=tokens + _PANEL * MOST_SEQUENCES,  # every input begins at a panel of its own
             step_tokens=tokens,
             sequences=MOST_SEQUENCES,
             logit_rows=tokens if self._every_row else MOST_SEQUENCES,
             threads=self._threads,
         )
+        program = build_row_program(self.model, capacity, schedules, self._added)
+        return _Way(program, np.asarray(program), step_tokens)
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
         """Vectors or scores (logits) of the inputs in order, float32 [inputs, width]. ValueError for a token

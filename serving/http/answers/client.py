@@ -78,7 +78,6 @@ class AnswerReader(Protocol):
 
     def cut(self) -> None:
         """Close the connection and drop the bytes that the client has not read."""
-        ...
 
 
 NOTHING_YET = Answer("", "", (), 0, 0)

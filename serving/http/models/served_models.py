@@ -16,7 +16,7 @@ from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelShelf, ModelState
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.request_threads import while_there
-from phasewise.serving.http.routes.embeddings import EmbeddingModel
+from phasewise.serving.http.routes.embeddings import EmbeddingModel, card_of
 from phasewise.serving.http.routes.middleware import client_of
 
 
@@ -35,12 +35,7 @@ class ListedModel:
 
     def card(self) -> dict[str, Any]:
         """The entry of `/v1/models`."""
-        card: dict[str, Any] = {
-            "id": self.model_id,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "phasewise",
-        }
+        card = card_of(self.model_id, self.created_s)
         if self.state is not None:
             card["state"] = self.state
         if self.served is not None:

@@ -181,6 +181,10 @@ class ResponsesRequest(AnswerRequest):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
+_SAME_NAMES = {"model", "temperature", "top_p", "stream", "parallel_tool_calls", "cache_salt"}
+"""Fields that have the same name in a chat request."""
+
+
 def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
     """Convert to a chat request. `before`: messages of the responses that the request continues. Raises
     ApiError if the request has no chat equivalent."""
@@ -190,18 +194,13 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     fields: Json = {
-        "model": body.model,
+        **body.model_dump(include=_SAME_NAMES),
         "messages": messages,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens,
-        "stream": body.stream,
         "tools": tools or None,
         "tool_choice": _choice(body.tool_choice),
-        "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "response_format": _format(body.text),
-        "cache_salt": body.cache_salt,
     }
     chat = ChatRequest.of(fields)
     others = body.input if isinstance(body.input, list) else []

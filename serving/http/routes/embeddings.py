@@ -124,6 +124,11 @@ class RerankRequest(OpenRequest):
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
+def card_of(model_id: str, created_s: int) -> dict[str, Any]:
+    """The fields that every entry of `/v1/models` has."""
+    return {"id": model_id, "object": "model", "created": created_s, "owned_by": "phasewise"}
+
+
 @dataclass(frozen=True)
 class EmbeddingModel:
     """An embedding model. `names`: names that requests may use, its id first. `width`: dimensions of a
@@ -141,13 +146,7 @@ class EmbeddingModel:
         return self.names[0]
 
     def card(self) -> dict[str, Any]:
-        return {
-            "id": self.model_id,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "phasewise",
-            "max_model_len": self.text.max_tokens,
-        }
+        return {**card_of(self.model_id, self.created_s), "max_model_len": self.text.max_tokens}
 
 
 @dataclass

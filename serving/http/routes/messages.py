@@ -165,12 +165,8 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
     fields = _prompt_of(body)
     if isinstance(body, MessagesRequest):
         fields |= {
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
+            **body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"}),
             "stop": body.stop_sequences or None,
-            "stream": body.stream,
             **_of_output(body.output_config or OutputConfig(), thinks=_thinks(body)),
         }
     return ChatRequest.of(fields)

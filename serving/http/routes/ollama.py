@@ -320,7 +320,8 @@ class OllamaWriter(PartWriter):
 
     def _line(self, said: Json, *, done: bool = False) -> Json:
         """A line of the answer with the fields `content`, `thinking` and `tool_calls` that are in `said`."""
-        head: Json = {"model": self._reply.model.model_id, "created_at": _now()}
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        head: Json = {"model": self._reply.model.model_id, "created_at": now}
         if self._is_chat:
             return {**head, "message": {"role": "assistant", "content": "", **said}, "done": done}
         text = said.pop("content", "")
@@ -343,10 +344,6 @@ class OllamaWriter(PartWriter):
 
 def _call(name: str, arguments: str) -> Json:
     return {"tool_calls": [{"function": {"name": name, "arguments": parsed(arguments) or {}}}]}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 OLLAMA_API = "0.14.0"
