@@ -174,22 +174,18 @@ class OnOwnCores:
         self.cores = cores_now(self._own, machine_now(), n_others)
         """The cores on which the next batch is computed."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phasewise-embedder")
-        self._embedder = self._thread.submit(open_embedder, self.cores).result()
-
-    @property
-    def embedder(self) -> Embedder:
+        self.embedder = self._thread.submit(open_embedder, self.cores).result()
         """The embedder, to be called only on this object's thread."""
-        return self._embedder
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
         """Embed the inputs on the cores that are allowed now; see `Embedder.embed`."""
         self._follow()
-        return self._thread.submit(self._embedder.embed, inputs).result()
+        return self._thread.submit(self.embedder.embed, inputs).result()
 
     def close(self) -> None:
         """End the threads. Closing twice is harmless."""
         self._thread.shutdown()
-        self._embedder.close()
+        self.embedder.close()
 
     def _follow(self) -> None:
         now_s = time.monotonic()
@@ -201,7 +197,7 @@ class OnOwnCores:
         cores = cores_now(self._own, self._machine_now(), self._n_others)
         if cores == self.cores:
             return
-        self._thread.submit(self._embedder.move, cores).result()
+        self._thread.submit(self.embedder.move, cores).result()
         self.cores = cores
         named = ",".join(map(str, cores))
         log.warning("the cores of this process have changed: embeddings on cores %s", named)

@@ -50,9 +50,6 @@ class ModelText:
         self.allow_special = allow_special
         self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
 
-    def encode(self, text: str, add_special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special)
-
     def open_stream(self, shown: frozenset[int] = frozenset()) -> DetokenizeStream:
         """The decoder of one answer; control tokens have no text, except those in `shown`."""
         return DetokenizeStream(self.tokenizer, shown=shown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from phasewise.serving.scheduling.request import LiveSequence
@@ -125,22 +125,21 @@ class ClientShares:
     def giver_of_place(self) -> LiveSequence | None:
         """The sequence to preempt for a place among the running ones; None: no client holds more than its
         share."""
-        return self._youngest(self._greediest(self._places, self.places))
+        return self._giver(self._places, self.places)
 
     def giver_of_slots(self) -> LiveSequence | None:
         """The sequence to preempt for slots; None: no client holds more than its share."""
-        return self._youngest(self._greediest(self._slots, self.slots))
+        return self._giver(self._slots, self.slots)
 
     def takes_too_much(self, client: str) -> bool:
         """True if the client holds more slots than its share while there are other clients."""
         return len(self._slots) > 1 and self._slots[client] > self.slots
 
-    def _greediest(self, held: dict[str, int], share: int) -> Iterable[str]:
-        """Clients that hold more than `share`, the largest holder first."""
-        return sorted((client for client in held if held[client] > share), key=lambda client: -held[client])
-
-    def _youngest(self, clients: Iterable[str]) -> LiveSequence | None:
-        for client in clients:
+    def _giver(self, held: dict[str, int], share: int) -> LiveSequence | None:
+        """The youngest sequence, but not the only one, of a client with more than `share`, the largest holder
+        first."""
+        greedy = [client for client in held if held[client] > share]
+        for client in sorted(greedy, key=lambda client: -held[client]):
             own = [sequence for sequence in self._running if sequence.request.client == client]
             for sequence in reversed(own[1:]):
                 if not sequence.is_pinned:
