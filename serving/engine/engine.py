@@ -17,14 +17,7 @@ from phasewise.serving.engine.live_request import (
     Vocabulary,
     forward_scored,
 )
-from phasewise.serving.engine.messages import (
-    Answer,
-    Delivery,
-    EngineLoad,
-    Failure,
-    StepStats,
-    Submit,
-)
+from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 from phasewise.serving.engine.step_parts import PromptProgress, StepDrafts, StepPart
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.first_rank import Ranks

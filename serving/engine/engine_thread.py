@@ -14,12 +14,7 @@ from typing import Literal
 
 from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_host import (
-    OWN_CORES,
-    EngineHost,
-    Recoveries,
-    SharedCores,
-)
+from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost, Recoveries, SharedCores
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,

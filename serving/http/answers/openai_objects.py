@@ -18,16 +18,7 @@ from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import INPUT
 from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken
-from phasewise.serving.tools.parts import (
-    Begun,
-    Call,
-    Part,
-    Piece,
-    Reader,
-    Reasoning,
-    Text,
-    parsed,
-)
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text, parsed
 
 
 class CustomCall(Call):

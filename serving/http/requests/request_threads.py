@@ -128,10 +128,7 @@ class Preparation:
         self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
 
     async def prepare(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        model: ServedModel,
+        self, request: Request, body: ChatRequest | CompletionRequest, model: ServedModel
     ) -> Sequence[Submit]:
         """Make the requests for `model`, with the grammar of their answers. Raises ApiError or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()

@@ -27,13 +27,7 @@ from phasewise.serving.grammar.guides import (
 from phasewise.serving.grammar.late_guides import begun_guide
 from phasewise.serving.http.errors import ApiError, bad_request
 from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.http.requests.calls import (
-    called_by,
-    check_tools,
-    conversation_of,
-    is_read,
-    must_call,
-)
+from phasewise.serving.http.requests.calls import called_by, check_tools, conversation_of, is_read, must_call
 from phasewise.serving.http.requests.chat_schemas import (
     SYSTEM_ROLES,
     ChatMessage,
@@ -72,22 +66,13 @@ def completion_requests(
         request
         for index, prompt in enumerate(prompts)
         for request in _choices(
-            body,
-            f"{response_id}-{index}",
-            prompt,
-            sampling,
-            model,
-            client,
-            prompt_logprobs=_scored(body),
+            body, f"{response_id}-{index}", prompt, sampling, model, client, prompt_logprobs=_scored(body)
         )
     ]
 
 
 def chat_requests(
-    body: ChatRequest,
-    model: ServedModel,
-    client: ClientIdentity = ANYONE,
-    cancel: CancelToken | None = None,
+    body: ChatRequest, model: ServedModel, client: ClientIdentity = ANYONE, cancel: CancelToken | None = None
 ) -> Sequence[Submit]:
     """One `Submit` for each of the `n` choices. `cancel`: ended when the client leaves."""
     _refuse(body, model)

@@ -24,11 +24,7 @@ from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
 from phasewise.serving.http.requests.request_threads import Preparation
-from phasewise.serving.http.requests.request_to_messages import (
-    check_token_ids,
-    control_texts,
-    tokenized,
-)
+from phasewise.serving.http.requests.request_to_messages import check_token_ids, control_texts, tokenized
 from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.batches import add_batches

@@ -13,14 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phasewise.serving.http.answers.openai_objects import (
-    PING,
-    AnswerReading,
-    Json,
-    PartWriter,
-    Reply,
-    encode,
-)
+from phasewise.serving.http.answers.openai_objects import PING, AnswerReading, Json, PartWriter, Reply, encode
 from phasewise.serving.http.errors import ApiError, bad_request, naming
 from phasewise.serving.http.requests.chat_schemas import (
     MOST_TOOLS,
