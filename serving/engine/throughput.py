@@ -18,6 +18,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.parts.mixture import STACKS
 from phasewise.serving.ranks.first_rank import Ranks
+from phasewise.tuner.plans import Phase
 
 COMPUTE_KIND = {"f32": "f32", "f16": "f32", "bf16": "bf16"}  # all others: int8
 
@@ -93,7 +94,7 @@ def measure(
     computed once; each run overwrites its own positions."""
     count = workload.kv_slots
     tokens = np.random.default_rng(0).integers(0, vocab_size, size=count).tolist()
-    for batch in _prefill(workload, tokens, 0, workload.n_depth, max_batch_tokens):
+    for batch in _steps("prefill", workload, tokens, 0, workload.n_depth, max_batch_tokens):
         ranks.forward(batch)
     samples = []
     for _ in range(warm_ups + repetitions):
@@ -107,26 +108,13 @@ def measure(
 
 def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> Iterator[Batch]:
     first, end = workload.n_depth, workload.n_depth + workload.n_prompt
-    yield from _prefill(workload, tokens, first, end, max_batch_tokens)
+    yield from _steps("prefill", workload, tokens, first, end, max_batch_tokens)
     for position in range(end, workload.positions):
-        yield Batch(
-            "decode",
-            tuple(
-                SequenceSlice(
-                    (tokens[base + position],),
-                    position,
-                    base,
-                    wants_logits=True,
-                    adapter=workload.adapter_of(base),
-                    state=sequence,
-                )
-                for sequence, base in enumerate(_bases(workload))
-            ),
-        )
+        yield from _steps("decode", workload, tokens, position, position + 1, workload.n_sequences)
 
 
-def _prefill(
-    workload: Workload, tokens: list[int], first: int, last: int, max_batch_tokens: int
+def _steps(
+    phase: Phase, workload: Workload, tokens: list[int], first: int, last: int, max_batch_tokens: int
 ) -> Iterator[Batch]:
     """Batches for positions [first, last) of every sequence."""
     pending: list[SequenceSlice] = []
@@ -143,10 +131,10 @@ def _prefill(
             room -= end - start
             start = end
             if room == 0:
-                yield Batch("prefill", tuple(pending))
+                yield Batch(phase, tuple(pending))
                 pending, room = [], max_batch_tokens
     if pending:
-        yield Batch("prefill", tuple(pending))
+        yield Batch(phase, tuple(pending))
 
 
 def _bases(workload: Workload) -> range:

@@ -359,19 +359,14 @@ def slices_at_once(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterato
         while True:
             count = min(total - done, room)
             last = done + count == total
-            step.append(
-                SequenceSlice(
-                    piece.token_ids[done : done + count],
-                    piece.start + done,
-                    piece.slot_base,
-                    piece.wants_logits and last,
-                    piece.table,
-                    ring=piece.ring,
-                    adapter=piece.adapter,
-                    state=piece.state,
-                    keeps=tuple(keep for keep in piece.keeps if done < keep[0] - piece.start <= done + count),
-                )
+            part = piece._replace(
+                token_ids=piece.token_ids[done : done + count],
+                start=piece.start + done,
+                wants_logits=piece.wants_logits and last,
+                n_drafted=0,
+                keeps=tuple(keep for keep in piece.keeps if done < keep[0] - piece.start <= done + count),
             )
+            step.append(part)
             done, room = done + count, room - count
             if room == 0:
                 yield step

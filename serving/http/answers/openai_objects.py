@@ -355,6 +355,9 @@ class OpenAiWriter(AnswerWriter):
         return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
 
 
+_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
 class CompletionWriter(OpenAiWriter):
     """Writes answers of `/v1/completions`."""
 
@@ -400,40 +403,23 @@ class CompletionWriter(OpenAiWriter):
     ) -> Json:
         """A choice. `has_echo`: the echo, if any, belongs to it."""
         echo = self._echoes[index] if self._echoes else None
-        said = [self._generated(echo, tokens, reason)]
+        # With an echo the end token counts, as scoring clients expect.
+        scored = self._scored(tokens, None if echo is not None else reason)
+        begin = len(echo or "")
+        rows = [self._row(token, begin + token.begin) for token in scored]
         if echo is not None and has_echo:
             text = echo + text
             if self._n_top_of_echo is not None and prompt is not None:
-                said.insert(0, self._echoed(echo, prompt))
-        given = [part for part in said if part is not None]
-        names = given[0] if given else ()
-        joined = {name: [item for part in given for item in part[name]] for name in names}
-        return _choice_of(index, "text", text, joined or None, reason)
+                offsets = text_offsets(echo, [self._model.piece(token.token_id) for token in prompt])
+                rows = [*map(self._row, prompt, offsets), *rows]
+        logprobs = dict(zip(_LOGPROBS, map(list, zip(*rows, strict=True)), strict=True)) if rows else None
+        return _choice_of(index, "text", text, logprobs, reason)
 
-    def _generated(self, echo: str | None, tokens: Sequence[SampledToken], reason: str | None) -> Json | None:
-        """Log-probabilities of the answer. With an echo the end token counts, as scoring clients expect."""
-        scored = self._scored(tokens, None if echo is not None else reason)
-        if not scored:
-            return None
-        return {
-            "tokens": [self._text(token.token_id) for token in scored],
-            "token_logprobs": [token.logprob for token in scored],
-            "top_logprobs": [self._top(token.top) for token in scored],
-            "text_offset": [len(echo or "") + token.begin for token in scored],
-        }
-
-    def _echoed(self, echo: str, tokens: Sequence[PromptToken]) -> Json:
-        pieces, n_top = [self._model.piece(token.token_id) for token in tokens], self._n_top_of_echo
-        tops = [None if token.logprob is None else self._top(token.top[:n_top]) for token in tokens]
-        return {
-            "tokens": [piece.decode("utf-8", "replace") for piece in pieces],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": tops,
-            "text_offset": text_offsets(echo, pieces),
-        }
-
-    def _top(self, top: Sequence[tuple[int, float]]) -> Json:
-        return {self._text(token_id): value for token_id, value in top}
+    def _row(self, token: SampledToken | PromptToken, offset: int) -> tuple[Any, ...]:
+        """The values of one token, in the order of `_LOGPROBS`. A prompt may have more likeliest tokens than
+        are asked for here."""
+        top = {self._text(token_id): value for token_id, value in token.top[: self._n_top_of_echo]}
+        return self._text(token.token_id), token.logprob, None if token.logprob is None else top, offset
 
 
 def _echoes_of(body: CompletionRequest, reply: Reply) -> list[str]:
