@@ -188,8 +188,7 @@ class EmbeddingClient:
         return vectors
 
     def _heed(self, asker: Asker, now_s: float) -> float:
-        """Adjust every lane's depth to this client's request; return the time by which to answer the
-        request."""
+        """Adjust every lane's depth to this client's request; return the time by which to answer it."""
         arrived_s = now_s if asker.arrived_s is None else asker.arrived_s
         end_s = arrived_s + self.promised_s * (1 - KEPT)
         for lane in self._lanes:
@@ -288,8 +287,7 @@ class EmbeddingClient:
                 await asyncio.wait(batches)
 
     def _next_batch(self, lane: Lane) -> list[Input]:
-        """The next waiting inputs, as many as make a good batch; inputs that are no longer wanted are
-        dropped."""
+        """The next waiting inputs, as many as make a good batch; those that nobody wants are dropped."""
         batch: list[Input] = []
         tokens = 0
         if not lane.waiting:
@@ -348,8 +346,7 @@ class EmbeddingClient:
                 _answer(pending, vector)
 
     async def _embedded(self, lane: Lane, batch: list[Input]) -> Floats:
-        """Vectors of a batch. RanksError where the worker is lost, or does not answer in time and is
-        ended."""
+        """Vectors of a batch. RanksError where the worker is lost, or is ended because it is late."""
         body, patience_s = inputs_to_bytes([pending.tokens for pending in batch]), lane.patience_s
         try:
             return await asyncio.wait_for(lane.worker.embed(body), patience_s)
@@ -359,8 +356,7 @@ class EmbeddingClient:
             ) from error
 
     def _again(self, lane: Lane, batch: list[Input], error: RanksError) -> None:
-        """Put the inputs of a lost batch back in front of the line; an input lost for the second time
-        fails."""
+        """Put the inputs of a lost batch back in front of the line; those lost for the second time fail."""
         for pending in reversed(batch):
             pending.tries += 1
             if pending.wanted and pending.tries >= MOST_TRIES:
@@ -416,8 +412,7 @@ class EmbeddingClient:
 
 
 def _answer(pending: Input, vector: Floats) -> None:
-    """Set the result of an input; a vector with numbers that are not finite fails alone, not its whole
-    batch."""
+    """Set the result of an input; a vector that is not finite fails alone, not its whole batch."""
     try:
         check_numbers(vector)
     except StepFailed as error:

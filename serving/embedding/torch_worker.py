@@ -106,8 +106,7 @@ class TorchEmbedder:
 
 
 def _refuse_strangers_code(path: Path) -> None:
-    """Refuse directories with links to other directories, or with an adapter, which transformers would follow
-    to another model."""
+    """Refuse links to other directories, and adapters, which transformers would follow to another model."""
     directory = ModelDirectory(path)
     directory.refuse_links_out()
     if directory.has(_ADAPTER):
@@ -126,8 +125,7 @@ class _Gives:
 
 
 def _what_it_gives(path: Path, device: str) -> _Gives:
-    """The outputs of the model at `path`. ModelError for no embedding model, or one that transformers
-    lacks."""
+    """The outputs of the model at `path`. ModelError: it is no embedding model, or transformers lacks it."""
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.fetching.resolve import Located
 

@@ -41,8 +41,7 @@ from phasewise.topology.process_limits import read_limits
 NICENESS = 10
 WARMING_TOKENS = 512
 FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that terminals and service managers send to every process, ignored here: the front closes the
-socket when it ends."""
+"""Signals to every process of a service, ignored here: the front closes the socket when it ends."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ class Backend(Protocol):
 
 
 def serve(sock: socket.socket, backend: Backend, facts: dict[str, Any]) -> None:
-    """Answer batches until the other end closes the socket. A batch that fails is answered with one line of
-    text."""
+    """Answer batches until the other end closes the socket; one that fails, with one line of text."""
     file = sock.makefile("rb", buffering=1 << 20)
     sock.sendall(frame(WorkerFrameKind.READY, 0, json.dumps(facts).encode()))
     while (got := read_frame(file.read)) is not None:

@@ -244,8 +244,7 @@ def engine_errors() -> Iterator[None]:
 
 
 def handlers(refused: Callable[[ApiError], None]) -> dict[Any, Any]:
-    """Exception handlers by type, which write ours and the framework's errors in one shape. `refused` is
-    called with each ApiError."""
+    """Exception handlers by type, which write all errors in one shape. `refused`: gets each ApiError."""
 
     async def api_error(request: Request, error: ApiError) -> Response:
         refused(error)

@@ -312,8 +312,7 @@ class Ranks(ABC):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Steps begun, and layers of the last step whose keys and values all ranks have stored.
-        Thread-safe."""
+        """Steps begun, and layers of the last one whose keys and values all ranks have. Thread-safe."""
         return self.first_rank.progress
 
     def follow(self, follower: Follower | None) -> None:

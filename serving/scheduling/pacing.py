@@ -22,8 +22,7 @@ USUAL = 0.6
 """Part of the mean gap between tokens up to which background requests (in shadow) fill a gap. A larger part
 speeds batches up and delays interactive answers."""
 ALONE_NS = 30_000_000
-"""Time of a prefill step of background requests where nobody else computes: a new request waits for its
-end."""
+"""Time of a prefill step of background requests where nobody else computes: a new request waits for it."""
 LEAST_CHUNK = 16
 """Fewest background prompt tokens of a step beside interactive requests: one panel of keys."""
 _WINDOW_TOKENS = 20_000
@@ -125,8 +124,7 @@ def rows_within(costs_ns: Mapping[int, float], n_rows: int, left_ns: float) -> i
 
 
 DEFAULT_TPOT_MS = 100.0
-"""Default promise: ten tokens a second, twice the speed of reading (Sandwich 8.3, of a 160M model in
-batches)."""
+"""Default promise: ten tokens a second, twice the speed of reading (Sandwich 8.3: 160M, in batches)."""
 
 FIRST_TOKENS = 512
 """Prompt tokens of a step before any was measured, or while no answer waits for a token: the ranks compute no

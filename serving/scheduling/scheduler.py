@@ -116,8 +116,7 @@ class Scheduler:
 
     @property
     def n_answering(self) -> int:
-        """Number of answers that wait for a token; background ones (in shadow) count only if nothing else can
-        be computed."""
+        """Number of answers that wait for a token; background ones only if nothing else can be computed."""
         lane = self._lanes.shadow if self.is_all_shadow else self._lanes.own
         return len(lane.answering(None))
 

@@ -52,8 +52,7 @@ class ClientTurns(Generic[Item]):
         self._n_items += 1
 
     def take(self, client: str | None = None) -> Item:
-        """Take the first item of `client` (None: the next one), whose turn ends. IndexError: there is
-        none."""
+        """Take the first item of `client` (None: of the next), whose turn ends. IndexError: there is none."""
         client = self._next(client)
         item = self._queues[client].popleft()
         self._queues.move_to_end(client)
@@ -123,8 +122,7 @@ class ClientShares:
         return self._places[client] < self.places and self._slots[client] + n_slots <= self.slots
 
     def giver_of_place(self) -> LiveSequence | None:
-        """The sequence to preempt for a place among the running ones; None: no client holds more than its
-        share."""
+        """The sequence to preempt for a place; None: no client holds more than its share."""
         return self._giver(self._places, self.places)
 
     def giver_of_slots(self) -> LiveSequence | None:
@@ -136,8 +134,7 @@ class ClientShares:
         return len(self._slots) > 1 and self._slots[client] > self.slots
 
     def _giver(self, held: dict[str, int], share: int) -> LiveSequence | None:
-        """The youngest sequence, but not the only one, of a client with more than `share`, the largest holder
-        first."""
+        """A client's youngest sequence, not its only one; clients with most beyond `share` come first."""
         greedy = [client for client in held if held[client] > share]
         for client in sorted(greedy, key=lambda client: -held[client]):
             own = [sequence for sequence in self._running if sequence.request.client == client]

@@ -89,8 +89,7 @@ def _products(stacks: dict[str, Stack], number: int, config: ModelConfig, scale:
 
 
 def _of_embeddings(stacks: dict[str, Stack], number: int, tasks: EncoderTasks) -> Update:
-    """A task's update of embeddings: its columns of the table times B, and its addition to the segment
-    embeddings."""
+    """A task's update of embeddings: its columns of the table times B, and what it adds to segments."""
     first, width = number * tasks.rank, tasks.numbers
     places = np.eye(width, dtype=np.float32)
     own = LowRank(places[first : first + tasks.rank], stacks["task_embed_b"][number].T, tasks.scale)
@@ -167,8 +166,7 @@ CANONICAL = EncoderDefaults(is_canonical=True)
 
 
 def for_short_inputs(defaults: EncoderDefaults, weights: Iterable[PackedWeight]) -> EncoderDefaults | None:
-    """The defaults for inputs of at most SHORT_TOKENS; None where they choose the same arithmetic as
-    `defaults`."""
+    """The defaults for inputs of at most SHORT_TOKENS; None: they choose the arithmetic of `defaults`."""
     short = replace(defaults, widens=True)
     differ = any(defaults.arithmetic(weight) != short.arithmetic(weight) for weight in weights)
     return short if differ else None
@@ -283,8 +281,7 @@ class Embedder:
         return out
 
     def _ways(self, inputs: Sequence[Tokens]) -> list[tuple[_Way, Sequence[int]]]:
-        """Programs with the indices of their inputs, chosen by each input's own length so that other inputs
-        change no bits."""
+        """Programs with the indices of their inputs, by each one's length: others change none of its bits."""
         if self._short is None:
             return [(self._way, range(len(inputs)))]
         short = [index for index, tokens in enumerate(inputs) if len(tokens.ids) <= SHORT_TOKENS]

@@ -371,8 +371,7 @@ class EngineClient:
             self._end(stream, request_id, "aborted", is_counted=not gives_way)
 
     def deliver(self, delivery: Delivery) -> None:
-        """Take the engine's load and pieces of answers from the engine's thread, and wake the event loop for
-        them."""
+        """Take load and pieces of answers from the engine's thread, and wake the event loop for them."""
         self.load = delivery.load
         if self._wakeup is not None:
             self._delivered.append(delivery)
@@ -435,8 +434,7 @@ class EngineClient:
             stream.give_way(full)
 
     def admit_shadows(self, model: str, admitted: bool) -> None:
-        """Admit batch answers of a model, or end them, as the model is about to be unloaded; their lines are
-        sent again later."""
+        """Admit a model's batch answers, or end them for its room; their lines are sent again later."""
         if admitted:
             self._making_way.discard(model)
             return

@@ -1,5 +1,4 @@
-"""Writers of answers: what those of all APIs share, and OpenAI's completion and chat objects, whole and
-streamed."""
+"""Writers of answers: what all APIs share, and OpenAI's completions and chats, whole and streamed."""
 
 from __future__ import annotations
 
@@ -248,8 +247,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class OpenAiWriter(AnswerWriter):
-    """Base of OpenAI's forms. `n_top`: number of likeliest tokens for each position in `prompt_logprobs`;
-    None: no such field."""
+    """Base of OpenAI's forms. `n_top`: likeliest tokens of a position in `prompt_logprobs`, if any."""
 
     objects = "", ""
     """Names of the objects: of a whole answer, and of an event."""
@@ -416,8 +414,7 @@ class CompletionWriter(OpenAiWriter):
         return _choice_of(index, "text", text, logprobs, reason)
 
     def _row(self, token: SampledToken | PromptToken, offset: int) -> tuple[Any, ...]:
-        """The values of one token, in the order of `_LOGPROBS`. A prompt may have more likeliest tokens than
-        are asked for here."""
+        """The values of one token, as `_LOGPROBS` says, with as many likeliest ones as are asked for."""
         top = {self._text(token_id): value for token_id, value in token.top[: self._n_top_of_echo]}
         return self._text(token.token_id), token.logprob, None if token.logprob is None else top, offset
 

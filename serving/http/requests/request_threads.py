@@ -159,8 +159,7 @@ class Preparation:
     async def tokenize(
         self, request: Request, make: Callable[[CancelToken], Made], *, is_text: bool = False
     ) -> Made:
-        """Run `make`, which tokenizes a text or a conversation, in the lane of such prompts. Raises ApiError,
-        or ClientLeft."""
+        """Run `make`, which tokenizes, in its lane. Raises ApiError or ClientLeft."""
         lane = self._texts if is_text else self._conversations
         lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
         cancel = CancelToken()

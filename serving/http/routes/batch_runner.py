@@ -50,8 +50,7 @@ class _Unreadable(Exception):
 
 
 def _read_pieces(path: Path, most_bytes: int, url: str) -> Generator[list[BatchLine], None, None]:
-    """A batch's file in pieces of at most 64 lines, or little more than `most_bytes`. Raises _Unreadable if
-    the file has too many lines."""
+    """A batch's file in pieces of at most 64 lines, or little over `most_bytes`. May raise _Unreadable."""
     n_lines = n_requests = begins_at = 0
     read: list[BatchLine] = []
     with open_file(path) as file:

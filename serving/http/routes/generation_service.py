@@ -197,8 +197,7 @@ class GenerationService:
 
 
 def reply_of(body: GenerationRequest, requests: Sequence[Submit], model: ServedModel) -> Reply:
-    """Build the reply for prepared requests. Raises ApiError while a wanted receipt's fingerprint is
-    unknown."""
+    """Build the reply for prepared requests. ApiError: the fingerprint of a receipt is unknown yet."""
     clamped = [len(asked.prompt_token_ids) for asked in requests if asked.max_tokens is None]
     has_stated = body.most_tokens not in (None, MOST_INT)
     return Reply(
