@@ -245,14 +245,15 @@ def engine_bytes(
         own = options if served is model else replace(options, feeds=False)
         room = room_for(own, threads, resolve_kv_format(served, size.kv.format))
         program = program_bytes(served, room)
-        own_kv = _kv_bytes(served, room, ())
+        own_kv = kv_bytes_of(served, size.kv, ())
         n_bytes += served.weight_bytes + program + VOCABULARY_BYTES_A_TOKEN * served.config.vocab_size
         if served is model:
-            copies = _kv_bytes(served, room, teams_of(plans)) - own_kv
+            copies = kv_bytes_of(served, size.kv, teams_of(plans)) - own_kv
             n_bytes += (n_ranks - 1) * (program - own_kv) + copies
     return n_bytes
 
 
-def _kv_bytes(model: PackedModel, room: Capacity, teams: Teams) -> int:
-    seen_by_all, windowed = kv_bytes_by_reach(model, room.kv_format, teams)
-    return room.kv_slots * seen_by_all + (room.ring_slots or room.kv_slots) * windowed
+def kv_bytes_of(model: PackedModel, kv: KvSettings, teams: Teams) -> int:
+    """Bytes of all keys and values, with the copies of shared heads that ranks keep."""
+    seen_by_all, windowed = kv_bytes_by_reach(model, kv.format, teams)
+    return kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed

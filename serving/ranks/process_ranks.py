@@ -63,9 +63,8 @@ class _Setup:
     layout: RankLayout
     capacities: tuple[Capacity, ...]
     lookups: tuple[ScheduleLookup, ...]
-    pinned: bool
+    options: RankOptions
     shared: SharedWeights
-    kv_shared: bool
     is_spread: bool
     """True if every rank has copied its weights to its own NUMA nodes."""
 
@@ -117,9 +116,8 @@ class ProcessRanks(Ranks):
             layout,
             tuple(room_for(options, layout.threads(rank), self.kv_format) for rank in range(layout.n_ranks)),
             tuple(lookups_by_table(schedules)[: len(layout.teams)]),
-            options.pinned,
+            options,
             shared,
-            options.kv.shared,
             layout.places_memory,
         )
 
@@ -130,8 +128,8 @@ class ProcessRanks(Ranks):
             with placing(layout.nodes(0)) as answer:
                 program, step = _first_program(setup)
                 # Kept open where others map it too, through this process's descriptor.
-                (ending if setup.kv_shared else descriptors).callback(step.close)
-                teams = open_teams(layout.cores(0), setup.pinned)
+                (ending if setup.options.kv.shared else descriptors).callback(step.close)
+                teams = open_teams(layout.cores(0), setup.options.pinned)
             room, config = setup.capacities[0], setup.shared.model.config
             fed = FedRows.of(program, config, room.step_tokens, room.logit_rows) if room.feeds else None
             own_teams = Teams(teams, layout.starts)
@@ -215,7 +213,7 @@ class ProcessRanks(Ranks):
     @property
     def kv_share(self) -> KvShare:
         setup = self._setup
-        if setup is None or self._step_memory is None or not setup.kv_shared:
+        if setup is None or self._step_memory is None or not setup.options.kv.shared:
             raise RanksError("these ranks do not share their keys and values")
         config = setup.shared.model.config
         shape = KvShape.of(config, self.kv_format)
@@ -351,7 +349,7 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
         capacity=capacity,
         division=division,
         cores=layout.cores(rank),
-        pinned=setup.pinned,
+        pinned=setup.options.pinned,
         nodes=layout.nodes(rank),
         step_fd=step.fd,
         step_bytes=step.n_bytes,
