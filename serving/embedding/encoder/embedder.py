@@ -17,7 +17,6 @@ from functools import partial
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from phasewise._words import counted
 from phasewise.cython_kernels import isa
@@ -25,7 +24,7 @@ from phasewise.cython_kernels._native import Program, Team, compute_paths
 from phasewise.cython_kernels.packing import DENSE_KINDS, PackedWeight, pack_dense
 from phasewise.cython_kernels.schedules import ScheduleLookup, canonical_path
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.encoder.pooling import pooled, score
+from phasewise.serving.embedding.encoder.pooling import Floats, pooled, score
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders.adapter_files import adapter_of
 from phasewise.serving.loaders.layout import task_shapes
@@ -41,8 +40,6 @@ from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity, open_te
 
 EMBED = "embed"
 """The name of the op that reads the adapters' embedding table."""
-
-Stack = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -75,20 +72,20 @@ def task_adapters(model: PackedModel) -> TaskAdapters | None:
     return TaskAdapters(tuple(adapters), pack_dense(table, "f32"), pack_dense(nothing, "f32"))
 
 
-def _products(stacks: dict[str, Stack], number: int, config: ModelConfig, scale: float) -> dict[str, LowRank]:
+def _products(stacks: dict[str, Floats], task: int, config: ModelConfig, scale: float) -> dict[str, LowRank]:
     """A task's low-rank factors of every product, by phasewise's names of the weights."""
     parts = {}
     for index, layer in enumerate(config.layers):
         for product in layer.products:
             stem = f"layers.{index}.task_{product.reader}"
-            a, b = stacks[f"{stem}_a"][number], stacks[f"{stem}_b"][number]
+            a, b = stacks[f"{stem}_a"][task], stacks[f"{stem}_b"][task]
             for name, first in product.columns():
                 rows = b[first : first + product.outputs[name]]
                 parts[f"layers.{index}.{name}"] = LowRank(a, rows, scale)
     return parts
 
 
-def _of_embeddings(stacks: dict[str, Stack], number: int, tasks: EncoderTasks) -> Update:
+def _of_embeddings(stacks: dict[str, Floats], number: int, tasks: EncoderTasks) -> Update:
     """A task's update of embeddings: its columns of the table times B, and what it adds to segments."""
     first, width = number * tasks.rank, tasks.numbers
     places = np.eye(width, dtype=np.float32)
@@ -171,8 +168,6 @@ def for_short_inputs(defaults: EncoderDefaults, weights: Iterable[PackedWeight])
     differ = any(defaults.arithmetic(weight) != short.arithmetic(weight) for weight in weights)
     return short if differ else None
 
-
-Floats = npt.NDArray[np.float32]
 
 STEP_TOKENS = 512
 """Rows that pass through the model at once; an input with more rows is computed alone."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from pydantic import Field
@@ -204,12 +204,6 @@ _MOST_WINDOW_S = 30 * 86_400
 Made = TypeVar("Made")
 
 
-class UseStore(Protocol):
-    """Runs work with the store, which refuses with ApiError."""
-
-    async def __call__(self, work: Callable[[BatchStore], Made], /) -> Made: ...
-
-
 def _refusal(error: BatchStoreError) -> ApiError:
     match error.kind:
         case "missing":
@@ -224,6 +218,14 @@ def _refusal(error: BatchStoreError) -> ApiError:
             return ApiError(429, str(error), code="too_many_batches", retry_after_s=60)
         case _:
             return ApiError(503, str(error), code="no_batches", retry_after_s=60)
+
+
+async def _stored(runner: BatchRunner, work: Callable[[BatchStore], Made]) -> Made:
+    """Run `work` on a thread. Raises ApiError in place of BatchStoreError."""
+    try:
+        return await asyncio.to_thread(lambda: work(runner.store()))
+    except BatchStoreError as error:
+        raise _refusal(error) from None
 
 
 class _KeptFile(FileResponse):
@@ -244,14 +246,7 @@ class _KeptFile(FileResponse):
 def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None:
     """Add the routes of files and batches."""
 
-    async def stored(work: Callable[[BatchStore], Made]) -> Made:
-        """Run `work` on a thread. Raises ApiError in place of BatchStoreError."""
-        try:
-            return await asyncio.to_thread(lambda: work(runner.store()))
-        except BatchStoreError as error:
-            raise _refusal(error) from None
-
-    _add_files(routes, runner, stored)
+    _add_files(routes, runner)
 
     @routes.add("/v1/batches", "POST", BatchRequest)
     async def create_batch(request: Request) -> Json:
@@ -262,12 +257,12 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
         if body.endpoint not in GENERATING:
             raise bad_request(f"endpoint must be one of {', '.join(GENERATING)}", "endpoint")
         fields = _new_batch(body, int(time.time()), _seconds(body.completion_window))
-        source = await stored(lambda kept: kept.file(owner, body.input_file_id))
+        source = await _stored(runner, lambda kept: kept.file(owner, body.input_file_id))
         if source.purpose != "batch":
             raise bad_request(
                 "input_file_id names a file that was not sent with purpose batch", "input_file_id"
             )
-        batch = await stored(lambda kept: kept.add_batch(owner, source.id, fields))
+        batch = await _stored(runner, lambda kept: kept.add_batch(owner, source.id, fields))
         runner.wake()
         return _shown(batch)
 
@@ -275,18 +270,18 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
     async def list_batches(request: Request) -> Json:
         """The batches of this client, the newest first."""
         page = _page_of(request, _LISTED, _MOST_BATCHES_LISTED)
-        batches, has_more = await stored(lambda kept: kept.batches(_owner(request), page))
+        batches, has_more = await _stored(runner, lambda kept: kept.batches(_owner(request), page))
         return _list([_shown(batch) for batch in batches], has_more)
 
     @routes.add("/v1/batches/{batch_id}", "GET")
     async def show_batch(request: Request, batch_id: str) -> Json:
         """A batch, and its counts so far."""
-        return _shown(await stored(lambda kept: kept.batch(_owner(request), batch_id)))
+        return _shown(await _stored(runner, lambda kept: kept.batch(_owner(request), batch_id)))
 
     @routes.add("/v1/batches/{batch_id}", "DELETE")
     async def delete_batch(request: Request, batch_id: str) -> Json:
         """Keep the record of a batch no longer; its files stay."""
-        await stored(lambda kept: kept.delete_batch(_owner(request), batch_id))
+        await _stored(runner, lambda kept: kept.delete_batch(_owner(request), batch_id))
         return {"id": batch_id, "object": "batch", "deleted": True}
 
     @routes.add("/v1/batches/{batch_id}/cancel", "POST")
@@ -298,7 +293,7 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
             batch, now_s = kept.batch(_owner(request), batch_id), int(time.time())
             return kept.update(batch, among=CANCELLABLE, status="cancelling", cancelling_at=now_s)
 
-        batch = await stored(cancelled)
+        batch = await _stored(runner, cancelled)
         if batch.fields["status"] == "cancelling":
             runner.wake()
         elif batch.fields["status"] != "cancelled":
@@ -306,13 +301,13 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
         return _shown(batch)
 
 
-def _add_files(routes: Routes, runner: BatchRunner, stored: UseStore) -> None:
+def _add_files(routes: Routes, runner: BatchRunner) -> None:
     @routes.add("/v1/files", "POST", _FORM)
     async def create_file(request: Request) -> Json:
         """Keep a file of requests, for a batch."""
         runner.life.refuse_unless_open()
         boundary_of(request)  # or why not, before anything is opened
-        file = await stored(BatchStore.begin_file)
+        file = await _stored(runner, BatchStore.begin_file)
         try:
             form = await read_form(request, file.write, MOST_FILE_BYTES)
             if form.fields.get("purpose") != "batch":
@@ -325,30 +320,30 @@ def _add_files(routes: Routes, runner: BatchRunner, stored: UseStore) -> None:
                 raise _refusal(error) from None
             raise
         name = form.filename[:255]
-        return _file(await stored(lambda kept: kept.keep_file(file, _owner(request), name, "batch")))
+        return _file(await _stored(runner, lambda kept: kept.keep_file(file, _owner(request), name, "batch")))
 
     @routes.add("/v1/files", "GET", query=_PAGE)
     async def list_files(request: Request) -> Json:
         """The files of this client, the newest first."""
         page, purpose = _page_of(request, _MOST_LISTED, _MOST_LISTED), request.query_params.get("purpose")
-        files, has_more = await stored(lambda kept: kept.files(_owner(request), page, purpose))
+        files, has_more = await _stored(runner, lambda kept: kept.files(_owner(request), page, purpose))
         return _list([_file(file) for file in files], has_more)
 
     @routes.add("/v1/files/{file_id}", "GET")
     async def show_file(request: Request, file_id: str) -> Json:
         """A file, without its bytes."""
-        return _file(await stored(lambda kept: kept.file(_owner(request), file_id)))
+        return _file(await _stored(runner, lambda kept: kept.file(_owner(request), file_id)))
 
     @routes.add("/v1/files/{file_id}/content", "GET")
     async def file_content(request: Request, file_id: str) -> Response:
         """The bytes of a file."""
-        path = await stored(lambda kept: kept.path_of(kept.file(_owner(request), file_id).id))
+        path = await _stored(runner, lambda kept: kept.path_of(kept.file(_owner(request), file_id).id))
         return _KeptFile(path, media_type="application/octet-stream")
 
     @routes.add("/v1/files/{file_id}", "DELETE")
     async def delete_file(request: Request, file_id: str) -> Json:
         """Keep a file no longer."""
-        await stored(lambda kept: kept.delete_file(_owner(request), file_id))
+        await _stored(runner, lambda kept: kept.delete_file(_owner(request), file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
 

@@ -14,15 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText, InputKind, Text, Tokens, too_long
-from phasewise.serving.embedding.encoder.pooling import PRECISIONS, truncated
+from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Floats, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
@@ -36,8 +34,6 @@ from phasewise.serving.http.transport.server import Lifecycle
 
 if TYPE_CHECKING:
     from phasewise.serving.embedding.client import Asker, EmbeddingClient
-
-Floats = npt.NDArray[np.float32]
 
 MOST_INPUTS = 2048  # OpenAI's
 _LONG_CHARACTERS = 256 * 1024

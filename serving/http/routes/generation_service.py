@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,11 +20,11 @@ from phasewise.serving.http.errors import ApiError, ClientLeft, engine_errors, f
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import record_of
-from phasewise.serving.http.requests.body import BodyReader
+from phasewise.serving.http.requests.body import Body, BodyReader
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.request_threads import Preparation, while_there
-from phasewise.serving.http.requests.schemas import MOST_INT, CompletionRequest, GenerationRequest, Strict
+from phasewise.serving.http.requests.schemas import MOST_INT, CompletionRequest, GenerationRequest
 from phasewise.serving.http.transport.connection import Connection, connection_of
 from phasewise.serving.http.transport.server import Lifecycle
 
@@ -155,9 +154,6 @@ class _EventStream(Response):
             self._connection.write_body(self._writer.sign_of_life)
         self._has_spoken = False
         self._timer = asyncio.get_running_loop().call_later(self._every_s, self._look)
-
-
-Body = TypeVar("Body", bound=Strict)
 
 
 @dataclass(frozen=True, slots=True)
