@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from phasewise._words import counted
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
@@ -174,7 +175,7 @@ class EmbeddingClient:
         self._n_answers += 1
         for pending in placed:
             pending.lane.join(pending, now_s)
-            pending.answer.add_done_callback(self._forgetting(pending))
+            pending.answer.add_done_callback(partial(self._forget, pending))
         try:
             vectors = await asyncio.gather(*(pending.answer for pending in placed))
         finally:
@@ -217,14 +218,11 @@ class EmbeddingClient:
             after_s,
         )
 
-    def _forgetting(self, pending: Input) -> Callable[[asyncio.Future[Floats]], None]:
-        def forget(_answer: asyncio.Future[Floats]) -> None:
-            self._live.discard(pending)
-            self._held[pending.owner] -= Depth(1, pending.size)
-            if not self._held[pending.owner].inputs:
-                del self._held[pending.owner]
-
-        return forget
+    def _forget(self, pending: Input, _answer: asyncio.Future[Floats]) -> None:
+        self._live.discard(pending)
+        self._held[pending.owner] -= Depth(1, pending.size)
+        if not self._held[pending.owner].inputs:
+            del self._held[pending.owner]
 
     def _is_owed(self, owner: str, wanted: Depth) -> bool:
         """True if a client, with these inputs, has at most its share in progress while other clients have

@@ -52,11 +52,6 @@ class EmbeddingPlan:
         return replace(self, instances=tuple(filter(keeps, self.instances)))
 
     @property
-    def on_cpus(self) -> EmbeddingPlan:
-        """The plan without its accelerators."""
-        return self.only(lambda instance: instance.is_cpu)
-
-    @property
     def accelerated(self) -> EmbeddingPlan:
         """The plan without its CPU instances."""
         return self.only(lambda instance: not instance.is_cpu)

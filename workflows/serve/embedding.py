@@ -77,7 +77,8 @@ def plan_for(
     planned = {instance.device for instance in usable.instances}
     front = (min(room.cores),) if room.taken else tuple(sorted(room.machine.allowed_pus)[:1])
     added = tuple(Instance(name, front) for name in accelerators.names if name not in planned)
-    plan = replace(usable, instances=(*usable.accelerated.instances, *added, *usable.on_cpus.instances))
+    on_cpus = filter(lambda instance: instance.is_cpu, usable.instances)
+    plan = replace(usable, instances=(*usable.accelerated.instances, *added, *on_cpus))
     if not settings.embed_cpu:
         plan = plan.accelerated
         if not plan.instances:
