@@ -45,10 +45,6 @@ class Workload:
         adapted = f" lora{self.n_adapters}" if self.n_adapters else ""
         return "+".join(parts) + behind + together + adapted
 
-    def adapter_of(self, base: int) -> int:
-        """Number of the adapter of the sequence with first slot `base`."""
-        return 1 + base // self.positions % self.n_adapters if self.n_adapters else 0
-
     @property
     def n_tokens(self) -> int:
         """Number of tokens that are timed."""
@@ -124,7 +120,7 @@ def _steps(
         while start < last:
             end = min(last, start + room)
             ids = tokens[base + start : base + end]
-            adapter = workload.adapter_of(base)
+            adapter = 1 + sequence % workload.n_adapters if workload.n_adapters else 0
             pending.append(
                 SequenceSlice(ids, start, base, wants_logits=end == last, adapter=adapter, state=sequence)
             )

@@ -150,7 +150,8 @@ class ProcessRanks(Ranks):
             _tell_of_memory(layout, {0: answer, **answers}, copied)
             if self._model.file is not None and setup.shared.source is not None:
                 self._model.file.release()
-            self._setup = replace(setup, shared=setup.shared.without_source())
+            in_place = replace(setup.shared, source=None, copied_bytes=0, by_node={})
+            self._setup = replace(setup, shared=in_place)
 
     @property
     def first_rank(self) -> FirstRank:

@@ -144,10 +144,6 @@ class SharedWeights:
     adapters: Holding | None = None
     """Arrays of the adapters; None: the model has none."""
 
-    def without_source(self) -> SharedWeights:
-        """A copy for ranks restarted on the same layout: every panel is in place."""
-        return replace(self, source=None, copied_bytes=0, by_node={})
-
 
 @contextmanager
 def share_weights(model: PackedModel, layout: RankLayout) -> Iterator[SharedWeights]:

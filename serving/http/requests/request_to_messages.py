@@ -423,7 +423,8 @@ def _grammar(body: GenerationRequest) -> Grammar | None:
         return None if schema is None else Grammar.of_schema(schema)
     if body.response_format is not None:
         raise RequestError("response_format says the same thing; give one of the two")
-    if wanted.n_given != 1:
+    given = wanted.json_ is not None, bool(wanted.json_object), wanted.regex is not None, bool(wanted.choice)
+    if sum(given) != 1:
         raise RequestError("give exactly one of json, json_object, regex and choice")
     if wanted.regex is not None:
         return Grammar.of_pattern(wanted.regex)
