@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -49,19 +48,13 @@ _ENCODED_NAME = re.compile(rb"filename\*\s*=\s*utf-8'[^']{0,20}'([\w.!#$&+^`|~%-
 """A file name that is not ASCII, as in `filename*=utf-8''caf%C3%A9.jsonl`."""
 
 
-@dataclass
-class UploadForm:
-    """The parsed fields of a form. `filename`: name of the part `file`; None: no such part so far."""
-
-    fields: dict[str, str] = field(default_factory=dict)
-    filename: str | None = None
-
-
 class FormReader:
     """Parses a multipart form in pieces; the bytes of its file go to `write`."""
 
     def __init__(self, boundary: bytes, write: Callable[[bytes], None]) -> None:
-        self.form = UploadForm()
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        """Name of the part `file`; None: no such part so far."""
         self.is_over = False
         self._write = write
         self._n_parts = 0
@@ -112,11 +105,11 @@ class FormReader:
         names = parse_options_header(self._disposition)[1]
         self._name = names.get(b"name", b"").decode("utf-8", "replace")
         if self._name == "file":
-            if self.form.filename is not None:
+            if self.filename is not None:
                 raise _no_form("it has several files")
             encoded = _ENCODED_NAME.search(self._disposition)
             given = unquote_to_bytes(encoded[1]) if encoded else b""
-            self.form.filename = names.get(b"filename", given).decode("utf-8", "replace")
+            self.filename = names.get(b"filename", given).decode("utf-8", "replace")
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
@@ -128,7 +121,7 @@ class FormReader:
 
     def _end_part(self) -> None:
         if self._name != "file":
-            self.form.fields[self._name] = self._value.decode("utf-8", "replace")
+            self.fields[self._name] = self._value.decode("utf-8", "replace")
 
     def _end(self) -> None:
         self.is_over = True
@@ -153,7 +146,7 @@ def boundary_of(request: Request) -> bytes:
     return boundary
 
 
-async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
+async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> FormReader:
     """Read a form; `write` takes its file's bytes on a thread. Raises ApiError if invalid or too large."""
     reader, thread, n_bytes = FormReader(boundary_of(request), write), RestedThread(), 0
     async for piece in request.stream():
@@ -165,7 +158,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
         await thread.run(partial(reader.feed, piece))
     if not reader.is_over:
         raise _no_form("it ends before its last boundary")
-    return reader.form
+    return reader
 
 
 def _refuse_pages(request: Request) -> None:
