@@ -98,20 +98,6 @@ def _of_embeddings(stacks: dict[str, Floats], number: int, tasks: EncoderTasks) 
     return replace(whole, scales=np.array(scales, np.float32))
 
 
-def build_row_program(
-    model: PackedModel,
-    capacity: Capacity,
-    schedules: tuple[ScheduleLookup, ...] = (),
-    added: TaskAdapters | None = None,
-) -> Program:
-    """A sealed program whose outputs are hidden rows [logit_rows, hidden]. ModelError where it cannot be
-    built. `added`: `task_adapters` of the model."""
-    if added is not None:
-        model = replace(model, adapters=added.adapters)
-    embed = partial(_add_embedding, model, added) if model.config.encoder is not None else None
-    return build_program(model, capacity, check_memory, schedules, gives="rows", embed=embed)
-
-
 def _add_embedding(
     model: PackedModel, added: TaskAdapters | None, linears: Linears, arena: ActivationArena
 ) -> None:
@@ -256,7 +242,11 @@ class Embedder:
             logit_rows=tokens if self._every_row else MOST_SEQUENCES,
             threads=self._threads,
         )
-        program = build_row_program(self.model, capacity, schedules, self._added)
+        model, added = self.model, self._added
+        if added is not None:
+            model = replace(model, adapters=added.adapters)
+        embed = partial(_add_embedding, model, added) if model.config.encoder is not None else None
+        program = build_program(model, capacity, check_memory, schedules, gives="rows", embed=embed)
         return _Way(program, np.asarray(program), step_tokens)
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:

@@ -74,7 +74,14 @@ def create_app(
     bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
     _add_health(routes, life, metrics)
     if generation is not None:
-        _add_generation(routes, generation, bodies, life, metrics, surroundings)
+        generation.client.observe(metrics)
+        service = GenerationService(generation.models, generation.client, bodies, Preparation(), life)
+        for add in (_add_completions, add_responses, add_messages, add_ollama, _add_tokens):
+            add(routes, service)
+        if surroundings.page:
+            add_page(routes)
+        if generation.batches is not None:
+            add_batches(routes, generation.batches, bodies)
     if embeddings is not None:
         generates = None if generation is None else generation.models.generates
         own = EmbeddingRoutes(embeddings, bodies, life, limits.max_response_bytes, generates)
@@ -85,28 +92,6 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.keys, app.state.bodies = keys, bodies
     return app
-
-
-def _add_generation(
-    routes: Routes,
-    generation: TextGeneration,
-    bodies: BodyReader,
-    life: Lifecycle,
-    metrics: Metrics,
-    surroundings: ServerContext,
-) -> None:
-    """Add every route that generates text."""
-    generation.client.observe(metrics)
-    service = GenerationService(generation.models, generation.client, bodies, Preparation(), life)
-    _add_completions(routes, service)
-    add_responses(routes, service)
-    add_messages(routes, service)
-    add_ollama(routes, service)
-    _add_tokens(routes, service)
-    if surroundings.page:
-        add_page(routes)
-    if generation.batches is not None:
-        add_batches(routes, generation.batches, bodies)
 
 
 def _layers(

@@ -398,7 +398,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
             return _loaded(model, body, {"message": {"role": "assistant", "content": ""}})
         with naming(_IN_CHAT):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            return await _answer(service, request, body, chat, model, began_ns)
+            return await service.answer(request, chat, model, partial(OllamaWriter, began_ns=began_ns))
 
     @routes.add("/api/generate", "POST", OllamaGenerateRequest)
     async def ollama_generate(request: Request) -> Response:
@@ -411,20 +411,8 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         has_template = model.encode_chat is not None
         with naming({} if body.raw or not has_template else _IN_GENERATE):
             prompt = prompt_of(body, has_template=has_template)
-            return await _answer(service, request, body, prompt, model, began_ns)
-
-
-async def _answer(
-    service: GenerationService,
-    request: Request,
-    body: OllamaChatRequest | OllamaGenerateRequest,
-    meant: ChatRequest | CompletionRequest,
-    model: ServedModel,
-    began_ns: int,
-) -> Response:
-    """Answer a request of Ollama's API. `meant`: the request that `body` was converted to."""
-    write = partial(OllamaWriter, began_ns=began_ns, is_chat=isinstance(body, OllamaChatRequest))
-    return await service.answer(request, meant, model, write)
+            write = partial(OllamaWriter, began_ns=began_ns, is_chat=False)
+            return await service.answer(request, prompt, model, write)
 
 
 async def _hold(
