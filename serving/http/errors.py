@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -187,25 +186,17 @@ def from_validation(error: ValidationError) -> ApiError:
     where = path[0] if path else None
     if where in _SHAPES:
         return bad_request(f"{where} must be {_SHAPES[where]}", param=where)
-    return bad_request(f"{'.'.join(path) or 'body'}: {_said_of(first, path, error)}", param=where)
+    said, name = first["msg"].removeprefix("Value error, "), path[-1] if path else ""
+    if first["type"] == "union_tag_invalid":  # its own message has the validation library's words
+        tag, tags = str(first["ctx"]["tag"])[:_MOST_NAME], first["ctx"]["expected_tags"]
+        said = f"type {tag!r} is not taken here, only {tags}"
+        said = f"it must be {_SHAPES[name]}" if name in _SHAPES else said
+    return bad_request(f"{'.'.join(path) or 'body'}: {said}", param=where)
 
 
 def _is_tag(part: int | str) -> bool:
     """True if part of an error's location is a union tag of `schemas.kind_of`."""
     return isinstance(part, str) and (part in ("str", "dict", "list") or part.startswith("list of "))
-
-
-def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> str:
-    """The message of a validation error at `path`, without the validation library's vocabulary."""
-    name = path[-1] if path else ""
-    match first["type"]:
-        case "union_tag_invalid" if name in _SHAPES:
-            return f"it must be {_SHAPES[name]}"
-        case "union_tag_invalid":
-            tags = first.get("ctx", {})
-            return f"type {str(tags['tag'])[:_MOST_NAME]!r} is not taken here, only {tags['expected_tags']}"
-        case _:
-            return first["msg"].removeprefix("Value error, ")
 
 
 def from_engine(error: Exception) -> ApiError:

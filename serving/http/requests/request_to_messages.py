@@ -219,7 +219,11 @@ def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens
 
 def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> bytes:
     """The answer of `/tokenize` as JSON. Raises Abandoned if `cancel` ends while the template is rendered."""
-    ids = _tokens_of(body, model, cancel)
+    if body.messages is None:
+        ids: Sequence[int] = model.encode(body.prompt or "", body.add_special_tokens)
+    else:
+        chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools).settle()
+        ids = conversation_tokens(chat, model, cancel)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
     if body.return_token_strs:
         out["token_strs"] = [model.piece(token_id).decode("utf-8", "replace") for token_id in ids]
@@ -239,13 +243,6 @@ def _spelled(token_ids: Collection[int], model: ServedModel) -> str | None:
         if model.encode(text, False) == [token_id]:
             return text
     return None
-
-
-def _tokens_of(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> list[int]:
-    if body.messages is None:
-        return model.encode(body.prompt or "", body.add_special_tokens)
-    chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools).settle()
-    return list(conversation_tokens(chat, model, cancel))
 
 
 def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelToken) -> tuple[int, ...]:

@@ -160,8 +160,13 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
         fields |= {
             **body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"}),
             "stop": body.stop_sequences or None,
-            **_of_output(body.output_config or OutputConfig(), thinks=_thinks(body)),
         }
+        output = body.output_config or OutputConfig()
+        if output.format is not None:
+            named = {"name": "answer", "schema": output.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+        if _thinks(body):
+            fields["reasoning_effort"] = output.effort
     return ChatRequest.of(fields)
 
 
@@ -187,16 +192,6 @@ def _prompt_of(body: CountTokensRequest) -> Json:
 
 def _thinks(body: CountTokensRequest) -> bool:
     return body.thinking is not None and body.thinking.type != "disabled"
-
-
-def _of_output(wanted: OutputConfig, *, thinks: bool) -> Json:
-    out: Json = {}
-    if wanted.format is not None:
-        named = {"name": "answer", "schema": wanted.format.schema_}
-        out["response_format"] = {"type": "json_schema", "json_schema": named}
-    if thinks and wanted.effort is not None:
-        out["reasoning_effort"] = wanted.effort
-    return out
 
 
 def _blocks(message: Message) -> Sequence[Any]:
