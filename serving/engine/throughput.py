@@ -115,7 +115,7 @@ def _steps(
     """Batches for positions [first, last) of every sequence."""
     pending: list[SequenceSlice] = []
     room = max_batch_tokens
-    for sequence, base in enumerate(_bases(workload)):
+    for sequence, base in enumerate(range(0, workload.kv_slots, workload.positions)):
         start = first
         while start < last:
             end = min(last, start + room)
@@ -131,11 +131,6 @@ def _steps(
                 pending, room = [], max_batch_tokens
     if pending:
         yield Batch(phase, tuple(pending))
-
-
-def _bases(workload: Workload) -> range:
-    """First slot of each sequence."""
-    return range(0, workload.kv_slots, workload.positions)
 
 
 def flops(model: PackedModel, workload: Workload) -> float:

@@ -139,6 +139,8 @@ _ANTHROPIC_TYPE_OF_STATUS = {
 }
 
 
+_TAG = re.compile("str|dict|list( of .*)?", re.DOTALL)
+"""A union tag of `schemas.kind_of`, as part of an error's location."""
 # Fields of several possible types, where the first mismatch says too little.
 _SHAPES = {
     "content": 'a text or a list of parts such as {"type": "text", "text": TEXT}',
@@ -180,7 +182,7 @@ def from_validation(error: ValidationError) -> ApiError:
     """The first error of a body that failed validation, as a 400 of one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     # Union members and positions follow the field's name; the name is what the sender can look up.
-    path = [str(part) for part in first["loc"] if not _is_tag(part)]
+    path = [str(part) for part in first["loc"] if not _TAG.fullmatch(str(part))]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     where = path[0] if path else None
@@ -192,11 +194,6 @@ def from_validation(error: ValidationError) -> ApiError:
         said = f"type {tag!r} is not taken here, only {tags}"
         said = f"it must be {_SHAPES[name]}" if name in _SHAPES else said
     return bad_request(f"{'.'.join(path) or 'body'}: {said}", param=where)
-
-
-def _is_tag(part: int | str) -> bool:
-    """True if part of an error's location is a union tag of `schemas.kind_of`."""
-    return isinstance(part, str) and (part in ("str", "dict", "list") or part.startswith("list of "))
 
 
 def from_engine(error: Exception) -> ApiError:

@@ -61,12 +61,14 @@ def completion_requests(
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
     prompts = [_token_ids(prompt, model) for prompt in texts]
     sampling = _sampling(body, model.sampling, body.logprobs)
+    wanted = (body.logprobs if body.echo else None, body.prompt_logprobs)
+    n_top = max((number for number in wanted if number is not None), default=None)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     return [
         request
         for index, prompt in enumerate(prompts)
         for request in _choices(
-            body, f"{response_id}-{index}", prompt, sampling, model, client, prompt_logprobs=_scored(body)
+            body, f"{response_id}-{index}", prompt, sampling, model, client, prompt_logprobs=n_top
         )
     ]
 
@@ -171,13 +173,6 @@ def _refuse_empty(body: CompletionRequest) -> None:
         raise bad_request("max_tokens may be 0 only with echo or prompt_logprobs", "max_tokens")
     if body.receipt:
         raise bad_request("a receipt needs an answer: set max_tokens to 1 or more", "receipt")
-
-
-def _scored(body: CompletionRequest) -> int | None:
-    """Number of likeliest tokens to report for each prompt position; None: no prompt log-probabilities."""
-    echoed = body.logprobs if body.echo else None
-    wanted = [number for number in (echoed, body.prompt_logprobs) if number is not None]
-    return max(wanted, default=None)
 
 
 def _refuse_too_long(prompt: tuple[int, ...], model: ServedModel) -> None:
