@@ -225,8 +225,7 @@ class EmbeddingClient:
             del self._held[pending.owner]
 
     def _is_owed(self, owner: str, wanted: Depth) -> bool:
-        """True if a client, with these inputs, has at most its share in progress while other clients have
-        inputs too."""
+        """True if a client, with these inputs, holds at most its share, and others have inputs too."""
         n_clients = len(self._held.keys() | {owner})
         held = self._held.get(owner, Depth(0, 0)) + wanted
         return n_clients > 1 and self._manager.holds(held, n_clients)

@@ -42,8 +42,7 @@ FIRST_PATIENCE_S = 120.0
 ALMOST = 1 - 1e-9
 """The factor by which rounding is allowed for: work that ends at exactly the promised time has room."""
 DEAR_BATCH_S = 0.01
-"""The time per batch, beside its tokens, from which an accelerator gets one batch at a time, after a wait for
-more inputs."""
+"""Time per batch, beside tokens, from which an accelerator gets one at a time, and waits for inputs."""
 COMPANY = 0.1
 MOST_COMPANY = 0.5
 """An idle device whose batches are dear waits for `COMPANY` of a batch's fixed time, and again while inputs

@@ -57,9 +57,8 @@ class DevicePace:
 
 
 class LearntDepth:
-    """The depth of a device without a plan, from its first batches on (section IV-B2, equation 11). `first`:
-    the depth before any batch has ended. `within_s`: the time in which the device should compute all that it
-    holds."""
+    """The depth of a device without a plan (section IV-B2, equation 11). `first`: before any batch has ended.
+    `within_s`: the time in which the device should compute all that it holds."""
 
     def __init__(self, first: Depth, within_s: float) -> None:
         self.depth = first

@@ -61,8 +61,7 @@ class TorchEmbedder:
         self._takes_segments = "token_type_ids" in signature(self._model.forward).parameters
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """Vectors of the inputs, float32 [inputs, width]. Inputs are padded at their end to the longest,
-        STEP_TOKENS at a time."""
+        """Vectors of the inputs, float32 [inputs, width], padded to the longest, STEP_TOKENS at a time."""
         steps, step, longest = list[list[Tokens]](), list[Tokens](), 0
         for tokens in inputs:
             longest = max(longest, len(tokens.ids))

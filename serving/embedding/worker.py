@@ -140,9 +140,8 @@ log = logging.getLogger(__name__)
 
 
 def cores_now(own: Sequence[int], machine: Machine, n_others: int = 0) -> tuple[int, ...]:
-    """The cores of `own` that this process may use; where it may use none of them, as many of the highest
-    others. Cores are limited to the share that a cgroup quota pays for. `n_others`: cores of the server's
-    other computing parts."""
+    """The cores of `own` that this process may use, else as many of the highest others; no more than a
+    cgroup quota pays for. `n_others`: cores of the server's other computing parts."""
     allowed = frozenset(machine.allowed_pus)
     kept = tuple(core for core in own if core in allowed)
     now = kept or tuple(highest_cores(machine, n_cores=len(own)))

@@ -37,8 +37,7 @@ MOST_SAID_BYTES = 500
 
 
 class WorkerProcess:
-    """A worker process, started with this object. `wait_until_ready` blocks; everything after `attach`
-    belongs to one event loop."""
+    """A process, started here. `wait_until_ready` blocks; all after `attach` is for one event loop."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec

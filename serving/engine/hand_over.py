@@ -73,9 +73,8 @@ class HandOver(StepPart):
         self._unplaced.add(request_id)
 
     def target_ready(self, request_id: str) -> None:
-        """Record that the answering engine has a block, so that keys and values may be sent as they are
-        computed. A prompt that was preempted meanwhile is lost: waiting for a new block could deadlock two
-        full engines."""
+        """Record that the answering engine has a block, so that keys and values may be sent as they come. A
+        prompt that was preempted is lost: waiting for a new block could deadlock two full engines."""
         if request_id in self.prompts:
             self._aimed.add(request_id)
             if not self._start(request_id):

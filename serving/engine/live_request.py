@@ -25,9 +25,8 @@ CHECKPOINT_TOKENS = 16
 
 class LogitChain:
     """Digests of the logits that one answer was sampled from, each of a row and the digest before it. Of
-    every CHECKPOINT_TOKENS rows only the first is digested: the others follow from the same keys and values,
-    and digesting all would slow a small model by percents. Rows are the model's own: before penalties, bias,
-    temperature and grammar."""
+    CHECKPOINT_TOKENS rows only the first is digested: the others follow from the same keys and values, and
+    would slow a small model by percents. Rows are those before penalties, bias, temperature and grammar."""
 
     def __init__(self, n_rows: int = 0, digests: Sequence[str] = ()) -> None:
         """Continue a chain of `n_rows` rows, which had these digests."""

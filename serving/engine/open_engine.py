@@ -144,10 +144,9 @@ def open_engine(
     drafts: DraftSource | None = None,
     prefixes: PrefixSettings | None = None,
 ) -> OpenEngine:
-    """Start the ranks and load the model into them. `schedules`: kernel schedules; None: defaults. `pinned`:
-    as in `RankOptions`. `pool`: replaces the size's own pool. `drafts`: source of drafts; None: no drafts.
-    `prefixes`: folder for prefixes, for which `size` must share its keys and values. ServingError: this
-    machine cannot run it."""
+    """Start the ranks and load the model into them. `schedules`: of kernels; None: defaults. `pinned`: as in
+    `RankOptions`. `pool`: replaces the size's own. `drafts`: source of drafts, if any. `prefixes`: folder for
+    prefixes, for which `size` must share keys and values. ServingError: this machine cannot run it."""
     text = text or ModelText(model)
     limits, kv = size.limits, size.kv
     step_tokens = max(

@@ -1,6 +1,5 @@
 """The first rank, which every plan has: the engine's thread starts its steps, on a pinned team per phase. It
-cuts batches into steps, runs the program, and rests the team of the other phase. The program itself involves
-other ranks."""
+cuts batches into steps and rests the team of the other phase; the program itself involves other ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Several ranks: this process is the first, the others are processes that wait for its steps. They share
 memory (`segments`), not messages: a step is written there and a bell rung (group.h). A phase of R ranks uses
-processes 0 to R - 1; both phases share keys and values, so that switching copies nothing. Decision 0015 has
-the reasons."""
+processes 0 to R - 1, and both phases share keys and values: switching copies nothing. Why: decision 0015."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ Item = TypeVar("Item")
 
 
 class ClientTurns(Generic[Item]):
-    """Round-robin queue: each client has its own queue in order of arrival. The client at the head gives one
-    item and goes to the end, so that an item with k of its own client before it waits for at most k + 1 items
-    of each other client."""
+    """Round-robin queue of clients, each with a queue in order of arrival. The client at the head gives one
+    item and goes to the end: an item with k of its client before it waits for at most k + 1 of each other."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()

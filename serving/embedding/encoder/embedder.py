@@ -128,8 +128,7 @@ class EncoderDefaults(ScheduleLookup):
     is_canonical: bool = False
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        """The arithmetic of a weight: widened where quantised weights are widened, else None for the
-        instruction set's default."""
+        """The arithmetic of a weight: a widened one, or None for that of the instruction set."""
         if self.is_canonical:
             widens = self.widens and weight.kind not in DENSE_KINDS
             return (WIDENED if widens else canonical_path(weight)), 1
@@ -188,8 +187,7 @@ class _Way:
 
 
 class Embedder:
-    """An embedding model with its team of threads. One thread at a time may call it, and is pinned only
-    during a call."""
+    """An embedding model with its team. One thread at a time may call it, which is pinned meanwhile."""
 
     def __init__(
         self,

@@ -17,8 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def pooled(rows: Floats, embedding: Embedding) -> Floats:
-    """The pooled vector, float32 [hidden], of a text with rows [tokens, hidden], or [1, hidden] where pooling
-    needs only one row."""
+    """The vector, float32 [hidden], of a text with rows [tokens, hidden], or of the one row that counts."""
     vector = _one_row(rows, embedding)
     return unit(vector) if embedding.normalised else vector.astype(np.float32)
 

@@ -86,8 +86,7 @@ NOTHING_YET = Answer("", "", (), 0, 0)
 
 @dataclass(slots=True)
 class RequestLife:
-    """One request from its sending to its end, for metrics and logs. Times are those of
-    `time.perf_counter_ns`."""
+    """One request from its sending to its end. Times: `time.perf_counter_ns`."""
 
     request: Submit
     index: int = 0

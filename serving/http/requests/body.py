@@ -162,8 +162,7 @@ _WORTH_A_THREAD_BYTES = 256 * 1024
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes` each; unfinished ones hold at most `max_unfinished_bytes` together.
-    Used on one event loop."""
+    """Reads bodies of at most `max_bytes`, all unfinished ones of `max_unfinished_bytes`, on one loop."""
 
     def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
         self._max_bytes = max_bytes

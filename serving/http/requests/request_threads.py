@@ -1,6 +1,5 @@
 """Turns validated bodies into messages for the engine, on threads that clients share fairly. Slow work holds
-up only work of its kind, in four lanes: texts, conversations (rendered by a chat template), long prompts, and
-grammars to be compiled."""
+up only its kind, in four lanes: texts, conversations (by a chat template), long prompts, and grammars."""
 
 from __future__ import annotations
 

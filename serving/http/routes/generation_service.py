@@ -91,9 +91,8 @@ async def _choices(client: EngineClient, requests: Sequence[Submit], scope: Scop
 
 
 class _EventStream(Response):
-    """A streamed response, whose pieces go from the engine's client to the connection. All that have come go
-    in one write, so that a slow reader costs no more than one. However sending ends, the stream is closed and
-    its requests are aborted."""
+    """A streamed response. All pieces that have come go to the connection in one write, so that a slow reader
+    costs no more than one. However sending ends, the stream is closed and its requests are aborted."""
 
     def __init__(
         self,

@@ -261,9 +261,8 @@ def closed(schema: Any) -> Any:
 
 
 class OllamaWriter(PartWriter):
-    """Writes an answer in lines of JSON, or as the last of them. The keep-alive is a space: Ollama's client
-    fails on empty lines. `began_ns`: time at which the request came, by `time.perf_counter_ns`. `is_chat`:
-    True for `/api/chat`."""
+    """Writes an answer in lines of JSON, or as the last of them. Ollama's client fails on empty lines: the
+    keep-alive is a space. `began_ns`: when the request came. `is_chat`: True for `/api/chat`."""
 
     media_type, sign_of_life = JSON_LINES, SPACE
 
