@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from phasewise._json import MOST_CONTAINERS, MOST_VALUES, is_flood
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
@@ -206,7 +206,12 @@ class BodyReader:
 
     async def _read_limited(self, request: Request, body: UnfinishedBody) -> None:
         n_read = 0
-        async for part in request.stream():
+        more = True
+        while more:  # an empty part comes, too, where the body has made room for others
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part, more = message.get("body", b""), message.get("more_body", False)
             n_read += len(part)
             if n_read <= self._max_bytes:
                 body.add(part)
