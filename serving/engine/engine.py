@@ -267,10 +267,10 @@ class Engine:
         adapter = self.adapters.get(given.request.adapter, (0, ""))
         return LiveRequest.of(given, max_tokens, self.vocabulary, adapter)
 
-    def _pace(self) -> PacedStep | tuple[()]:
+    def _pace(self) -> PacedStep:
         """Arguments of `Scheduler.next_batch`. With a drafter rows are unlimited: drafts fill a step."""
         if self.pacing is None:
-            return ()
+            return PacedStep(self.scheduler.limits.max_batch_tokens)
         scheduler = self.scheduler
         paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
         return paced if self.drafting.drafter is None else paced._replace(rows=None)

@@ -190,7 +190,8 @@ def from_validation(error: ValidationError) -> ApiError:
         return bad_request(f"{where} must be {_SHAPES[where]}", param=where)
     said, name = first["msg"].removeprefix("Value error, "), path[-1] if path else ""
     if first["type"] == "union_tag_invalid":  # its own message has the validation library's words
-        tag, tags = str(first["ctx"]["tag"])[:_MOST_NAME], first["ctx"]["expected_tags"]
+        context = first.get("ctx", {})
+        tag, tags = str(context["tag"])[:_MOST_NAME], context["expected_tags"]
         said = f"type {tag!r} is not taken here, only {tags}"
         said = f"it must be {_SHAPES[name]}" if name in _SHAPES else said
     return bad_request(f"{'.'.join(path) or 'body'}: {said}", param=where)

@@ -353,7 +353,7 @@ class OpenAiWriter(AnswerWriter):
         return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
 
 
-_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_LOGPROBS: Sequence[str] = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class CompletionWriter(OpenAiWriter):

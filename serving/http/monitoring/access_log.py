@@ -22,7 +22,7 @@ from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.processes.line_log import LineLog
 
 Level = Literal["debug", "info", "warning", "error", "off"]
-_LEAST_STATUS: dict[Level, float] = {"debug": 0, "info": 0, "warning": 400, "error": 500, "off": math.inf}
+_LEAST_STATUS: dict[str, float] = {"debug": 0, "info": 0, "warning": 400, "error": 500, "off": math.inf}
 """The status from which on requests are logged, by level."""
 RECORD = "phasewise.record"
 """Key of the request's `Record` in an ASGI scope."""

@@ -39,6 +39,7 @@ from phasewise.serving.scheduling.waiting_line import ClientTurns
 Made = TypeVar("Made")
 
 _LONG_CHARACTERS = 128 * 1024
+MOST_ORDINARY = 256
 MOST_LONG = 16
 _MOST_GRAMMARS = 16
 
@@ -47,7 +48,7 @@ class FairLane:
     """Runs up to `n_threads` jobs at a time on one event loop; clients take turns. If `most_waiting` wait,
     the last job of the client with most jobs is refused, so that no client keeps others out."""
 
-    def __init__(self, name: str, n_threads: int = 2, most_waiting: int = 256) -> None:
+    def __init__(self, name: str, n_threads: int = 2, most_waiting: int = MOST_ORDINARY) -> None:
         self._name = name
         self._n_threads = n_threads
         self._most_waiting = most_waiting
