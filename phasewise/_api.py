@@ -128,7 +128,7 @@ class Model:
         kv_format = kv_format or standing.text("kv_format") or "auto"
         drafts = find_drafts(draft or standing.text("draft"), self._opened, self._db)
         opened, text = self._opened, ModelText(self._opened.model)
-        prompt_ids = tuple(text.chat_prompt(prompt) if chat else text.encode(prompt, True))
+        prompt_ids = tuple(text.chat_prompt(prompt) if chat else text.tokenizer.encode(prompt, True))
         size = EngineSize.for_one(opened.model, len(prompt_ids), max_tokens, kv_format)
         sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
         answer = OneAnswer(Submit("generate", prompt_ids, max_tokens, sampling, tuple(stop)))

@@ -174,7 +174,7 @@ def _bounded(row: TextRow) -> Callable[[str, bool], list[int]]:
 
     def encode(text: str, add_special: bool) -> list[int]:
         check(text)
-        return row.text.encode(text, add_special)
+        return row.text.tokenizer.encode(text, add_special)
 
     return encode
 

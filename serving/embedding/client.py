@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from phasewise._words import counted
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
@@ -174,7 +175,7 @@ class EmbeddingClient:
         self._n_answers += 1
         for pending in placed:
             pending.lane.join(pending, now_s)
-            pending.answer.add_done_callback(self._forgetting(pending))
+            pending.answer.add_done_callback(partial(self._forget, pending))
         try:
             vectors = await asyncio.gather(*(pending.answer for pending in placed))
         finally:
@@ -188,8 +189,7 @@ class EmbeddingClient:
         return vectors
 
     def _heed(self, asker: Asker, now_s: float) -> float:
-        """Adjust every lane's depth to this client's request; return the time by which to answer the
-        request."""
+        """Adjust every lane's depth to this client's request; return the time by which to answer it."""
         arrived_s = now_s if asker.arrived_s is None else asker.arrived_s
         end_s = arrived_s + self.promised_s * (1 - KEPT)
         for lane in self._lanes:
@@ -218,18 +218,14 @@ class EmbeddingClient:
             after_s,
         )
 
-    def _forgetting(self, pending: Input) -> Callable[[asyncio.Future[Floats]], None]:
-        def forget(_answer: asyncio.Future[Floats]) -> None:
-            self._live.discard(pending)
-            self._held[pending.owner] -= Depth(1, pending.size)
-            if not self._held[pending.owner].inputs:
-                del self._held[pending.owner]
-
-        return forget
+    def _forget(self, pending: Input, _answer: asyncio.Future[Floats]) -> None:
+        self._live.discard(pending)
+        self._held[pending.owner] -= Depth(1, pending.size)
+        if not self._held[pending.owner].inputs:
+            del self._held[pending.owner]
 
     def _is_owed(self, owner: str, wanted: Depth) -> bool:
-        """True if a client, with these inputs, has at most its share in progress while other clients have
-        inputs too."""
+        """True if a client, with these inputs, holds at most its share, and others have inputs too."""
         n_clients = len(self._held.keys() | {owner})
         held = self._held.get(owner, Depth(0, 0)) + wanted
         return n_clients > 1 and self._manager.holds(held, n_clients)
@@ -288,8 +284,7 @@ class EmbeddingClient:
                 await asyncio.wait(batches)
 
     def _next_batch(self, lane: Lane) -> list[Input]:
-        """The next waiting inputs, as many as make a good batch; inputs that are no longer wanted are
-        dropped."""
+        """The next waiting inputs, as many as make a good batch; those that nobody wants are dropped."""
         batch: list[Input] = []
         tokens = 0
         if not lane.waiting:
@@ -348,8 +343,7 @@ class EmbeddingClient:
                 _answer(pending, vector)
 
     async def _embedded(self, lane: Lane, batch: list[Input]) -> Floats:
-        """Vectors of a batch. RanksError where the worker is lost, or does not answer in time and is
-        ended."""
+        """Vectors of a batch. RanksError where the worker is lost, or is ended because it is late."""
         body, patience_s = inputs_to_bytes([pending.tokens for pending in batch]), lane.patience_s
         try:
             return await asyncio.wait_for(lane.worker.embed(body), patience_s)
@@ -359,8 +353,7 @@ class EmbeddingClient:
             ) from error
 
     def _again(self, lane: Lane, batch: list[Input], error: RanksError) -> None:
-        """Put the inputs of a lost batch back in front of the line; an input lost for the second time
-        fails."""
+        """Put the inputs of a lost batch back in front of the line; those lost for the second time fail."""
         for pending in reversed(batch):
             pending.tries += 1
             if pending.wanted and pending.tries >= MOST_TRIES:
@@ -416,8 +409,7 @@ class EmbeddingClient:
 
 
 def _answer(pending: Input, vector: Floats) -> None:
-    """Set the result of an input; a vector with numbers that are not finite fails alone, not its whole
-    batch."""
+    """Set the result of an input; a vector that is not finite fails alone, not its whole batch."""
     try:
         check_numbers(vector)
     except StepFailed as error:

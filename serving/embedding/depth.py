@@ -20,8 +20,7 @@ Measure = Callable[[int], Awaitable[float]]
 
 @dataclass(frozen=True)
 class LatencyLine:
-    """A line through latencies: `alpha_s` seconds per unit and `beta_s` per batch, neither negative (equation
-    12)."""
+    """A line through latencies: `alpha_s` seconds per unit and `beta_s` per batch, >= 0 (equation 12)."""
 
     alpha_s: float
     beta_s: float
@@ -39,8 +38,7 @@ class LatencyLine:
 
 
 def fit(units: Sequence[float], seconds: Sequence[float]) -> LatencyLine:
-    """The line fitted by least squares with alpha, beta >= 0. ValueError for fewer than two different numbers
-    of units."""
+    """The line fitted by least squares with alpha, beta >= 0. ValueError: less than two numbers of units."""
     if len(units) != len(seconds) or len(set(units)) < 2:
         raise ValueError("a line needs times of at least two different loads")
     n = len(units)

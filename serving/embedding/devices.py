@@ -41,8 +41,7 @@ def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_de
 
 
 def command_of(text: str) -> Command:
-    """The words of `exec:COMMAND`. ValueError, saying why, for any other text or a program that is not
-    found."""
+    """The words of `exec:COMMAND`. ValueError, saying why: another text, or a program that is not found."""
     if not text.startswith(EXEC):
         raise ValueError(f"{text[:80]}: a device is exec:COMMAND")
     try:
@@ -110,8 +109,7 @@ def highest_cores(machine: Machine, taken: Collection[int] = (), n_cores: int | 
 
 
 def cores_by_node(machine: Machine, cores: Collection[int]) -> list[list[int]]:
-    """Cores of each NUMA node, the highest node and the highest cores first; cores that share an L3 stand
-    together."""
+    """Cores of each NUMA node, the highest nodes and cores first; cores that share an L3 stand together."""
     tops = [
         {pu: max(part.cpus) for part in machine.nodes(kind) if part.cpus for pu in part.cpus}
         for kind in (Kind.NUMA, Kind.L3)

@@ -27,27 +27,22 @@ BATCHES_AHEAD = 2
 BATCH_TOKENS = 2048
 BATCH_INPUTS = 64
 BATCH_SHARE = 0.1
-"""The largest share of the promised time that a CPU's batch takes, by the plan: all inputs of a batch end
-together."""
+"""The largest share of the promised time that a CPU's batch takes by the plan: its inputs end together."""
 LEAST_BATCH_S = 0.02
-"""The least time of a CPU's batch, in seconds, where enough inputs wait: sending a batch costs a
-millisecond."""
+"""The least time of a CPU's batch, where enough inputs wait: sending a batch costs a millisecond."""
 FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
 """The depth of an accelerator without a plan until its first batch has ended, where no time is promised."""
 PROBE_TOKENS, PROBE_INPUTS = 32, 16
 """Size of the larger of two probe batches through which a device's first latency line is drawn."""
 LONG_INPUT_TOKENS, LEAST_INPUTS = 512, 3
-"""Without a plan, the promised time is at least the time of `LEAST_INPUTS` inputs of `LONG_INPUT_TOKENS`
-tokens."""
+"""Without a plan, the promised time is at least that of `LEAST_INPUTS` inputs of `LONG_INPUT_TOKENS`."""
 LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
-"""The least wait, in seconds, before a silent worker is ended; a worker on a CPU may have to wait for other
-programs."""
+"""The least wait, in seconds, before a silent worker is ended; on a CPU it may have to wait for others."""
 FIRST_PATIENCE_S = 120.0
 ALMOST = 1 - 1e-9
 """The factor by which rounding is allowed for: work that ends at exactly the promised time has room."""
 DEAR_BATCH_S = 0.01
-"""The time per batch, beside its tokens, from which an accelerator gets one batch at a time, after a wait for
-more inputs."""
+"""Time per batch, beside tokens, from which an accelerator gets one at a time, and waits for inputs."""
 COMPANY = 0.1
 MOST_COMPANY = 0.5
 """An idle device whose batches are dear waits for `COMPANY` of a batch's fixed time, and again while inputs
@@ -66,8 +61,7 @@ class Worker(Protocol):
 
 
 Start = Callable[[], Worker]
-"""A function that starts a worker and returns it ready; blocks meanwhile. RanksError where the worker cannot
-start."""
+"""Starts a worker and returns it ready; blocks meanwhile. RanksError where the worker cannot start."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,8 +135,7 @@ class SentBatch(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """One device's waiting inputs, running batches and forecasts. `slo_s`: the promised time of an answer;
-    inf: none."""
+    """One device's waiting inputs, running batches and forecasts. `slo_s`: promised seconds, or inf."""
 
     queue: DeviceQueue
     start: Start
@@ -272,8 +265,7 @@ class Lane:
         self.queue.share = min(1.0, tokens / self.queue.depth.tokens)
 
     def _begun(self) -> Iterator[tuple[float, int]]:
-        """Each batch that the worker has: the earliest time at which it began or will begin, and its
-        tokens."""
+        """Each batch that the worker has: the earliest time at which it begins or began, and its tokens."""
         for batch in self.running.values():
             yield max(batch.sent_s, self.free_at_s), batch.tokens
 
@@ -298,8 +290,7 @@ class Lane:
 
     @property
     def has_dear_batches(self) -> bool:
-        """True if an accelerator's fixed time per batch is so long that fewer, larger batches are worth a
-        wait."""
+        """True if an accelerator's fixed time per batch makes fewer, larger batches worth a wait."""
         return self.queue.is_accelerator and self.pace.batch_s >= DEAR_BATCH_S
 
     @property
@@ -349,8 +340,7 @@ class Lane:
             pending.computed_s = now_s
 
     def answered(self, pending: Input, writing_s: float) -> None:
-        """Record the forecast errors of an answered input. `writing_s`: seconds from the last vector to the
-        written answer."""
+        """Record the forecast errors of an answered input. `writing_s`: from the vector to the answer."""
         if math.isfinite(pending.end_s) and math.isfinite(pending.computed_s) and not pending.tries:
             end_s = pending.computed_s + writing_s
             self.placed.seen(pending.batch, end_s - pending.placed_end_s, end_s)

@@ -17,8 +17,7 @@ and so could not show that it is quick again."""
 
 
 class Lateness:
-    """The largest recent error of one kind of forecast. `slo_s`: the promised time of an answer; inf:
-    none."""
+    """The largest recent error of one kind of forecast. `slo_s`: the promised time of an answer, or inf."""
 
     def __init__(self, slo_s: float) -> None:
         self._first_s, self._most_s = FIRST_SHARE * slo_s, MOST_SHARE * slo_s

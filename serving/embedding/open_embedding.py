@@ -30,25 +30,11 @@ class OpenEmbedding:
     plan: EmbeddingPlan
     client: EmbeddingClient
 
-    @property
-    def scores(self) -> bool:
-        """True if the model is a cross-encoder, which gives scores rather than vectors."""
-        return self.model.config.scores
-
-    @property
-    def width(self) -> int:
-        return width_of(self.model)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.client.close()
-
-
-def width_of(model: PackedModel) -> int:
-    """The length of a model's vectors; 1 for a cross-encoder, which gives scores."""
-    return 1 if model.config.scores else model.config.vector_width
 
 
 def check_commands(model: PackedModel, commands: Mapping[str, Command]) -> None:
@@ -93,7 +79,7 @@ def open_embedding(
             None if cache is None else str(cache),
             is_canonical,
             commands.get(instance.device, ()),
-            width_of(model),
+            model.config.result_width,
             n_cores - len(instance.cores),
         )
         for instance in plan.instances

@@ -36,11 +36,6 @@ class DevicePace:
         self.s_per_token = planned_s_per_token
         """Recent seconds per token; 0 before any batch."""
 
-    @property
-    def is_known(self) -> bool:
-        """True once a batch has ended."""
-        return bool(self._recent)
-
     def computed(self, tokens: int, seconds: float) -> None:
         """Record a batch of `tokens` that took `seconds`."""
         self._recent.append((tokens, max(0.0, seconds - self.batch_s)))
@@ -56,15 +51,14 @@ class DevicePace:
     def patience_s(self, batches: Sequence[int], least_s: float, first_s: float) -> float:
         """Seconds after which a silent worker with batches of these many tokens is held to be lost.
         `least_s`: the least result. `first_s`: the result before any batch has ended."""
-        if not self.is_known:
+        if not self._recent:
             return first_s
         return max(least_s, OVERDUE * (self.batch_s * len(batches) + self.s_per_token * sum(batches)))
 
 
 class LearntDepth:
-    """The depth of a device without a plan, from its first batches on (section IV-B2, equation 11). `first`:
-    the depth before any batch has ended. `within_s`: the time in which the device should compute all that it
-    holds."""
+    """The depth of a device without a plan (section IV-B2, equation 11). `first`: before any batch has ended.
+    `within_s`: the time in which the device should compute all that it holds."""
 
     def __init__(self, first: Depth, within_s: float) -> None:
         self.depth = first

@@ -41,8 +41,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """The instances that embed with one model. `slo_s`: the promised time of an answer; None: none is
-    promised."""
+    """The instances that embed with one model. `slo_s`: the promised time of an answer; None: none."""
 
     instances: tuple[Instance, ...]
     slo_s: float | None = None
@@ -51,11 +50,6 @@ class EmbeddingPlan:
     def only(self, keeps: Callable[[Instance], bool]) -> EmbeddingPlan:
         """The plan with the instances for which `keeps` is true, maybe none."""
         return replace(self, instances=tuple(filter(keeps, self.instances)))
-
-    @property
-    def on_cpus(self) -> EmbeddingPlan:
-        """The plan without its accelerators."""
-        return self.only(lambda instance: instance.is_cpu)
 
     @property
     def accelerated(self) -> EmbeddingPlan:
@@ -78,8 +72,7 @@ class EmbeddingPlan:
 
 
 def placed_json(plan: EmbeddingPlan, machine: Machine) -> str:
-    """The plan as JSON with topology places for cores. ServingError where this process may not use one of its
-    cores."""
+    """The plan as JSON with topology places for cores. ServingError: one is not for this process."""
 
     def placed(instance: Instance) -> dict[str, Any]:
         fields = asdict(instance)
@@ -95,8 +88,7 @@ def placed_json(plan: EmbeddingPlan, machine: Machine) -> str:
 
 
 def stored_plan(text: str, machine: Machine, source: str = "database") -> EmbeddingPlan:
-    """A plan of the database with this machine's core numbers. ServingError, saying why, for an invalid
-    plan."""
+    """A plan of the database with this machine's core numbers. ServingError, saying why: it is none."""
     fields, n_pus = _fields(text), len(machine.allowed_pus)
     if fields["pus"] != n_pus:
         raise ServingError(f"it is for a process with {fields['pus']!r:.20} PUs; this one may use {n_pus}")

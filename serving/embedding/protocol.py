@@ -66,8 +66,7 @@ def head_of(raw: bytes) -> tuple[int, WorkerFrameKind, int]:
 
 
 def read_frame(read: Callable[[int], bytes]) -> WorkerFrame | None:
-    """The next frame; None at the end of the stream. `read(n)` returns exactly n bytes, or fewer at the
-    end."""
+    """The next frame; None at the end of the stream. `read(n)` returns n bytes, or fewer at the end."""
     raw = read(HEAD.size)
     if not raw:
         return None
@@ -118,8 +117,7 @@ def vectors_to_bytes(vectors: Floats) -> bytes:
 
 
 def vectors_from_bytes(body: bytes) -> Floats:
-    """Parse a VECTORS frame to float32 [inputs, width]. ProtocolError unless the body holds exactly its
-    vectors."""
+    """Parse a VECTORS frame to float32 [inputs, width]. ProtocolError: it holds less, or more."""
     try:
         count, width = _PAIR.unpack_from(body)
         return np.frombuffer(body, np.float32, offset=_PAIR.size).reshape(count, width)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """The most that a queue holds. The paper's depths count inputs; load depends on their length (its Fig.
-    5)."""
+    """The most that a queue holds. The paper's depths count inputs; load depends on their length (Fig. 5)."""
 
     inputs: int
     tokens: int
@@ -57,8 +56,7 @@ class DeviceQueue:
         return self.rank < CPU_RANK
 
     def has_room(self, tokens: int) -> bool:
-        """True if the queue has room for one more input of `tokens` tokens; an empty queue takes any
-        input."""
+        """True if the queue has room for one more input of `tokens` tokens; an empty queue takes any."""
         if self.is_gone:
             return False
         if self.inputs == 0:

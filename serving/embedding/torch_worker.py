@@ -61,8 +61,7 @@ class TorchEmbedder:
         self._takes_segments = "token_type_ids" in signature(self._model.forward).parameters
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """Vectors of the inputs, float32 [inputs, width]. Inputs are padded at their end to the longest,
-        STEP_TOKENS at a time."""
+        """Vectors of the inputs, float32 [inputs, width], padded to the longest, STEP_TOKENS at a time."""
         steps, step, longest = list[list[Tokens]](), list[Tokens](), 0
         for tokens in inputs:
             longest = max(longest, len(tokens.ids))
@@ -106,8 +105,7 @@ class TorchEmbedder:
 
 
 def _refuse_strangers_code(path: Path) -> None:
-    """Refuse directories with links to other directories, or with an adapter, which transformers would follow
-    to another model."""
+    """Refuse links to other directories, and adapters, which transformers would follow to another model."""
     directory = ModelDirectory(path)
     directory.refuse_links_out()
     if directory.has(_ADAPTER):
@@ -126,8 +124,7 @@ class _Gives:
 
 
 def _what_it_gives(path: Path, device: str) -> _Gives:
-    """The outputs of the model at `path`. ModelError for no embedding model, or one that transformers
-    lacks."""
+    """The outputs of the model at `path`. ModelError: it is no embedding model, or transformers lacks it."""
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.fetching.resolve import Located
 

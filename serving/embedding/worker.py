@@ -41,8 +41,7 @@ from phasewise.topology.process_limits import read_limits
 NICENESS = 10
 WARMING_TOKENS = 512
 FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that terminals and service managers send to every process, ignored here: the front closes the
-socket when it ends."""
+"""Signals to every process of a service, ignored here: the front closes the socket when it ends."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ class Backend(Protocol):
 
 
 def serve(sock: socket.socket, backend: Backend, facts: dict[str, Any]) -> None:
-    """Answer batches until the other end closes the socket. A batch that fails is answered with one line of
-    text."""
+    """Answer batches until the other end closes the socket; one that fails, with one line of text."""
     file = sock.makefile("rb", buffering=1 << 20)
     sock.sendall(frame(WorkerFrameKind.READY, 0, json.dumps(facts).encode()))
     while (got := read_frame(file.read)) is not None:
@@ -142,9 +140,8 @@ log = logging.getLogger(__name__)
 
 
 def cores_now(own: Sequence[int], machine: Machine, n_others: int = 0) -> tuple[int, ...]:
-    """The cores of `own` that this process may use; where it may use none of them, as many of the highest
-    others. Cores are limited to the share that a cgroup quota pays for. `n_others`: cores of the server's
-    other computing parts."""
+    """The cores of `own` that this process may use, else as many of the highest others; no more than a
+    cgroup quota pays for. `n_others`: cores of the server's other computing parts."""
     allowed = frozenset(machine.allowed_pus)
     kept = tuple(core for core in own if core in allowed)
     now = kept or tuple(highest_cores(machine, n_cores=len(own)))
@@ -174,22 +171,18 @@ class OnOwnCores:
         self.cores = cores_now(self._own, machine_now(), n_others)
         """The cores on which the next batch is computed."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phasewise-embedder")
-        self._embedder = self._thread.submit(open_embedder, self.cores).result()
-
-    @property
-    def embedder(self) -> Embedder:
+        self.embedder = self._thread.submit(open_embedder, self.cores).result()
         """The embedder, to be called only on this object's thread."""
-        return self._embedder
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
         """Embed the inputs on the cores that are allowed now; see `Embedder.embed`."""
         self._follow()
-        return self._thread.submit(self._embedder.embed, inputs).result()
+        return self._thread.submit(self.embedder.embed, inputs).result()
 
     def close(self) -> None:
         """End the threads. Closing twice is harmless."""
         self._thread.shutdown()
-        self._embedder.close()
+        self.embedder.close()
 
     def _follow(self) -> None:
         now_s = time.monotonic()
@@ -201,7 +194,7 @@ class OnOwnCores:
         cores = cores_now(self._own, self._machine_now(), self._n_others)
         if cores == self.cores:
             return
-        self._thread.submit(self._embedder.move, cores).result()
+        self._thread.submit(self.embedder.move, cores).result()
         self.cores = cores
         named = ",".join(map(str, cores))
         log.warning("the cores of this process have changed: embeddings on cores %s", named)

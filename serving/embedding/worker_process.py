@@ -1,5 +1,4 @@
-"""The process of one device's worker, as the front's event loop sees it: started, asked, lost, started
-again."""
+"""The process of one device's worker, as the front's event loop sees it, from its start to the next one."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ MOST_SAID_BYTES = 500
 
 
 class WorkerProcess:
-    """A worker process, started with this object. `wait_until_ready` blocks; everything after `attach`
-    belongs to one event loop."""
+    """A process, started here. `wait_until_ready` blocks; all after `attach` is for one event loop."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -105,8 +103,7 @@ class WorkerProcess:
         self._reading = asyncio.ensure_future(self._read(reader))
 
     async def embed(self, body: bytes) -> Floats:
-        """Vectors of a batch (`protocol.inputs_to_bytes`). RanksError: the worker is lost; StepFailed: the
-        worker refuses."""
+        """Vectors of a batch (`inputs_to_bytes`). RanksError: the worker is lost; StepFailed: it refuses."""
         if self._writer is None or self._reading is None or self._reading.done():
             raise RanksError(f"the embedding worker of {self.spec.device} is lost")
         batch, self._next_batch = self._next_batch, self._next_batch + 1
@@ -163,8 +160,7 @@ class WorkerProcess:
             self._answers.clear()
 
     def _deliver(self, got: WorkerFrame) -> None:
-        """Give a batch its vectors. ProtocolError, and the batch keeps waiting, for vectors of the wrong
-        width."""
+        """Give a batch its vectors. ProtocolError, and the batch keeps waiting, for another width."""
         answer = self._answers.get(got.batch)
         if answer is None:
             return

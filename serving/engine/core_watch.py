@@ -63,9 +63,8 @@ class CoreChanges:
 
 
 class CoreWatch:
-    """Watches the cores of one engine. `take` and `moved` are called on the engine's thread, `look` (as for
-    `CoreChanges`) and `replan` on the watch's. `replan`: makes plans for the present cores, or raises
-    ServingError."""
+    """Watches the cores of one engine. `take` and `moved` are called on its thread, `look` (as for
+    `CoreChanges`) and `replan`, which makes plans or raises ServingError, on the watch's."""
 
     def __init__(
         self,

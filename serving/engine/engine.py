@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from phasewise.serving.batch import Batch, KvCopy
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine.hand_over import HandOver
 from phasewise.serving.engine.live_request import (
@@ -17,19 +17,12 @@ from phasewise.serving.engine.live_request import (
     Vocabulary,
     forward_scored,
 )
-from phasewise.serving.engine.messages import (
-    Answer,
-    Delivery,
-    EngineLoad,
-    Failure,
-    StepStats,
-    Submit,
-)
+from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 from phasewise.serving.engine.step_parts import PromptProgress, StepDrafts, StepPart
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.first_rank import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
-from phasewise.serving.scheduling.pacing import UNBOUNDED, Pacing, ShadowRoom
+from phasewise.serving.scheduling.pacing import PacedStep, Pacing
 from phasewise.serving.scheduling.request import TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
 
@@ -274,13 +267,13 @@ class Engine:
         adapter = self.adapters.get(given.request.adapter, (0, ""))
         return LiveRequest.of(given, max_tokens, self.vocabulary, adapter)
 
-    def _pace(self) -> tuple[int | None, int | None, ShadowRoom]:
+    def _pace(self) -> PacedStep:
         """Arguments of `Scheduler.next_batch`. With a drafter rows are unlimited: drafts fill a step."""
         if self.pacing is None:
-            return None, None, UNBOUNDED
+            return PacedStep(self.scheduler.limits.max_batch_tokens)
         scheduler = self.scheduler
         paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
-        return paced.chunk_tokens, paced.rows if self.drafting.drafter is None else None, paced.shadow
+        return paced if self.drafting.drafter is None else paced._replace(rows=None)
 
     def _compute(self, batch: Batch) -> npt.NDArray[np.float32]:
         if batch.phase == "decode":
@@ -301,7 +294,7 @@ class Engine:
     def _sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[list[SampledToken]]:
         """Sample the next tokens of each slice that wants logits. Prompts that another engine answers give
         their logits to the outbox, and get a token 0 that nothing reads."""
-        names = _wanting(batch)
+        names = [name for name, _ in _wanting(batch)]
         if len(logits) == len(names):
             runs = [[SampledToken(0)] for _ in names]
             own = [row for row, name in enumerate(names) if not self.hand_over.takes(name, logits[row])]
@@ -321,8 +314,7 @@ class Engine:
         now_ns = time.perf_counter_ns()
         outs = self.scheduler.commit_runs(batch, [[token.token_id for token in run] for run in runs])
         answers, first = [], 0
-        wanting = [piece for piece in batch.slices if piece.wants_logits]
-        for name, run, piece in zip(_wanting(batch), runs, wanting, strict=True):
+        for (name, piece), run in zip(_wanting(batch), runs, strict=True):
             if name in self.hand_over.prompts:
                 continue
             drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :]
@@ -391,6 +383,7 @@ class Engine:
         return tuple(Failure(request_id, error) for request_id in batch.request_ids)
 
 
-def _wanting(batch: Batch) -> list[str]:
-    """Ids of the requests whose slices want logits."""
-    return [name for name, piece in zip(batch.request_ids, batch.slices, strict=True) if piece.wants_logits]
+def _wanting(batch: Batch) -> list[tuple[str, SequenceSlice]]:
+    """The slices that want logits, with the ids of their requests."""
+    pieces = zip(batch.request_ids, batch.slices, strict=True)
+    return [(name, piece) for name, piece in pieces if piece.wants_logits]

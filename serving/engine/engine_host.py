@@ -95,8 +95,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """Identity of the answering arithmetic; None: not yet known. `model`: model id, if there are
-        several."""
+        """Identity of the answering arithmetic; None: not yet known. `model`: id, if there are several."""
 
     def instances(self) -> Sequence[InstanceState]:
         """States of the instances behind the host; empty if one engine does everything. Thread-safe."""

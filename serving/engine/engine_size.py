@@ -213,21 +213,17 @@ VOCABULARY_BYTES_A_TOKEN = 900
 class _Told(Exception):
     """Raised with the bytes that a program would take, before it takes them."""
 
-    def __init__(self, n_bytes: int) -> None:
-        super().__init__(n_bytes)
-        self.n_bytes = n_bytes
-
-
-def _tell(_name: str, n_bytes: int, _kv_slots: int) -> None:
-    raise _Told(n_bytes)
-
 
 def program_bytes(model: PackedModel, capacity: Capacity) -> int:
     """Keys, values, states and scratch of one program. ModelError: the model does not fit the kernels."""
+
+    def tell(_name: str, n_bytes: int, _kv_slots: int) -> None:
+        raise _Told(n_bytes)
+
     try:
-        build_program(model, capacity, _tell)
+        build_program(model, capacity, tell)
     except _Told as told:
-        return told.n_bytes
+        return int(told.args[0])
     raise AssertionError("a program is not built before its memory is checked")
 
 
@@ -249,14 +245,15 @@ def engine_bytes(
         own = options if served is model else replace(options, feeds=False)
         room = room_for(own, threads, resolve_kv_format(served, size.kv.format))
         program = program_bytes(served, room)
-        own_kv = _kv_bytes(served, room, ())
+        own_kv = kv_bytes_of(served, size.kv, ())
         n_bytes += served.weight_bytes + program + VOCABULARY_BYTES_A_TOKEN * served.config.vocab_size
         if served is model:
-            copies = _kv_bytes(served, room, teams_of(plans)) - own_kv
+            copies = kv_bytes_of(served, size.kv, teams_of(plans)) - own_kv
             n_bytes += (n_ranks - 1) * (program - own_kv) + copies
     return n_bytes
 
 
-def _kv_bytes(model: PackedModel, room: Capacity, teams: Teams) -> int:
-    seen_by_all, windowed = kv_bytes_by_reach(model, room.kv_format, teams)
-    return room.kv_slots * seen_by_all + (room.ring_slots or room.kv_slots) * windowed
+def kv_bytes_of(model: PackedModel, kv: KvSettings, teams: Teams) -> int:
+    """Bytes of all keys and values, with the copies of shared heads that ranks keep."""
+    seen_by_all, windowed = kv_bytes_by_reach(model, kv.format, teams)
+    return kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed

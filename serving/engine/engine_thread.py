@@ -14,12 +14,7 @@ from typing import Literal
 
 from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_host import (
-    OWN_CORES,
-    EngineHost,
-    Recoveries,
-    SharedCores,
-)
+from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost, Recoveries, SharedCores
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
@@ -112,11 +107,9 @@ class EngineThread(EngineHost):
         return self._engine.fingerprint
 
     def start(self) -> None:
-        self._engine.ranks.watch(lambda: self._inbox.put("look"))
-        if self._engine.prefixes is not None:
-            self._engine.prefixes.watch(lambda: self._inbox.put("look"))
-        if self._engine.cores is not None:
-            self._engine.cores.watch(lambda: self._inbox.put("look"))
+        for watched in (self._engine.ranks, self._engine.prefixes, self._engine.cores):
+            if watched is not None:
+                watched.watch(lambda: self._inbox.put("look"))
         self._thread.start()
 
     def send(self, message: Message) -> None:

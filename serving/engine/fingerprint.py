@@ -78,14 +78,8 @@ class Fingerprint:
     @property
     def of_keys_and_values(self) -> dict[str, str | int | None]:
         """Components that decide the bits of keys and values."""
-        return {
-            "weights": self.weights,
-            "config": self.config,
-            "weight_format": self.weight_format,
-            "kv_format": self.kv_format,
-            "arithmetic": self.arithmetic,
-            "context": self.context,
-        }
+        names = ("weights", "config", "weight_format", "kv_format", "arithmetic", "context")
+        return {name: getattr(self, name) for name in names}
 
     def with_adapter(self, content_hash: str) -> Fingerprint:
         """A copy for the same model with an adapter."""

@@ -19,7 +19,6 @@ class Outbox(Protocol):
 
     def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
         """Start sending a prompt, whose block stays until `drop` or `rests` and has `n_computed` tokens."""
-        ...
 
     def rests(self, request_id: str) -> bool:
         """Ask between two steps whether the block must stay pinned: True: the other engine wants its
@@ -29,15 +28,12 @@ class Outbox(Protocol):
     def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
         """Record that the whole prompt is computed, before or after `starts`. `logits`: float32 [vocab],
         valid until the call returns."""
-        ...
 
     def lost(self, request_id: str) -> None:
         """Report that a prompt lost its block here, and cannot be handed over to the waiting engine."""
-        ...
 
     def drop(self, request_id: str) -> None:
         """Stop reading the block, which is about to be freed, before this call returns."""
-        ...
 
 
 class HandOver(StepPart):
@@ -77,9 +73,8 @@ class HandOver(StepPart):
         self._unplaced.add(request_id)
 
     def target_ready(self, request_id: str) -> None:
-        """Record that the answering engine has a block, so that keys and values may be sent as they are
-        computed. A prompt that was preempted meanwhile is lost: waiting for a new block could deadlock two
-        full engines."""
+        """Record that the answering engine has a block, so that keys and values may be sent as they come. A
+        prompt that was preempted is lost: waiting for a new block could deadlock two full engines."""
         if request_id in self.prompts:
             self._aimed.add(request_id)
             if not self._start(request_id):

@@ -25,9 +25,8 @@ CHECKPOINT_TOKENS = 16
 
 class LogitChain:
     """Digests of the logits that one answer was sampled from, each of a row and the digest before it. Of
-    every CHECKPOINT_TOKENS rows only the first is digested: the others follow from the same keys and values,
-    and digesting all would slow a small model by percents. Rows are the model's own: before penalties, bias,
-    temperature and grammar."""
+    CHECKPOINT_TOKENS rows only the first is digested: the others follow from the same keys and values, and
+    would slow a small model by percents. Rows are those before penalties, bias, temperature and grammar."""
 
     def __init__(self, n_rows: int = 0, digests: Sequence[str] = ()) -> None:
         """Continue a chain of `n_rows` rows, which had these digests."""
@@ -279,21 +278,16 @@ class LiveRequest:
         """A request at the beginning of its answer, or after the part that was given out."""
         message = given.request
         guide = None if message.compiled is None else message.compiled.fresh()
-        before = message.given
-        chain = LogitChain() if message.receipt else None
-        if message.receipt and before is not None:
-            chain = LogitChain(len(before.token_ids), before.logit_digests)
+        before = message.given or _NOTHING
+        chain = LogitChain(len(before.token_ids), before.logit_digests) if message.receipt else None
         sampler = Sampler(message.sampling, message.prompt_token_ids, vocabulary.size, guide, chain)
         text = AnswerText(vocabulary.open_stream(message.shown), message.stop)
-        end_token_ids = frozenset() if message.ignore_eos else vocabulary.end_token_ids | message.ends
+        ends = frozenset() if message.ignore_eos else vocabulary.end_token_ids | message.ends
         n_top = message.prompt_logprobs
         scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
-        live = cls(given, max_tokens, sampler, text, end_token_ids, adapter, chain, scores=scores)
-        if before is not None:
-            sampler.begin_after(before.token_ids)
-            text.begin_after(before.token_ids, before.n_characters)
-            live.token_ids += before.token_ids
-        return live
+        sampler.begin_after(before.token_ids)
+        text.begin_after(before.token_ids, before.n_characters)
+        return cls(given, max_tokens, sampler, text, ends, adapter, chain, [*before.token_ids], scores)
 
     @property
     def message(self) -> Submit:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.engine_size import EngineSize, kv_bytes_of
 from phasewise.serving.engine.fingerprint import Fingerprint, fingerprint_of
 from phasewise.serving.engine.live_request import Vocabulary
 from phasewise.serving.engine.stored_prefixes import StoredPrefixes, shape_of
 from phasewise.serving.errors import RequestError, ServingError
-from phasewise.serving.models.forward import check_generates, kv_bytes_by_reach
+from phasewise.serving.models.forward import check_generates
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import PoolSettings
@@ -49,9 +49,6 @@ class ModelText:
         self._model = model
         self.allow_special = allow_special
         self.tokenizer = Tokenizer(model.tokenizer_json, model.config)
-
-    def encode(self, text: str, add_special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special)
 
     def open_stream(self, shown: frozenset[int] = frozenset()) -> DetokenizeStream:
         """The decoder of one answer; control tokens have no text, except those in `shown`."""
@@ -126,10 +123,8 @@ class OpenEngine:
 
     @property
     def kv_bytes(self) -> int:
-        kv = self.size.kv
-        seen_by_all, windowed = kv_bytes_by_reach(self.model, kv.format, teams_of(self.plans))
-        states = kv.states * self.model.config.state_bytes
-        return kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed + states
+        states = self.size.kv.states * self.model.config.state_bytes
+        return kv_bytes_of(self.model, self.size.kv, teams_of(self.plans)) + states
 
     def __enter__(self) -> OpenEngine:
         return self
@@ -149,10 +144,9 @@ def open_engine(
     drafts: DraftSource | None = None,
     prefixes: PrefixSettings | None = None,
 ) -> OpenEngine:
-    """Start the ranks and load the model into them. `schedules`: kernel schedules; None: defaults. `pinned`:
-    as in `RankOptions`. `pool`: replaces the size's own pool. `drafts`: source of drafts; None: no drafts.
-    `prefixes`: folder for prefixes, for which `size` must share its keys and values. ServingError: this
-    machine cannot run it."""
+    """Start the ranks and load the model into them. `schedules`: of kernels; None: defaults. `pinned`: as in
+    `RankOptions`. `pool`: replaces the size's own. `drafts`: source of drafts, if any. `prefixes`: folder for
+    prefixes, for which `size` must share keys and values. ServingError: this machine cannot run it."""
     text = text or ModelText(model)
     limits, kv = size.limits, size.kv
     step_tokens = max(

@@ -78,8 +78,7 @@ class PromptProgress(StepPart):
 
 
 class StepDrafts(StepPart):
-    """Extends decode batches with drafts. `drafter`: makes them; None: there are no drafts. `sampler_of`: the
-    sampler of a request."""
+    """Extends decode batches with drafts of `drafter`, if any. `sampler_of`: the sampler of a request."""
 
     def __init__(
         self, drafter: Drafter | None, scheduler: Scheduler, sampler_of: Callable[[str], Sampler]

@@ -32,16 +32,14 @@ def shape_of(kv: KvShape) -> RecordShape:
 
 
 class StoredPrefixes(StepPart):
-    """Passes prefixes between an engine and its store. `rng`: draws the rows to compute again as a check."""
+    """Passes prefixes between an engine and its store."""
 
-    def __init__(
-        self, store: PrefixStore, ranks: Ranks, scheduler: Scheduler, rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, store: PrefixStore, ranks: Ranks, scheduler: Scheduler) -> None:
         self._store = store
         self._ranks = ranks
         self._scheduler = scheduler
         self._beginnings = scheduler.reads_from(store.find)
-        self._rng = rng or random.SystemRandom()
+        self._rng = random.SystemRandom()
         self._token_s = 0.0
         self.watch = store.watch
         self.forget = store.cancel  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.parts.mixture import STACKS
 from phasewise.serving.ranks.first_rank import Ranks
+from phasewise.tuner.plans import Phase
 
 COMPUTE_KIND = {"f32": "f32", "f16": "f32", "bf16": "bf16"}  # all others: int8
 
@@ -43,10 +44,6 @@ class Workload:
         together = "" if self.n_sequences == 1 else f" x{self.n_sequences}"
         adapted = f" lora{self.n_adapters}" if self.n_adapters else ""
         return "+".join(parts) + behind + together + adapted
-
-    def adapter_of(self, base: int) -> int:
-        """Number of the adapter of the sequence with first slot `base`."""
-        return 1 + base // self.positions % self.n_adapters if self.n_adapters else 0
 
     @property
     def n_tokens(self) -> int:
@@ -93,7 +90,7 @@ def measure(
     computed once; each run overwrites its own positions."""
     count = workload.kv_slots
     tokens = np.random.default_rng(0).integers(0, vocab_size, size=count).tolist()
-    for batch in _prefill(workload, tokens, 0, workload.n_depth, max_batch_tokens):
+    for batch in _steps("prefill", workload, tokens, 0, workload.n_depth, max_batch_tokens):
         ranks.forward(batch)
     samples = []
     for _ in range(warm_ups + repetitions):
@@ -107,51 +104,33 @@ def measure(
 
 def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> Iterator[Batch]:
     first, end = workload.n_depth, workload.n_depth + workload.n_prompt
-    yield from _prefill(workload, tokens, first, end, max_batch_tokens)
+    yield from _steps("prefill", workload, tokens, first, end, max_batch_tokens)
     for position in range(end, workload.positions):
-        yield Batch(
-            "decode",
-            tuple(
-                SequenceSlice(
-                    (tokens[base + position],),
-                    position,
-                    base,
-                    wants_logits=True,
-                    adapter=workload.adapter_of(base),
-                    state=sequence,
-                )
-                for sequence, base in enumerate(_bases(workload))
-            ),
-        )
+        yield from _steps("decode", workload, tokens, position, position + 1, workload.n_sequences)
 
 
-def _prefill(
-    workload: Workload, tokens: list[int], first: int, last: int, max_batch_tokens: int
+def _steps(
+    phase: Phase, workload: Workload, tokens: list[int], first: int, last: int, max_batch_tokens: int
 ) -> Iterator[Batch]:
     """Batches for positions [first, last) of every sequence."""
     pending: list[SequenceSlice] = []
     room = max_batch_tokens
-    for sequence, base in enumerate(_bases(workload)):
+    for sequence, base in enumerate(range(0, workload.kv_slots, workload.positions)):
         start = first
         while start < last:
             end = min(last, start + room)
             ids = tokens[base + start : base + end]
-            adapter = workload.adapter_of(base)
+            adapter = 1 + sequence % workload.n_adapters if workload.n_adapters else 0
             pending.append(
                 SequenceSlice(ids, start, base, wants_logits=end == last, adapter=adapter, state=sequence)
             )
             room -= end - start
             start = end
             if room == 0:
-                yield Batch("prefill", tuple(pending))
+                yield Batch(phase, tuple(pending))
                 pending, room = [], max_batch_tokens
     if pending:
-        yield Batch("prefill", tuple(pending))
-
-
-def _bases(workload: Workload) -> range:
-    """First slot of each sequence."""
-    return range(0, workload.kv_slots, workload.positions)
+        yield Batch(phase, tuple(pending))
 
 
 def flops(model: PackedModel, workload: Workload) -> float:
@@ -163,7 +142,9 @@ def flops(model: PackedModel, workload: Workload) -> float:
         if name.startswith("layers.")
     )
     logit_rows = workload.n_sequences * (workload.n_gen + (workload.n_prompt > 0))
-    attention = workload.n_sequences * _attention_flops(model.config, workload)
+    depth, n = workload.n_depth, workload.n_prompt + workload.n_gen
+    attended = sum(part.multiplications(depth, n) for part in model.config.keeping)
+    attention = 2 * workload.n_sequences * attended
     return float(layers * workload.n_tokens + 2 * head.n * head.k * logit_rows + attention)
 
 
@@ -181,11 +162,6 @@ def _uses(model: PackedModel, name: str) -> int:
     if model.one_head(name) is not None:
         return model.config.n_heads
     return experts.chosen if experts is not None and name.endswith(STACKS) else 1
-
-
-def _attention_flops(config: ModelConfig, workload: Workload) -> int:
-    n = workload.n_prompt + workload.n_gen
-    return 2 * sum(part.multiplications(workload.n_depth, n) for part in config.keeping)
 
 
 def _slots_read(config: ModelConfig, first: int, n: int) -> float:

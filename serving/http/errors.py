@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,9 +22,11 @@ from phasewise.serving.errors import (
     RankLost,
     RanksError,
     RequestError,
+    ServingError,
     StepFailed,
     Stopping,
 )
+from phasewise.serving.sandbox.confined import Abandoned
 
 RETRY_AFTER_S = 1
 _MOST_MESSAGE = 600
@@ -138,6 +139,8 @@ _ANTHROPIC_TYPE_OF_STATUS = {
 }
 
 
+_TAG = re.compile("str|dict|list( of .*)?", re.DOTALL)
+"""A union tag of `schemas.kind_of`, as part of an error's location."""
 # Fields of several possible types, where the first mismatch says too little.
 _SHAPES = {
     "content": 'a text or a list of parts such as {"type": "text", "text": TEXT}',
@@ -179,31 +182,19 @@ def from_validation(error: ValidationError) -> ApiError:
     """The first error of a body that failed validation, as a 400 of one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     # Union members and positions follow the field's name; the name is what the sender can look up.
-    path = [str(part) for part in first["loc"] if not _is_tag(part)]
+    path = [str(part) for part in first["loc"] if not _TAG.fullmatch(str(part))]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     where = path[0] if path else None
     if where in _SHAPES:
         return bad_request(f"{where} must be {_SHAPES[where]}", param=where)
-    return bad_request(f"{'.'.join(path) or 'body'}: {_said_of(first, path, error)}", param=where)
-
-
-def _is_tag(part: int | str) -> bool:
-    """True if part of an error's location is a union tag of `schemas.kind_of`."""
-    return isinstance(part, str) and (part in ("str", "dict", "list") or part.startswith("list of "))
-
-
-def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> str:
-    """The message of a validation error at `path`, without the validation library's vocabulary."""
-    name = path[-1] if path else ""
-    match first["type"]:
-        case "union_tag_invalid" if name in _SHAPES:
-            return f"it must be {_SHAPES[name]}"
-        case "union_tag_invalid":
-            tags = first.get("ctx", {})
-            return f"type {str(tags['tag'])[:_MOST_NAME]!r} is not taken here, only {tags['expected_tags']}"
-        case _:
-            return first["msg"].removeprefix("Value error, ")
+    said, name = first["msg"].removeprefix("Value error, "), path[-1] if path else ""
+    if first["type"] == "union_tag_invalid":  # its own message has the validation library's words
+        context = first.get("ctx", {})
+        tag, tags = str(context["tag"])[:_MOST_NAME], context["expected_tags"]
+        said = f"type {tag!r} is not taken here, only {tags}"
+        said = f"it must be {_SHAPES[name]}" if name in _SHAPES else said
+    return bad_request(f"{'.'.join(path) or 'body'}: {said}", param=where)
 
 
 def from_engine(error: Exception) -> ApiError:
@@ -230,9 +221,19 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Raise ApiError in place of the engine's errors, and ClientLeft in place of Abandoned."""
+    try:
+        yield
+    except Abandoned as error:
+        raise ClientLeft from error
+    except ServingError as error:
+        raise from_engine(error) from error
+
+
 def handlers(refused: Callable[[ApiError], None]) -> dict[Any, Any]:
-    """Exception handlers by type, which write ours and the framework's errors in one shape. `refused` is
-    called with each ApiError."""
+    """Exception handlers by type, which write all errors in one shape. `refused`: gets each ApiError."""
 
     async def api_error(request: Request, error: ApiError) -> Response:
         refused(error)

@@ -311,6 +311,11 @@ class ModelConfig(AttentionForm, FeedForwardForm):
         return self.dense[-1] if self.dense else self.hidden
 
     @property
+    def result_width(self) -> int:
+        """Numbers of what is made of a text: of its vector, or 1 for the score of a pair."""
+        return 1 if self.scores else self.vector_width
+
+    @property
     def n_layers(self) -> int:
         return len(self.forms)
 

@@ -1,6 +1,5 @@
 """The first rank, which every plan has: the engine's thread starts its steps, on a pinned team per phase. It
-cuts batches into steps, runs the program, and rests the team of the other phase. The program itself involves
-other ranks."""
+cuts batches into steps and rests the team of the other phase; the program itself involves other ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +72,6 @@ class Follower(Protocol):
 
     def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
         """Called before a step; `step` is the number that `Ranks.progress` will report for it."""
-        ...
 
 
 ALL_LOGITS_ROWS = 64
@@ -313,8 +311,7 @@ class Ranks(ABC):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Steps begun, and layers of the last step whose keys and values all ranks have stored.
-        Thread-safe."""
+        """Steps begun, and layers of the last one whose keys and values all ranks have. Thread-safe."""
         return self.first_rank.progress
 
     def follow(self, follower: Follower | None) -> None:
@@ -360,19 +357,14 @@ def slices_at_once(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterato
         while True:
             count = min(total - done, room)
             last = done + count == total
-            step.append(
-                SequenceSlice(
-                    piece.token_ids[done : done + count],
-                    piece.start + done,
-                    piece.slot_base,
-                    piece.wants_logits and last,
-                    piece.table,
-                    ring=piece.ring,
-                    adapter=piece.adapter,
-                    state=piece.state,
-                    keeps=tuple(keep for keep in piece.keeps if done < keep[0] - piece.start <= done + count),
-                )
+            part = piece._replace(
+                token_ids=piece.token_ids[done : done + count],
+                start=piece.start + done,
+                wants_logits=piece.wants_logits and last,
+                n_drafted=0,
+                keeps=tuple(keep for keep in piece.keeps if done < keep[0] - piece.start <= done + count),
             )
+            step.append(part)
             done, room = done + count, room - count
             if room == 0:
                 yield step

@@ -32,22 +32,20 @@ class KvShape:
         n_layers, latent = len(config.attention_layers), config.latent is not None
         return cls(n_layers, config.n_kv_heads, config.head_dim, kv_format, latent, config.state_bytes)
 
-    def memory(
-        self, segment: Segment, offset: int, kv_slots: int, state_places: int, copies: tuple[int, ...]
-    ) -> KvMemory:
-        """Keys, values and states from byte `offset` of `segment` on. ValueError: they lie outside."""
+    def memory(self, segment: Segment, place: KvPlace) -> KvMemory:
+        """Keys, values and states in `segment`. ValueError: they lie outside."""
         return KvMemory(
             segment.memory,
-            offset,
+            place.offset,
             self.n_layers,
             self.n_kv_heads,
             self.head_dim,
-            kv_slots,
+            place.kv_slots,
             self.kv_format,
             self.latent,
             self.state_bytes,
-            state_places,
-            copies,
+            place.state_places,
+            place.copies,
         )
 
 
@@ -69,21 +67,20 @@ class KvShare:
     """Keys and values of this process, and the location that others map."""
 
     segment: Segment
-    offset: int
-    kv_slots: int
-    state_places: int
     shape: KvShape
-    copies: tuple[int, ...] = ()
-    """Number of copies of each KV head, if ranks share heads; (): one each."""
+    place: KvPlace
+
+    @classmethod
+    def of(
+        cls, segment: Segment, shape: KvShape, offset: int, slots: int, states: int, copies: tuple[int, ...]
+    ) -> KvShare:
+        """The last four: as in `KvPlace`."""
+        path = f"/proc/{os.getpid()}/fd/{segment.fd}"
+        return cls(segment, shape, KvPlace(path, segment.n_bytes, offset, slots, states, copies))
 
     @property
     def memory(self) -> KvMemory:
-        return self.shape.memory(self.segment, self.offset, self.kv_slots, self.state_places, self.copies)
-
-    @property
-    def place(self) -> KvPlace:
-        path = f"/proc/{os.getpid()}/fd/{self.segment.fd}"
-        return KvPlace(path, self.segment.n_bytes, self.offset, self.kv_slots, self.state_places, self.copies)
+        return self.shape.memory(self.segment, self.place)
 
 
 def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
@@ -97,7 +94,7 @@ def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
         if os.fstat(fd).st_size != place.n_bytes:
             raise RanksError(f"{place.path} has {os.fstat(fd).st_size} bytes, not {place.n_bytes}")
         segment = Segment(fd, place.n_bytes)
-        return shape.memory(segment, place.offset, place.kv_slots, place.state_places, place.copies)
+        return shape.memory(segment, place)
     except (OSError, ValueError) as error:
         raise RanksError(f"{place.path} cannot be mapped: {reason_of(error)}") from error
     finally:

@@ -86,7 +86,7 @@ class LocalRanks(FirstRank, Ranks):
         def share_kv(n_bytes: int) -> memoryview:
             shape = KvShape.of(model.config, self.kv_format)
             segment = Segment.create(n_bytes, "kv")
-            self._kv_share = KvShare(segment, 0, aligned(options.kv.slots), options.kv.states, shape)
+            self._kv_share = KvShare.of(segment, shape, 0, aligned(options.kv.slots), options.kv.states, ())
             return memoryview(segment.memory)
 
         try:

@@ -1,7 +1,6 @@
 """Several ranks: this process is the first, the others are processes that wait for its steps. They share
 memory (`segments`), not messages: a step is written there and a bell rung (group.h). A phase of R ranks uses
-processes 0 to R - 1; both phases share keys and values, so that switching copies nothing. Decision 0015 has
-the reasons."""
+processes 0 to R - 1, and both phases share keys and values: switching copies nothing. Why: decision 0015."""
 
 from __future__ import annotations
 
@@ -63,9 +62,8 @@ class _Setup:
     layout: RankLayout
     capacities: tuple[Capacity, ...]
     lookups: tuple[ScheduleLookup, ...]
-    pinned: bool
+    options: RankOptions
     shared: SharedWeights
-    kv_shared: bool
     is_spread: bool
     """True if every rank has copied its weights to its own NUMA nodes."""
 
@@ -117,9 +115,8 @@ class ProcessRanks(Ranks):
             layout,
             tuple(room_for(options, layout.threads(rank), self.kv_format) for rank in range(layout.n_ranks)),
             tuple(lookups_by_table(schedules)[: len(layout.teams)]),
-            options.pinned,
+            options,
             shared,
-            options.kv.shared,
             layout.places_memory,
         )
 
@@ -130,8 +127,8 @@ class ProcessRanks(Ranks):
             with placing(layout.nodes(0)) as answer:
                 program, step = _first_program(setup)
                 # Kept open where others map it too, through this process's descriptor.
-                (ending if setup.kv_shared else descriptors).callback(step.close)
-                teams = open_teams(layout.cores(0), setup.pinned)
+                (ending if setup.options.kv.shared else descriptors).callback(step.close)
+                teams = open_teams(layout.cores(0), setup.options.pinned)
             room, config = setup.capacities[0], setup.shared.model.config
             fed = FedRows.of(program, config, room.step_tokens, room.logit_rows) if room.feeds else None
             own_teams = Teams(teams, layout.starts)
@@ -152,7 +149,8 @@ class ProcessRanks(Ranks):
             _tell_of_memory(layout, {0: answer, **answers}, copied)
             if self._model.file is not None and setup.shared.source is not None:
                 self._model.file.release()
-            self._setup = replace(setup, shared=setup.shared.without_source())
+            in_place = replace(setup.shared, source=None, copied_bytes=0, by_node={})
+            self._setup = replace(setup, shared=in_place)
 
     @property
     def first_rank(self) -> FirstRank:
@@ -215,14 +213,14 @@ class ProcessRanks(Ranks):
     @property
     def kv_share(self) -> KvShare:
         setup = self._setup
-        if setup is None or self._step_memory is None or not setup.kv_shared:
+        if setup is None or self._step_memory is None or not setup.options.kv.shared:
             raise RanksError("these ranks do not share their keys and values")
         config = setup.shared.model.config
         shape = KvShape.of(config, self.kv_format)
         offset = 0 if setup.layout.n_ranks == 1 else self._first.program.kv_span(0, 0)[0]
         places = setup.capacities[0].state_places
         copies = config.keeping[0].copies(setup.layout.teams)
-        return KvShare(self._step_memory, offset, aligned(self.kv_slots), places, shape, copies)
+        return KvShare.of(self._step_memory, shape, offset, aligned(self.kv_slots), places, copies)
 
     @property
     def native_ns(self) -> int:
@@ -342,26 +340,23 @@ def _kv_homes(part: Attending, layout: RankLayout, table: int) -> Iterator[tuple
 
 def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
     layout, capacity, shared = setup.layout, setup.capacities[rank], setup.shared
-    model = shared.model
+    model, division = shared.model, layout.division(rank)
+    without_arrays = replace(model, weights={}, vectors={}, adapters=(), file=None)
     return Instructions(
-        rank=rank,
         parent_pid=os.getpid(),
-        model_name=model.name,
-        config=model.config,
-        weight_format=model.format,
+        model=replace(without_arrays, tokenizer_json="", chat_template=None),
         isa=isa.active(),
         capacity=capacity,
-        teams=layout.teams,
-        weights_of_ranks=layout.weights,
+        division=division,
         cores=layout.cores(rank),
-        pinned=setup.pinned,
+        pinned=setup.options.pinned,
         nodes=layout.nodes(rank),
         step_fd=step.fd,
         step_bytes=step.n_bytes,
         weights=shared.weights,
         weights_source=shared.source,
         schedules=tuple(
-            WrittenSchedules.of(lookup, layout.division(rank), table, model, capacity)
+            WrittenSchedules.of(lookup, division, table, model, capacity)
             for table, lookup in enumerate(setup.lookups)
         ),
         adapters=shared.adapters,

@@ -12,7 +12,7 @@ from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.models.forward import Capacity, attention_problem
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.shared_weights import Holding
 
 
@@ -63,18 +63,13 @@ def _weight_key(weight: PackedWeight) -> tuple[object, ...]:
 class Instructions:
     """All that one rank's process needs to know. File descriptors have the same numbers in both processes."""
 
-    rank: int
     parent_pid: int
-    model_name: str
-    config: ModelConfig
-    weight_format: str
+    model: PackedModel
+    """The model without its arrays and texts."""
     isa: str
     """Instruction set that the parent uses, on which default compute paths depend."""
     capacity: Capacity
-    teams: tuple[tuple[int, ...], ...]
-    """Threads of every rank, for each schedule table: `Division.teams`."""
-    weights_of_ranks: tuple[tuple[int, ...], ...]
-    """Weights of every rank, for each schedule table: `Division.weights`."""
+    division: Division
     cores: Mapping[int, tuple[int, ...]]
     """CPUs of this rank's threads, by schedule table that the rank takes part in."""
     pinned: bool
@@ -89,10 +84,6 @@ class Instructions:
     schedules: tuple[WrittenSchedules, ...]
     adapters: Holding | None = None
     """Weights of the adapters, which slices name by number; None: there are none."""
-
-    @property
-    def division(self) -> Division:
-        return Division(self.teams, self.rank, self.weights_of_ranks)
 
     @property
     def descriptors(self) -> tuple[int, ...]:

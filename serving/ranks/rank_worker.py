@@ -10,8 +10,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,28 +23,12 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
-from phasewise.serving.ranks.rank_memory import ByNode, placing
+from phasewise.serving.ranks.rank_memory import placing
 from phasewise.serving.ranks.rank_teams import open_teams, touch_memory
 from phasewise.serving.ranks.shared_weights import Holding, copy_panels, panels_by_node
 
 FOR_THE_ENGINE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a rank ignores: supervisors send them to all processes, but the engine ends its ranks."""
-
-
-@dataclass(frozen=True)
-class WorkerRank:
-    """A rank in its own process, ready to serve."""
-
-    program: Program
-    teams: Sequence[Team | None]
-    """Team of each schedule table; None: the rank takes no part."""
-    policy_errno: int
-    weights: ByNode | None
-    """Bytes of copied weights by NUMA node; None: nothing was copied, or the system does not tell."""
-
-    def serve(self) -> None:
-        """Take part in this rank's steps until told to stop. GroupFailed: another rank died."""
-        self.program.serve(self.teams)
 
 
 def main() -> int:
@@ -59,18 +42,19 @@ def main() -> int:
     report_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever is printed is no report
     try:
-        rank = open_rank(instructions)
+        program, teams, report = open_rank(instructions)
     except (ServingError, KernelError, OSError, MemoryError) as error:
         os.write(report_fd, Report(error=str(error) or type(error).__name__).to_line())
         return 1
-    os.write(report_fd, Report(None, rank.policy_errno, rank.weights).to_line())
-    with contextlib.suppress(GroupFailed):  # the parent knows why
-        rank.serve()
+    os.write(report_fd, report.to_line())
+    with contextlib.suppress(GroupFailed):  # another rank died, and the parent knows why
+        program.serve(teams)
     return 0
 
 
-def open_rank(told: Instructions) -> WorkerRank:
-    """Map the weights, copy this rank's panels if told to, and build the program."""
+def open_rank(told: Instructions) -> tuple[Program, list[Team | None], Report]:
+    """Map the weights, copy this rank's panels if told to, and build the program. Returns it, the team of
+    each schedule table (None: the rank takes no part), and what is to be reported."""
     isa_select(told.isa)
     with placing(told.nodes) as policy_errno:
         step = Segment(told.step_fd, told.step_bytes)
@@ -90,31 +74,19 @@ def open_rank(told: Instructions) -> WorkerRank:
         if told.weights_source is None or not told.nodes
         else panels_by_node(model.weights, told.division)
     )
-    by_table = [teams.get(table) for table in range(len(told.teams))]
-    return WorkerRank(program, by_table, policy_errno, copied)
+    by_table = [teams.get(table) for table in range(len(told.division.teams))]
+    return program, by_table, Report(None, policy_errno, copied)
 
 
 def _model(told: Instructions) -> PackedModel:
-    """The model over the arrays that ranks share, without tokenizer and template."""
+    """The model over the arrays that ranks share."""
     copies = told.weights_source is not None
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:
         source, _ = told.weights_source.places.views(_mapped(told.weights_source))
         copy_panels(source, weights, told.division, huge=len(told.nodes) == 1, apart=True)
     adapters = () if told.adapters is None else unflat(*told.adapters.places.views(_mapped(told.adapters)))
-    return PackedModel(
-        config=told.config,
-        format=told.weight_format,
-        name=told.model_name,
-        source="",
-        content_hash="",
-        weights=weights,
-        vectors=vectors,
-        tokenizer_json="",
-        chat_template=None,
-        weight_bytes=sum(weight.nbytes for weight in weights.values()),
-        adapters=adapters,
-    )
+    return replace(told.model, weights=weights, vectors=vectors, adapters=adapters)
 
 
 def _mapped(holding: Holding, writable: bool = False) -> Segment:

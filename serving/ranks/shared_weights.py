@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -45,18 +45,24 @@ class ArrayPlace:
         return cls(offset, array.shape, array.dtype.str)
 
 
+_ARRAYS = ("values", "scales", "mins", "offsets")
+"""The fields of a packed weight that are arrays, in the order of `PackedWeight.arrays`."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """Format and places of a packed weight. `arrays`: places of `PackedWeight.arrays`."""
+    """A packed weight by its fields: the places of its arrays, and all others."""
 
-    kind: str
-    n: int
-    k: int
-    group: int
-    zero_point: int
-    top_exponent: int
-    is_sparse: bool
-    arrays: tuple[ArrayPlace, ...]
+    others: Mapping[str, Any]
+    arrays: Mapping[str, ArrayPlace]
+
+    @classmethod
+    def of(cls, weight: PackedWeight, offsets: list[int]) -> WeightPlace:
+        """`offsets`: of each of `PackedWeight.arrays`."""
+        others = {part.name: getattr(weight, part.name) for part in fields(weight)}
+        arrays = [(name, array) for name in _ARRAYS if (array := others.pop(name)) is not None]
+        places = zip(arrays, offsets, strict=True)
+        return cls(others, {name: ArrayPlace.of(array, offset) for (name, array), offset in places})
 
 
 @dataclass(frozen=True)
@@ -75,23 +81,9 @@ class Places:
 
         weights = {}
         for name, place in self.weights.items():
-            arrays = [view(array) for array in place.arrays]
-            offsets = arrays.pop() if place.is_sparse else None
-            values, scales, mins = [*arrays, None, None][:3]
-            assert values is not None
-            kind: Any = place.kind
-            weights[name] = PackedWeight(
-                kind,
-                place.n,
-                place.k,
-                place.group,
-                place.zero_point,
-                values,
-                scales,
-                mins,
-                place.top_exponent,
-                offsets,
-            )
+            arrays: dict[str, Any] = dict.fromkeys(_ARRAYS)
+            arrays |= {each: view(own) for each, own in place.arrays.items()}
+            weights[name] = PackedWeight(**place.others, **arrays)
         return weights, {name: view(place) for name, place in self.vectors.items()}
 
 
@@ -100,7 +92,7 @@ def places_in_file(model: PackedModel) -> Places:
     assert model.file is not None
     address = model.file.address
     weights = {
-        name: _weight_place(weight, [array.ctypes.data - address for array in weight.arrays])
+        name: WeightPlace.of(weight, [array.ctypes.data - address for array in weight.arrays])
         for name, weight in model.weights.items()
     }
     vectors = {name: ArrayPlace.of(v, v.ctypes.data - address) for name, v in model.vectors.items()}
@@ -118,7 +110,7 @@ def places_in_segment(model: PackedModel, of_weights: int = ALIGNMENT) -> Places
         return offset
 
     weights = {
-        name: _weight_place(weight, [reserve(array, of_weights) for array in weight.arrays])
+        name: WeightPlace.of(weight, [reserve(array, of_weights) for array in weight.arrays])
         for name, weight in model.weights.items()
     }
     end = -(-end // of_weights) * of_weights  # no vector shares a page with a weight
@@ -151,10 +143,6 @@ class SharedWeights:
     """Bytes by NUMA node of the panels copied in this process, by rank."""
     adapters: Holding | None = None
     """Arrays of the adapters; None: the model has none."""
-
-    def without_source(self) -> SharedWeights:
-        """A copy for ranks restarted on the same layout: every panel is in place."""
-        return replace(self, source=None, copied_bytes=0, by_node={})
 
 
 @contextmanager
@@ -284,20 +272,6 @@ def _bytes_of_panels(array: Array, begin: int, end: int) -> tuple[Bytes, int, in
 
 def _bytes(array: Array) -> Bytes:
     return array.reshape(-1).view(np.uint8)
-
-
-def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:
-    arrays = zip(weight.arrays, offsets, strict=True)
-    return WeightPlace(
-        weight.kind,
-        weight.n,
-        weight.k,
-        weight.group,
-        weight.zero_point,
-        weight.top_exponent,
-        weight.is_sparse,
-        tuple(ArrayPlace.of(array, offset) for array, offset in arrays),
-    )
 
 
 _log = logging.getLogger(__name__)

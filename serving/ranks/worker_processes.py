@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phasewise._words import ending_of
 from phasewise.serving.errors import RanksError
@@ -44,18 +44,6 @@ class _Worker:
         return f"rank {self.rank} (pid {self.process.pid})"
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """Results of the watching thread, for callers."""
-
-    settled: threading.Event = field(default_factory=threading.Event)
-    """Set when all workers are ready, or one is lost."""
-    lost: str | None = None
-    """One line on why these ranks cannot be used; None: all are well."""
-    followed: bool = False
-    """True if `lost` is about a rank that ended because of another one, whose end is not known yet."""
-
-
 class WorkerProcesses:
     """Starts and watches a process for each of `instructions`. `on_death`: called on another thread when one
     is lost. `start_s`: seconds within which every process must be ready."""
@@ -68,17 +56,17 @@ class WorkerProcesses:
         self._on_death = on_death
         self._owner = os.getpid()
         self._workers: list[_Worker] = []
-        self._outcome = _Outcome()
+        self._settled = threading.Event()
+        """Set when all workers are ready, or one is lost."""
+        self.lost: str | None = None
+        """One line on why these ranks can compute no more; None: all work."""
+        self._followed = False
+        """True if `lost` is about a rank that ended because of another one, whose end is not known yet."""
         self._closing, self._close_now = os.pipe2(os.O_CLOEXEC)
         if not instructions:  # the first rank is alone
-            self._outcome.settled.set()
+            self._settled.set()
         self._thread = threading.Thread(target=self._live, name="phasewise-ranks", daemon=True)
         self._thread.start()
-
-    @property
-    def lost(self) -> str | None:
-        """The reason why these ranks can compute no more; None: all work."""
-        return self._outcome.lost
 
     @property
     def pids(self) -> dict[int, int]:
@@ -92,21 +80,21 @@ class WorkerProcesses:
 
     def wait_until_ready(self) -> dict[int, int]:
         """Wait for all workers; return errno or 0 of each memory policy. RanksError: one cannot start."""
-        self._outcome.settled.wait()
-        if self._outcome.lost is not None:
-            raise RanksError(self._outcome.lost)
+        self._settled.wait()
+        if self.lost is not None:
+            raise RanksError(self.lost)
         return {worker.rank: worker.report.policy_errno for worker in self._workers if worker.report}
 
     def reason(self, wait_s: float) -> str | None:
         """The reason of a failure that other ranks have noticed already. If no process dies within `wait_s`,
         those that remain hang: ranks that work leave a failed group."""
         deadline = time.monotonic() + wait_s
-        while (self._outcome.lost is None or self._outcome.followed) and time.monotonic() < deadline:
+        while (self.lost is None or self._followed) and time.monotonic() < deadline:
             time.sleep(0.005)
-        if self._outcome.lost is not None and not self._outcome.followed:
-            return self._outcome.lost
+        if self.lost is not None and not self._followed:
+            return self.lost
         hanging = ", ".join(worker.name for worker in self._workers if worker.process.poll() is None)
-        return f"{hanging} did not come to meet the other ranks" if hanging else self._outcome.lost
+        return f"{hanging} did not come to meet the other ranks" if hanging else self.lost
 
     def kill(self) -> None:
         """Kill the processes, stopped ones too. Call `close` afterwards."""
@@ -121,7 +109,7 @@ class WorkerProcesses:
         self._close_now = -1
         self._thread.join()
         os.close(self._closing)
-        self._on_death = _nothing_more
+        self._on_death = lambda: None  # which held the memory of the closed ranks
 
     # ---- on the thread -----------------------------------------------------------------------------------
 
@@ -150,7 +138,7 @@ class WorkerProcesses:
                 assert worker.process.stdout is not None
                 waiting.register(worker.process.stdout, selectors.EVENT_READ, worker)
             while True:
-                left_s = None if self._outcome.settled.is_set() else max(0.0, deadline - time.monotonic())
+                left_s = None if self._settled.is_set() else max(0.0, deadline - time.monotonic())
                 ready = waiting.select(left_s)
                 if any(key.data is None for key, _ in ready):
                     return
@@ -172,22 +160,17 @@ class WorkerProcesses:
         if said and worker.said.endswith(b"\n"):
             worker.report = Report.from_line(worker.said)
         if all(each_worker.report and not each_worker.report.error for each_worker in self._workers):
-            self._outcome.settled.set()
+            self._settled.set()
         return bool(said) and not (worker.report and worker.report.error)
 
     def _lose(self, reason: str, followed: bool = False) -> None:
         """Record a loss. The first reason stays, unless it was only a consequence of another rank's end."""
-        outcome = self._outcome
-        first = outcome.lost is None
-        if first or (outcome.followed and not followed):
-            outcome.lost, outcome.followed = reason, followed
+        first = self.lost is None
+        if first or (self._followed and not followed):
+            self.lost, self._followed = reason, followed
         if first:
             self._on_death()
-        outcome.settled.set()
-
-
-def _nothing_more() -> None:
-    """Do nothing: replaces a callback that would keep the closed ranks' memory alive."""
+        self._settled.set()
 
 
 def _start(told: Instructions) -> _Worker:
@@ -202,7 +185,7 @@ def _start(told: Instructions) -> _Worker:
             pass_fds=told.descriptors,
             bufsize=0,
         )
-    return _Worker(told.rank, process)
+    return _Worker(told.division.rank, process)
 
 
 def _last_words(worker: _Worker) -> str:

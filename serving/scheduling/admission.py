@@ -140,8 +140,7 @@ class RequestLanes(NamedTuple):
     def answers_in_step(
         self, most_rows: int | None, room: ShadowRoom, most_sequences: int
     ) -> list[LiveSequence]:
-        """The sequences that get a token in the next decode step. `most_rows`: most interactive answers;
-        None: all."""
+        """The sequences of the next decode step. `most_rows`: most interactive answers; None: all."""
         if not self.own.computes:
             return self.shadow.answering(most_rows)
         answers = self.own.answering(most_rows)
@@ -269,8 +268,7 @@ def is_held(sequence: LiveSequence) -> bool:
 
 
 class Admitter:
-    """Admits waiting requests of one scheduler. `place`: gives a sequence its KV block; `preempt`: takes the
-    block of a sequence back."""
+    """Admits waiting requests. `place`: gives a sequence its KV block; `preempt`: takes it back."""
 
     def __init__(
         self,
@@ -284,8 +282,7 @@ class Admitter:
         self._place, self._preempt = place, preempt
 
     def admit(self) -> None:
-        """Admit waiting requests while there is room; background ones (in shadow) to the room that others
-        leave."""
+        """Admit waiting requests while there is room; background ones (in shadow) to what others leave."""
         own = self._lanes.own
         while len(own.waiting):
             shares = own.shares(self._limits, self._pool.n_slots)

@@ -22,8 +22,7 @@ USUAL = 0.6
 """Part of the mean gap between tokens up to which background requests (in shadow) fill a gap. A larger part
 speeds batches up and delays interactive answers."""
 ALONE_NS = 30_000_000
-"""Time of a prefill step of background requests where nobody else computes: a new request waits for its
-end."""
+"""Time of a prefill step of background requests where nobody else computes: a new request waits for it."""
 LEAST_CHUNK = 16
 """Fewest background prompt tokens of a step beside interactive requests: one panel of keys."""
 _WINDOW_TOKENS = 20_000
@@ -125,8 +124,7 @@ def rows_within(costs_ns: Mapping[int, float], n_rows: int, left_ns: float) -> i
 
 
 DEFAULT_TPOT_MS = 100.0
-"""Default promise: ten tokens a second, twice the speed of reading (Sandwich 8.3, of a 160M model in
-batches)."""
+"""Default promise: ten tokens a second, twice the speed of reading (Sandwich 8.3: 160M, in batches)."""
 
 FIRST_TOKENS = 512
 """Prompt tokens of a step before any was measured, or while no answer waits for a token: the ranks compute no
@@ -174,12 +172,11 @@ class _Cost:
 class Pacing:
     """Learns from measured steps how long prompt tokens and decode steps take, and bounds the next step."""
 
-    def __init__(self, promise_ns: int, most_tokens: int, prompt_share: float = PROMPT_SHARE) -> None:
+    def __init__(self, promise_ns: int, most_tokens: int) -> None:
         self.promise_ns = promise_ns
         self.most_tokens = most_tokens
         self.n_over_promise = 0
         """Number of decode steps that alone took longer than the promise."""
-        self._share = prompt_share
         self._decode_ns = 0.0
         self._prefill_ns = 0.0  # of the last steps, the older the less
         self._prefill_tokens = 0.0
@@ -202,7 +199,7 @@ class Pacing:
                 self.best_token_ns = min(token_ns, self.best_token_ns or token_ns)
             cost = self._chunks.setdefault(n_tokens.bit_length(), _Cost())
             cost.observe(token_ns, 0)
-            self._owed_ns += duration_ns * (1 - self._share) / self._share
+            self._owed_ns += duration_ns * (1 - PROMPT_SHARE) / PROMPT_SHARE
             return
         if self._decode_ns:
             self._decode_ns += (1 - _OLD) * (duration_ns - self._decode_ns)
@@ -229,7 +226,7 @@ class Pacing:
         left_ns = self.promise_ns - self._decode_ns
         if not n_answering:
             return alone_ns
-        return alone_ns / (left_ns / self.promise_ns if left_ns >= self._decode_ns else self._share)
+        return alone_ns / (left_ns / self.promise_ns if left_ns >= self._decode_ns else PROMPT_SHARE)
 
     def pace(self, n_answering: int, *, is_all_shadow: bool = False) -> PacedStep:
         """Limits of the next step while `n_answering` answers wait for a token. `is_all_shadow`: these are
@@ -262,7 +259,7 @@ class Pacing:
             return PacedStep(self._within(self._tokens_in(left_ns)), rows)
         if self._owed_ns > self._decode_ns / 2:
             return PacedStep(0, rows)
-        fair = self._tokens_in(self._decode_ns * self._share / (1 - self._share))
+        fair = self._tokens_in(self._decode_ns * PROMPT_SHARE / (1 - PROMPT_SHARE))
         return PacedStep(self._within(max(self._efficient_tokens(), fair, LEAST_TOKENS)), rows)
 
     def _within(self, n_tokens: int) -> int:

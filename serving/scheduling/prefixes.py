@@ -89,8 +89,7 @@ class Computed:
 
 
 def chain(token_ids: Sequence[int], prefix: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
-    """Chained hashes of `space` and the tokens up to the end of each whole run. `prefix`: known hashes of the
-    first runs."""
+    """Chained hashes of `space` and the tokens to the end of each whole run. `prefix`: known first ones."""
     hashes = list(prefix)
     last = hashes[-1] if hashes else hash(space)
     for start in range(len(hashes) * RUN_TOKENS, len(token_ids) - RUN_TOKENS + 1, RUN_TOKENS):

@@ -12,8 +12,7 @@ FinishReason = Literal["stop", "length"]
 
 
 def space_of(cache_space: str, adapter_hash: str) -> str:
-    """Prefix-cache space of a client's cache space and an adapter: equal prefixes have equal keys and
-    values."""
+    """Prefix-cache space of a cache space and an adapter: equal prefixes have equal keys and values."""
     return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
 
 
@@ -165,8 +164,7 @@ DEFAULT_SEQUENCES = 32
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of a scheduler. `context_length`: positions that the model has. `max_waiting`: most waiting
-    requests; None: any."""
+    """`context_length`: positions that the model has. `max_waiting`: most waiting requests; None: any."""
 
     context_length: int
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS

@@ -116,8 +116,7 @@ class Scheduler:
 
     @property
     def n_answering(self) -> int:
-        """Number of answers that wait for a token; background ones (in shadow) count only if nothing else can
-        be computed."""
+        """Number of answers that wait for a token; background ones only if nothing else can be computed."""
         lane = self._lanes.shadow if self.is_all_shadow else self._lanes.own
         return len(lane.answering(None))
 
@@ -235,9 +234,8 @@ class Scheduler:
         self, chunk_tokens: int | None = None, most_rows: int | None = None, shadow: ShadowRoom = UNBOUNDED
     ) -> Batch | None:
         """The batch to compute now; None: nothing can run. Every batch ends in `commit`, `commit_runs` or
-        `discard`. `chunk_tokens`: most prompt tokens of the step; 0: a decode step comes first; None: the
-        limits' number. `most_rows`: most answers of a decode step; None: all. `shadow`: room of background
-        requests beside others."""
+        `discard`. `chunk_tokens`: most prompt tokens; 0: a decode step comes first; None: the limits' number.
+        `most_rows`: most answers of a decode step; None: all. `shadow`: room of background requests."""
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admitter.admit()

@@ -1,5 +1,4 @@
-"""States of sequences, for layers that keep a state: the place that each sequence continues from, and the
-copies that its steps make."""
+"""States of sequences, for layers that keep one: where each sequence goes on, and copies that steps make."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class _Kept:
     """A sequence that begins with the copy's tokens and has their keys and values."""
     place: int
     is_needed: bool
-    """True if the conversation's next prompt may differ from here: its newest one begins a turn or ends
-    here."""
+    """True if the conversation's next prompt may differ from here: its newest begins a turn or ends here."""
 
 
 class _Plan(NamedTuple):
@@ -256,8 +254,7 @@ class WantedBeginning(NamedTuple):
 
 
 class StoredBeginnings:
-    """Asks a store for the prefixes of a scheduler's prompts. `copies_along`: lists a sequence's state
-    copies."""
+    """Asks a store for prefixes of a scheduler's prompts. `copies_along`: lists a sequence's state copies."""
 
     def __init__(self, find: FindStored, prefixes: PrefixIndex, copies_along: CopiesAlong) -> None:
         self._find = find
@@ -267,8 +264,7 @@ class StoredBeginnings:
         prefixes.report_to(self._computed)
 
     def is_wanted(self, sequence: LiveSequence, n_ready: int) -> bool:
-        """True if the store has at least LEAST_RESTORED_TOKENS more than `n_ready` tokens. The store is asked
-        once."""
+        """True if the store, which is asked once, has LEAST_RESTORED_TOKENS or more beyond `n_ready`."""
         if sequence.has_looked:
             return False
         n_stored = self._find(sequence.token_ids, sequence.request.cache_space)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from phasewise.serving.scheduling.request import LiveSequence
@@ -13,9 +13,8 @@ Item = TypeVar("Item")
 
 
 class ClientTurns(Generic[Item]):
-    """Round-robin queue: each client has its own queue in order of arrival. The client at the head gives one
-    item and goes to the end, so that an item with k of its own client before it waits for at most k + 1 items
-    of each other client."""
+    """Round-robin queue of clients, each with a queue in order of arrival. The client at the head gives one
+    item and goes to the end: an item with k of its client before it waits for at most k + 1 of each other."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
@@ -52,8 +51,7 @@ class ClientTurns(Generic[Item]):
         self._n_items += 1
 
     def take(self, client: str | None = None) -> Item:
-        """Take the first item of `client` (None: the next one), whose turn ends. IndexError: there is
-        none."""
+        """Take the first item of `client` (None: of the next), whose turn ends. IndexError: there is none."""
         client = self._next(client)
         item = self._queues[client].popleft()
         self._queues.move_to_end(client)
@@ -123,24 +121,21 @@ class ClientShares:
         return self._places[client] < self.places and self._slots[client] + n_slots <= self.slots
 
     def giver_of_place(self) -> LiveSequence | None:
-        """The sequence to preempt for a place among the running ones; None: no client holds more than its
-        share."""
-        return self._youngest(self._greediest(self._places, self.places))
+        """The sequence to preempt for a place; None: no client holds more than its share."""
+        return self._giver(self._places, self.places)
 
     def giver_of_slots(self) -> LiveSequence | None:
         """The sequence to preempt for slots; None: no client holds more than its share."""
-        return self._youngest(self._greediest(self._slots, self.slots))
+        return self._giver(self._slots, self.slots)
 
     def takes_too_much(self, client: str) -> bool:
         """True if the client holds more slots than its share while there are other clients."""
         return len(self._slots) > 1 and self._slots[client] > self.slots
 
-    def _greediest(self, held: dict[str, int], share: int) -> Iterable[str]:
-        """Clients that hold more than `share`, the largest holder first."""
-        return sorted((client for client in held if held[client] > share), key=lambda client: -held[client])
-
-    def _youngest(self, clients: Iterable[str]) -> LiveSequence | None:
-        for client in clients:
+    def _giver(self, held: dict[str, int], share: int) -> LiveSequence | None:
+        """A client's youngest sequence, not its only one; clients with most beyond `share` come first."""
+        greedy = [client for client in held if held[client] > share]
+        for client in sorted(greedy, key=lambda client: -held[client]):
             own = [sequence for sequence in self._running if sequence.request.client == client]
             for sequence in reversed(own[1:]):
                 if not sequence.is_pinned:

@@ -290,11 +290,11 @@ def test_its_limits_are_those_of_the_code() -> None:
             f"{ours.max_response_bytes // MIB} MiB; eight times that"
         ),
         "requests waiting to be prepared: texts, conversations, longer than 128 Ki characters, grammars": (
-            f"{preparation._MOST_ORDINARY}, {preparation._MOST_ORDINARY}, {preparation._MOST_LONG}, "
+            f"{preparation.MOST_ORDINARY}, {preparation.MOST_ORDINARY}, {preparation.MOST_LONG}, "
             f"{preparation._MOST_GRAMMARS}; then 429"
         ),
         "requests for vectors waiting to be cut into tokens: short, longer than 256 Ki characters": (
-            f"{embeddings._MOST_ORDINARY}, {embeddings._MOST_LONG}; then 429"
+            f"{preparation.MOST_ORDINARY}, {preparation.MOST_LONG}; then 429"
         ),
         "responses kept for `previous_response_id`; their characters; seconds": (
             f"{responses.MOST_KEPT:,}; {responses.MOST_KEPT_CHARACTERS >> 20} Mi; {responses.STORED_S:,.0f}"

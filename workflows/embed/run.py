@@ -53,12 +53,12 @@ class OpenEmbedder:
         place of input_type. Raises WorkflowError where the model has fewer dimensions or no such prompt or
         task, and for a cross-encoder; StepFailed where values are not numbers.
         """
-        if self.embedder.scores:
+        if self.model.config.scores:
             raise WorkflowError(
                 f"{self.model.name} scores pairs of texts and makes no vectors: `phasewise serve` it and ask"
                 " /v1/rerank"
             )
-        width = self.embedder.width
+        width = self.model.config.vector_width
         if dimensions is not None and dimensions > width:
             raise WorkflowError(
                 f"{self.model.name} makes vectors of {width} numbers; {dimensions} are too many"

@@ -21,7 +21,7 @@ from phasewise.serving.embedding.depth import FoundDepth, LatencyLine, admission
 from phasewise.serving.embedding.devices import Command, free_cores, instance_cores
 from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
 from phasewise.serving.embedding.lateness import FIRST_SHARE
-from phasewise.serving.embedding.open_embedding import check_commands, start_worker, width_of
+from phasewise.serving.embedding.open_embedding import check_commands, start_worker
 from phasewise.serving.embedding.pace import KEPT
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.protocol import inputs_to_bytes
@@ -94,7 +94,7 @@ class _Probing:
     commands: Mapping[str, Command]
 
     def spec(self, device: str, cores: tuple[int, ...]) -> WorkerSpec:
-        command, width = self.commands.get(device, ()), width_of(self.model)
+        command, width = self.commands.get(device, ()), self.model.config.result_width
         return WorkerSpec(device, self.ref, self.model.format, cores, command=command, width=width)
 
 

@@ -116,7 +116,7 @@ def generate_text(
 
 def _prompt_ids(text: ModelText, prompt: str, settings: AnswerSettings) -> list[int]:
     if not settings.is_message:
-        return text.encode(prompt, True)
+        return text.tokenizer.encode(prompt, True)
     messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     return text.conversation([*messages, {"role": "user", "content": prompt}])
 

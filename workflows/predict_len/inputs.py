@@ -44,12 +44,12 @@ class ModelTokens:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without marks around it."""
-        return self._loaded[1].encode(text, False)
+        return self._loaded[1].tokenizer.encode(text, False)
 
 
 def message_prompt(text: ModelText, message: str) -> list[int]:
     """The token ids of a user's message in the chat template, or as plain text without a template."""
-    return text.chat_prompt(message) if text.has_template else text.encode(message, True)
+    return text.chat_prompt(message) if text.has_template else text.tokenizer.encode(message, True)
 
 
 def read_prompts(paths: Sequence[Path]) -> list[str]:

@@ -59,7 +59,7 @@ def _is_echo(said: str, given: str, receipt: Receipt, text: ModelText) -> bool:
     if not said.endswith(given):
         return False
     echoed, prompt = said[: len(said) - len(given)], list(receipt.prompt_token_ids)
-    if any(text.encode(echoed, add_special) == prompt for add_special in (True, False)):
+    if any(text.tokenizer.encode(echoed, add_special) == prompt for add_special in (True, False)):
         return True
     stream = text.open_stream()
     return echoed == "".join(map(stream.push, prompt)) + stream.flush()

@@ -77,7 +77,8 @@ def plan_for(
     planned = {instance.device for instance in usable.instances}
     front = (min(room.cores),) if room.taken else tuple(sorted(room.machine.allowed_pus)[:1])
     added = tuple(Instance(name, front) for name in accelerators.names if name not in planned)
-    plan = replace(usable, instances=(*usable.accelerated.instances, *added, *usable.on_cpus.instances))
+    on_cpus = filter(lambda instance: instance.is_cpu, usable.instances)
+    plan = replace(usable, instances=(*usable.accelerated.instances, *added, *on_cpus))
     if not settings.embed_cpu:
         plan = plan.accelerated
         if not plan.instances:
@@ -141,7 +142,7 @@ def open_embeddings(
         other_cores=len(taken or ()),
     )
     if taken is None:
-        what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
+        what = "scores of pairs" if model.config.scores else f"vectors of {model.config.vector_width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
     return opened
 

@@ -100,7 +100,8 @@ def serve_models(
 
             beside = None if way is None else taken
             embeds = stack.enter_context(open_embeddings(embed_ref, settings, beside, report))
-            embedding = EmbeddingModel(embed_names, embeds.text, embeds.width, embeds.scores, embeds.client)
+            text, config = embeds.text, embeds.model.config
+            embedding = EmbeddingModel(embed_names, text, config.result_width, config.scores, embeds.client)
             if isinstance(way, OnNodes):
                 from phasewise.serving.processes.core_claims import claimed_on_host
 

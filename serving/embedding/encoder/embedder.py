@@ -17,7 +17,6 @@ from functools import partial
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from phasewise._words import counted
 from phasewise.cython_kernels import isa
@@ -25,7 +24,7 @@ from phasewise.cython_kernels._native import Program, Team, compute_paths
 from phasewise.cython_kernels.packing import DENSE_KINDS, PackedWeight, pack_dense
 from phasewise.cython_kernels.schedules import ScheduleLookup, canonical_path
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.encoder.pooling import pooled, score
+from phasewise.serving.embedding.encoder.pooling import Floats, pooled, score
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders.adapter_files import adapter_of
 from phasewise.serving.loaders.layout import task_shapes
@@ -41,8 +40,6 @@ from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity, open_te
 
 EMBED = "embed"
 """The name of the op that reads the adapters' embedding table."""
-
-Stack = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -75,22 +72,21 @@ def task_adapters(model: PackedModel) -> TaskAdapters | None:
     return TaskAdapters(tuple(adapters), pack_dense(table, "f32"), pack_dense(nothing, "f32"))
 
 
-def _products(stacks: dict[str, Stack], number: int, config: ModelConfig, scale: float) -> dict[str, LowRank]:
+def _products(stacks: dict[str, Floats], task: int, config: ModelConfig, scale: float) -> dict[str, LowRank]:
     """A task's low-rank factors of every product, by phasewise's names of the weights."""
     parts = {}
     for index, layer in enumerate(config.layers):
         for product in layer.products:
             stem = f"layers.{index}.task_{product.reader}"
-            a, b = stacks[f"{stem}_a"][number], stacks[f"{stem}_b"][number]
+            a, b = stacks[f"{stem}_a"][task], stacks[f"{stem}_b"][task]
             for name, first in product.columns():
                 rows = b[first : first + product.outputs[name]]
                 parts[f"layers.{index}.{name}"] = LowRank(a, rows, scale)
     return parts
 
 
-def _of_embeddings(stacks: dict[str, Stack], number: int, tasks: EncoderTasks) -> Update:
-    """A task's update of embeddings: its columns of the table times B, and its addition to the segment
-    embeddings."""
+def _of_embeddings(stacks: dict[str, Floats], number: int, tasks: EncoderTasks) -> Update:
+    """A task's update of embeddings: its columns of the table times B, and what it adds to segments."""
     first, width = number * tasks.rank, tasks.numbers
     places = np.eye(width, dtype=np.float32)
     own = LowRank(places[first : first + tasks.rank], stacks["task_embed_b"][number].T, tasks.scale)
@@ -100,20 +96,6 @@ def _of_embeddings(stacks: dict[str, Stack], number: int, tasks: EncoderTasks) -
     scales = [own.scale] * own.rank + [segments.scale]
     whole = update_of([(0, LowRank(down, np.concatenate([own.b, segments.b], axis=1), 1.0))])
     return replace(whole, scales=np.array(scales, np.float32))
-
-
-def build_row_program(
-    model: PackedModel,
-    capacity: Capacity,
-    schedules: tuple[ScheduleLookup, ...] = (),
-    added: TaskAdapters | None = None,
-) -> Program:
-    """A sealed program whose outputs are hidden rows [logit_rows, hidden]. ModelError where it cannot be
-    built. `added`: `task_adapters` of the model."""
-    if added is not None:
-        model = replace(model, adapters=added.adapters)
-    embed = partial(_add_embedding, model, added) if model.config.encoder is not None else None
-    return build_program(model, capacity, check_memory, schedules, gives="rows", embed=embed)
 
 
 def _add_embedding(
@@ -146,8 +128,7 @@ class EncoderDefaults(ScheduleLookup):
     is_canonical: bool = False
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        """The arithmetic of a weight: widened where quantised weights are widened, else None for the
-        instruction set's default."""
+        """The arithmetic of a weight: a widened one, or None for that of the instruction set."""
         if self.is_canonical:
             widens = self.widens and weight.kind not in DENSE_KINDS
             return (WIDENED if widens else canonical_path(weight)), 1
@@ -167,14 +148,11 @@ CANONICAL = EncoderDefaults(is_canonical=True)
 
 
 def for_short_inputs(defaults: EncoderDefaults, weights: Iterable[PackedWeight]) -> EncoderDefaults | None:
-    """The defaults for inputs of at most SHORT_TOKENS; None where they choose the same arithmetic as
-    `defaults`."""
+    """The defaults for inputs of at most SHORT_TOKENS; None: they choose the arithmetic of `defaults`."""
     short = replace(defaults, widens=True)
     differ = any(defaults.arithmetic(weight) != short.arithmetic(weight) for weight in weights)
     return short if differ else None
 
-
-Floats = npt.NDArray[np.float32]
 
 STEP_TOKENS = 512
 """Rows that pass through the model at once; an input with more rows is computed alone."""
@@ -209,8 +187,7 @@ class _Way:
 
 
 class Embedder:
-    """An embedding model with its team of threads. One thread at a time may call it, and is pinned only
-    during a call."""
+    """An embedding model with its team. One thread at a time may call it, which is pinned meanwhile."""
 
     def __init__(
         self,
@@ -255,40 +232,31 @@ class Embedder:
         return open_teams({TABLES["prefill"]: tuple(cores)}, self._pinned)[TABLES["prefill"]]
 
     def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int, longest: int) -> _Way:
-        capacity = self._capacity(max(step_tokens, longest))
-        program = build_row_program(self.model, capacity, schedules, self._added)
-        return _Way(program, np.asarray(program), step_tokens)
-
-    def _capacity(self, tokens: int) -> Capacity:
-        """The capacity of a program for this many tokens; every input begins at a KV panel of its own."""
-        return Capacity(
-            kv_slots=tokens + _PANEL * MOST_SEQUENCES,
+        tokens = max(step_tokens, longest)
+        capacity = Capacity(
+            kv_slots=tokens + _PANEL * MOST_SEQUENCES,  # every input begins at a panel of its own
             step_tokens=tokens,
             sequences=MOST_SEQUENCES,
             logit_rows=tokens if self._every_row else MOST_SEQUENCES,
             threads=self._threads,
         )
-
-    @property
-    def width(self) -> int:
-        """The length of a vector; 1 for a cross-encoder."""
-        return 1 if self.scores else self.model.config.vector_width
-
-    @property
-    def scores(self) -> bool:
-        """True if inputs get a score (a logit) rather than a vector."""
-        return self.model.config.scores
+        model, added = self.model, self._added
+        if added is not None:
+            model = replace(model, adapters=added.adapters)
+        embed = partial(_add_embedding, model, added) if model.config.encoder is not None else None
+        program = build_program(model, capacity, check_memory, schedules, gives="rows", embed=embed)
+        return _Way(program, np.asarray(program), step_tokens)
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """Vectors of the inputs in order, float32 [inputs, width]. ValueError for a token outside the
-        vocabulary, an unknown task, or an input that is empty or too long."""
+        """Vectors or scores (logits) of the inputs in order, float32 [inputs, width]. ValueError for a token
+        outside the vocabulary, an unknown task, or an input that is empty or too long."""
         for index, tokens in enumerate(inputs):
             if not 1 <= len(tokens.ids) <= self.embedding.max_tokens:
                 raise ValueError(
                     f"input {index} has {counted(len(tokens.ids), 'token')}:"
                     f" 1 to {self.embedding.max_tokens} expected"
                 )
-        out = np.empty((len(inputs), self.width), np.float32)
+        out = np.empty((len(inputs), self.model.config.result_width), np.float32)
         with keeping_affinity():
             for way, places in self._ways(inputs):
                 for step in _steps(inputs, places, way.step_tokens):
@@ -296,8 +264,7 @@ class Embedder:
         return out
 
     def _ways(self, inputs: Sequence[Tokens]) -> list[tuple[_Way, Sequence[int]]]:
-        """Programs with the indices of their inputs, chosen by each input's own length so that other inputs
-        change no bits."""
+        """Programs with the indices of their inputs, by each one's length: others change none of its bits."""
         if self._short is None:
             return [(self._way, range(len(inputs)))]
         short = [index for index, tokens in enumerate(inputs) if len(tokens.ids) <= SHORT_TOKENS]
@@ -321,9 +288,8 @@ class Embedder:
         for tokens, place in zip(inputs, places, strict=True):
             n_rows = len(tokens.ids) if self._every_row else 1
             rows = way.rows[row : row + n_rows]
-            out[place] = (
-                score(rows, self.model, self.embedding) if self.scores else pooled(rows, self.embedding)
-            )
+            scores = self.model.config.scores
+            out[place] = score(rows, self.model, self.embedding) if scores else pooled(rows, self.embedding)
             row += n_rows
 
     def move(self, cores: Sequence[int]) -> None:

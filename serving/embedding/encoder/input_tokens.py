@@ -139,8 +139,7 @@ class EncoderText:
 
 
 def names_of_tasks(model: PackedModel) -> tuple[str, ...]:
-    """The names of a model's tasks, in the order in which `Tokens.task` counts them; empty for most
-    models."""
+    """The names of a model's tasks, in the order of `Tokens.task`; empty for most models."""
     tasks = None if model.config.encoder is None else model.config.encoder.tasks
     return () if tasks is None else tasks.names
 

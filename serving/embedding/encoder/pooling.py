@@ -1,5 +1,4 @@
-"""Rows to vectors, in float64 row by row, so that a text's vector does not depend on the other texts of its
-batch."""
+"""Rows to vectors, in float64 row by row: a text's vector does not depend on the rest of its batch."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def pooled(rows: Floats, embedding: Embedding) -> Floats:
-    """The pooled vector, float32 [hidden], of a text with rows [tokens, hidden], or [1, hidden] where pooling
-    needs only one row."""
+    """The vector, float32 [hidden], of a text with rows [tokens, hidden], or of the one row that counts."""
     vector = _one_row(rows, embedding)
     return unit(vector) if embedding.normalised else vector.astype(np.float32)
 
@@ -40,14 +38,12 @@ def unit(vector: npt.NDArray[np.floating]) -> Floats:
 
 
 def truncated(vector: Floats, dimensions: int) -> Floats:
-    """The first `dimensions` numbers of a vector, scaled to length 1 (Matryoshka embeddings: Kusupati et al.
-    2022)."""
+    """The first `dimensions` numbers of a vector, scaled to length 1 (Matryoshka: Kusupati et al. 2022)."""
     return unit(vector[:dimensions])
 
 
 def as_int8(vector: Floats) -> npt.NDArray[np.int8]:
-    """The vector times 127 over its largest magnitude, rounded to even. Directions are kept, lengths are
-    not."""
+    """The vector times 127 over its largest magnitude, rounded to even; its length is lost."""
     wide = vector.astype(np.float64)
     largest = float(np.abs(wide).max())
     return np.rint(wide * (127 / largest) if largest > 0 else wide).astype(np.int8)

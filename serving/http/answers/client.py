@@ -78,7 +78,6 @@ class AnswerReader(Protocol):
 
     def cut(self) -> None:
         """Close the connection and drop the bytes that the client has not read."""
-        ...
 
 
 NOTHING_YET = Answer("", "", (), 0, 0)
@@ -87,8 +86,7 @@ NOTHING_YET = Answer("", "", (), 0, 0)
 
 @dataclass(slots=True)
 class RequestLife:
-    """One request from its sending to its end, for metrics and logs. Times are those of
-    `time.perf_counter_ns`."""
+    """One request from its sending to its end. Times: `time.perf_counter_ns`."""
 
     request: Submit
     index: int = 0
@@ -372,8 +370,7 @@ class EngineClient:
             self._end(stream, request_id, "aborted", is_counted=not gives_way)
 
     def deliver(self, delivery: Delivery) -> None:
-        """Take the engine's load and pieces of answers from the engine's thread, and wake the event loop for
-        them."""
+        """Take load and pieces of answers from the engine's thread, and wake the event loop for them."""
         self.load = delivery.load
         if self._wakeup is not None:
             self._delivered.append(delivery)
@@ -436,8 +433,7 @@ class EngineClient:
             stream.give_way(full)
 
     def admit_shadows(self, model: str, admitted: bool) -> None:
-        """Admit batch answers of a model, or end them, as the model is about to be unloaded; their lines are
-        sent again later."""
+        """Admit a model's batch answers, or end them for its room; their lines are sent again later."""
         if admitted:
             self._making_way.discard(model)
             return

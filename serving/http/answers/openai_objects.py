@@ -1,5 +1,4 @@
-"""Writers of answers: what those of all APIs share, and OpenAI's completion and chat objects, whole and
-streamed."""
+"""Writers of answers: what all APIs share, and OpenAI's completions and chats, whole and streamed."""
 
 from __future__ import annotations
 
@@ -217,6 +216,10 @@ class PartWriter(AnswerWriter):
         self.piece(0, choice.last._replace(text=choice.text))
         return encode(self._object()).encode()
 
+    def _event(self, name: str, /, **fields: Any) -> str:
+        """An event; none of an answer that is sent whole."""
+        return f"event: {name}\ndata: {encode({'type': name, **fields})}\n\n" if self._reply.streamed else ""
+
     @abstractmethod
     def _said(self, parts: Sequence[Part]) -> Iterable[str]:
         """Note the new parts, and give their events if the answer is streamed."""
@@ -245,8 +248,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class OpenAiWriter(AnswerWriter):
-    """Base of OpenAI's forms. `n_top`: number of likeliest tokens for each position in `prompt_logprobs`;
-    None: no such field."""
+    """Base of OpenAI's forms. `n_top`: likeliest tokens of a position in `prompt_logprobs`, if any."""
 
     objects = "", ""
     """Names of the objects: of a whole answer, and of an event."""
@@ -352,6 +354,9 @@ class OpenAiWriter(AnswerWriter):
         return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
 
 
+_LOGPROBS: Sequence[str] = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
 class CompletionWriter(OpenAiWriter):
     """Writes answers of `/v1/completions`."""
 
@@ -397,40 +402,22 @@ class CompletionWriter(OpenAiWriter):
     ) -> Json:
         """A choice. `has_echo`: the echo, if any, belongs to it."""
         echo = self._echoes[index] if self._echoes else None
-        said = [self._generated(echo, tokens, reason)]
+        # With an echo the end token counts, as scoring clients expect.
+        scored = self._scored(tokens, None if echo is not None else reason)
+        begin = len(echo or "")
+        rows = [self._row(token, begin + token.begin) for token in scored]
         if echo is not None and has_echo:
             text = echo + text
             if self._n_top_of_echo is not None and prompt is not None:
-                said.insert(0, self._echoed(echo, prompt))
-        given = [part for part in said if part is not None]
-        names = given[0] if given else ()
-        joined = {name: [item for part in given for item in part[name]] for name in names}
-        return _choice_of(index, "text", text, joined or None, reason)
+                offsets = text_offsets(echo, [self._model.piece(token.token_id) for token in prompt])
+                rows = [*map(self._row, prompt, offsets), *rows]
+        logprobs = dict(zip(_LOGPROBS, map(list, zip(*rows, strict=True)), strict=True)) if rows else None
+        return _choice_of(index, "text", text, logprobs, reason)
 
-    def _generated(self, echo: str | None, tokens: Sequence[SampledToken], reason: str | None) -> Json | None:
-        """Log-probabilities of the answer. With an echo the end token counts, as scoring clients expect."""
-        scored = self._scored(tokens, None if echo is not None else reason)
-        if not scored:
-            return None
-        return {
-            "tokens": [self._text(token.token_id) for token in scored],
-            "token_logprobs": [token.logprob for token in scored],
-            "top_logprobs": [self._top(token.top) for token in scored],
-            "text_offset": [len(echo or "") + token.begin for token in scored],
-        }
-
-    def _echoed(self, echo: str, tokens: Sequence[PromptToken]) -> Json:
-        pieces, n_top = [self._model.piece(token.token_id) for token in tokens], self._n_top_of_echo
-        tops = [None if token.logprob is None else self._top(token.top[:n_top]) for token in tokens]
-        return {
-            "tokens": [piece.decode("utf-8", "replace") for piece in pieces],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": tops,
-            "text_offset": text_offsets(echo, pieces),
-        }
-
-    def _top(self, top: Sequence[tuple[int, float]]) -> Json:
-        return {self._text(token_id): value for token_id, value in top}
+    def _row(self, token: SampledToken | PromptToken, offset: int) -> tuple[Any, ...]:
+        """The values of one token, as `_LOGPROBS` says, with as many likeliest ones as are asked for."""
+        top = {self._text(token_id): value for token_id, value in token.top[: self._n_top_of_echo]}
+        return self._text(token.token_id), token.logprob, None if token.logprob is None else top, offset
 
 
 def _echoes_of(body: CompletionRequest, reply: Reply) -> list[str]:

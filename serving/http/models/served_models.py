@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -16,7 +16,7 @@ from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelShelf, ModelState
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.request_threads import while_there
-from phasewise.serving.http.routes.embeddings import EmbeddingModel
+from phasewise.serving.http.routes.embeddings import EmbeddingModel, card_of
 from phasewise.serving.http.routes.middleware import client_of
 
 
@@ -35,12 +35,7 @@ class ListedModel:
 
     def card(self) -> dict[str, Any]:
         """The entry of `/v1/models`."""
-        card: dict[str, Any] = {
-            "id": self.model_id,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "phasewise",
-        }
+        card = card_of(self.model_id, self.created_s)
         if self.state is not None:
             card["state"] = self.state
         if self.served is not None:
@@ -87,14 +82,17 @@ class ServedModels:
     async def _hold_loaded(self, shelf: ModelShelf, request: Request, name: str | None) -> ServedModel:
         if name is None:
             name = await _only_name(shelf)
-        record = record_of(request.scope)
-        assert record is not None, "it is among the layers"
         base, adapter = name, ""
         if ":" in name and name not in await shelf.files():
             base, _, adapter = name.rpartition(":")
-        loading = shelf.hold(base, in_shadow=client_of(request.scope).in_shadow)
+
+        async def held() -> ServedModel:
+            model = await shelf.hold(base, in_shadow=client_of(request.scope).in_shadow)
+            record_of(request.scope).releases.append(partial(shelf.release, base))
+            return model
+
         try:
-            model = await while_there(request, _held(loading, partial(shelf.release, base), record.releases))
+            model = await while_there(request, held())
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 note_model(request.scope, base)
@@ -126,16 +124,6 @@ class ServedModels:
             return model.served.facts
         assert self.shelf is not None, "others stay"
         return await self.shelf.facts(model.model_id)
-
-
-async def _held(
-    loading: Awaitable[ServedModel],
-    release: Callable[[float | None], None],
-    releases: list[Callable[[float | None], None]],
-) -> ServedModel:
-    model = await loading
-    releases.append(release)
-    return model
 
 
 async def _only_name(shelf: ModelShelf) -> str:

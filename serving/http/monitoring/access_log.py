@@ -5,12 +5,13 @@ first token) / (tokens of the longest choice - 1)."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from phasewise.serving.http.answers.client import RequestLife
 from phasewise.serving.processes.line_log import LineLog
 
 Level = Literal["debug", "info", "warning", "error", "off"]
-LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
+_LEAST_STATUS: dict[str, float] = {"debug": 0, "info": 0, "warning": 400, "error": 500, "off": math.inf}
+"""The status from which on requests are logged, by level."""
 RECORD = "phasewise.record"
 """Key of the request's `Record` in an ASGI scope."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
@@ -45,14 +47,14 @@ NOT_LOGGED = Logging()
 class Record:
     """The log entry of one HTTP request. `ignored`: fields of its body that this server does not read."""
 
-    request_id: str
-    method: str
-    path: str
-    began_ns: int
-    began: datetime
+    request_id: str = ""
+    method: str = ""
+    path: str = ""
+    began_ns: int = field(default_factory=time.perf_counter_ns)
+    began: datetime = field(default_factory=lambda: datetime.now(UTC))
     status: int | None = None
     n_prompt: int | None = None
-    lives: Sequence[RequestLife] = ()
+    lives: Collection[RequestLife] = ()
     """Its requests to the engine; of a second run where there was one."""
     ended_ns: int = 0
     ignored: tuple[str, ...] = ()
@@ -99,31 +101,22 @@ class Record:
         return out
 
 
-def record_of(scope: Scope) -> Record | None:
-    """The record of a request; None where `RecordRequests` is not among the layers."""
-    record: Record | None = scope.get(RECORD)
+def record_of(scope: Scope) -> Record:
+    """The record of a request; one that nobody reads where `RecordRequests` is not among the layers."""
+    record: Record = scope.setdefault(RECORD, Record())
     return record
 
 
 def note_model(scope: Scope, model: str, adapter: str = "") -> None:
     """Write the names of the request's model and adapter into its record. The model must be a served one."""
     record = record_of(scope)
-    if record is not None:
-        record.model, record.adapter = model, adapter
-
-
-def note_lives(scope: Scope, lives: Mapping[str, RequestLife]) -> None:
-    """Write a request's requests to the engine into its record."""
-    record = record_of(scope)
-    if record is not None:
-        record.lives = tuple(lives.values())
+    record.model, record.adapter = model, adapter
 
 
 def note_ignored(scope: Scope, names: Iterable[str]) -> None:
     """Add names of ignored fields to the record, for the log and the answer's header."""
     record = record_of(scope)
-    if record is not None:
-        record.ignored = tuple(sorted({*record.ignored, *names})[:_MOST_NAMED])
+    record.ignored = tuple(sorted({*record.ignored, *names})[:_MOST_NAMED])
 
 
 class AccessLog:
@@ -142,18 +135,8 @@ class AccessLog:
             self._write(json.dumps(fields) if self._as_json else _as_text(fields))
 
     def _is_told(self, record: Record) -> bool:
-        status = record.status or 499
-        match self._level:
-            case "debug":
-                return True
-            case "info":
-                return record.path not in _QUIET_PATHS or status >= 500
-            case "warning":
-                return status >= 400
-            case "error":
-                return status >= 500
-            case _:
-                return False
+        is_quiet = self._level == "info" and record.path in _QUIET_PATHS
+        return (record.status or 499) >= (500 if is_quiet else _LEAST_STATUS[self._level])
 
 
 @contextmanager

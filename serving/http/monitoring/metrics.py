@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
@@ -91,9 +92,9 @@ class Metrics(Observer):
         self._ttft = self._histogram("ttft_seconds", "time to first token", _LATENCY_S)
         self._tpot = self._histogram("tpot_seconds", "time per token after the first", _PER_TOKEN_S)
         self._itl = self._histogram("itl_seconds", "time between two tokens", _PER_TOKEN_S)
-        self._sequences = self._by_phase("batch_sequences", "sequences per step", _SIZES)
-        self._tokens = self._by_phase("batch_tokens", "tokens per step", _SIZES)
-        self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
+        self._sequences = self._histogram("batch_sequences", "sequences per step", _SIZES, "phase")
+        self._tokens = self._histogram("batch_tokens", "tokens per step", _SIZES, "phase")
+        self._seconds = self._histogram("step_seconds", "time per step", _PER_TOKEN_S, "phase")
 
     def sent(self, life: RequestLife) -> None:
         _child(self._prompt, self._labels(life.request.model)).inc(len(life.request.prompt_token_ids))
@@ -144,19 +145,13 @@ class Metrics(Observer):
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
 
-    def _histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Histogram:
-        metric = Histogram(f"phasewise_{name}", meaning, self._model, buckets=bounds, registry=self.registry)
-        for labels in self._of_models:
-            _child(metric, labels)
-        return metric
-
-    def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> Histogram:
-        """Make a histogram with labels for the model and the phase."""
-        names = (*self._model, "phase")
+    def _histogram(self, name: str, meaning: str, bounds: Sequence[float], *more: str) -> Histogram:
+        """Make a histogram with labels for the model and `more`: `phase`, or none."""
+        names = (*self._model, *more)
         metric = Histogram(f"phasewise_{name}", meaning, names, buckets=bounds, registry=self.registry)
-        for labels in self._of_models:
-            for phase in PHASES:
-                metric.labels(*labels, phase)
+        phases: list[Labels] = [(phase,) for phase in PHASES] if more else [()]
+        for model, phase in product(self._of_models, phases):
+            _child(metric, (*model, *phase))
         return metric
 
 

@@ -155,17 +155,14 @@ Body = TypeVar("Body", bound=BaseModel)
 _N_BYTES = "phasewise.body_bytes"
 """Key of the body's length in an ASGI scope."""
 
-_DISCARD_UP_TO_BYTES = (
-    64 * 1024 * 1024
-)  # read on past the limit so far, so that the sender gets to see the answer
-
+_DISCARD_UP_TO_BYTES = 64 * 1024 * 1024
+"""Read so much past the limit, so that the sender gets to see the answer."""
 _WORTH_A_THREAD_BYTES = 256 * 1024
 """Larger bodies are validated on a thread, because that takes milliseconds."""
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes` each; unfinished ones hold at most `max_unfinished_bytes` together.
-    Used on one event loop."""
+    """Reads bodies of at most `max_bytes`, all unfinished ones of `max_unfinished_bytes`, on one loop."""
 
     def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -210,7 +207,7 @@ class BodyReader:
     async def _read_limited(self, request: Request, body: UnfinishedBody) -> None:
         n_read = 0
         more = True
-        while more:
+        while more:  # an empty part comes, too, where the body has made room for others
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect

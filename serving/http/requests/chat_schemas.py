@@ -1,6 +1,5 @@
-"""Schemas of conversations, tools and requests of `/v1/chat/completions`, the form that requests of all other
-APIs are converted to. Tools that cannot be run and content that cannot be read are dropped here, and named in
-the answer's header."""
+"""Schemas of conversations, tools and requests of `/v1/chat/completions`, to which requests of other APIs are
+converted. Tools that cannot be run and content that cannot be read are dropped, and named in a header."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Turns validated bodies into messages for the engine, on threads that clients share fairly. Slow work holds
-up only work of its kind, in four lanes: texts, conversations (rendered by a chat template), long prompts, and
-grammars to be compiled."""
+up only its kind, in four lanes: texts, conversations (by a chat template), long prompts, and grammars."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from phasewise.serving.engine.messages import Submit
-from phasewise.serving.errors import QueueFull, ServingError
+from phasewise.serving.errors import QueueFull
 from phasewise.serving.grammar.guides import MatcherGuide
-from phasewise.serving.http.errors import ClientLeft, from_engine
+from phasewise.serving.http.errors import ClientLeft, engine_errors
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.monitoring.access_log import note_ignored
 from phasewise.serving.http.requests.body import n_bytes_of
@@ -34,15 +33,14 @@ from phasewise.serving.http.requests.request_to_messages import (
 )
 from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.http.routes.middleware import client_of
-from phasewise.serving.sandbox.confined import Abandoned, CancelToken
+from phasewise.serving.sandbox.confined import CancelToken
 from phasewise.serving.scheduling.waiting_line import ClientTurns
 
 Made = TypeVar("Made")
 
 _LONG_CHARACTERS = 128 * 1024
-_N_ORDINARY = 2
-_MOST_ORDINARY = 256
-_MOST_LONG = 16
+MOST_ORDINARY = 256
+MOST_LONG = 16
 _MOST_GRAMMARS = 16
 
 
@@ -50,7 +48,7 @@ class FairLane:
     """Runs up to `n_threads` jobs at a time on one event loop; clients take turns. If `most_waiting` wait,
     the last job of the client with most jobs is refused, so that no client keeps others out."""
 
-    def __init__(self, name: str, n_threads: int, most_waiting: int) -> None:
+    def __init__(self, name: str, n_threads: int = 2, most_waiting: int = MOST_ORDINARY) -> None:
         self._name = name
         self._n_threads = n_threads
         self._most_waiting = most_waiting
@@ -124,16 +122,13 @@ class Preparation:
     """Prepares the requests of one server on threads; used on one event loop."""
 
     def __init__(self) -> None:
-        self._texts = FairLane("prompt", _N_ORDINARY, _MOST_ORDINARY)
-        self._conversations = FairLane("conversation", _N_ORDINARY, _MOST_ORDINARY)
-        self._long = FairLane("long prompt", 1, _MOST_LONG)
+        self._texts = FairLane("prompt")
+        self._conversations = FairLane("conversation")
+        self._long = FairLane("long prompt", 1, MOST_LONG)
         self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
 
     async def prepare(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        model: ServedModel,
+        self, request: Request, body: ChatRequest | CompletionRequest, model: ServedModel
     ) -> Sequence[Submit]:
         """Make the requests for `model`, with the grammar of their answers. Raises ApiError or ClientLeft."""
         client, cancel = client_of(request.scope), CancelToken()
@@ -146,7 +141,7 @@ class Preparation:
             return estimated(requests, model), held_to(body, model)
 
         lane = self._lane_of(request, body)
-        try:
+        with engine_errors():
             requests, wanted = await while_there(request, lane.run(client.name, made), cancel)
             guide: MatcherGuide | None = None
             if wanted is not None and model.guides is not None:
@@ -159,27 +154,18 @@ class Preparation:
             if wanted is not None and guide is not None:
                 begun = delay_guide(guide, wanted, body, requests[0].prompt_token_ids, model)
                 requests = [replace(submit, guide=begun) for submit in requests]
-        except Abandoned as error:
-            raise ClientLeft from error
-        except ServingError as error:
-            raise from_engine(error) from error
         return requests
 
     async def tokenize(
         self, request: Request, make: Callable[[CancelToken], Made], *, is_text: bool = False
     ) -> Made:
-        """Run `make`, which tokenizes a text or a conversation, in the lane of such prompts. Raises ApiError,
-        or ClientLeft."""
+        """Run `make`, which tokenizes, in its lane. Raises ApiError or ClientLeft."""
         lane = self._texts if is_text else self._conversations
         lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
         cancel = CancelToken()
         work = lane.run(client_of(request.scope).name, lambda: make(cancel))
-        try:
+        with engine_errors():
             return await while_there(request, work, cancel)
-        except Abandoned as error:
-            raise ClientLeft from error
-        except ServingError as error:
-            raise from_engine(error) from error
 
     def _lane_of(self, request: Request, body: ChatRequest | CompletionRequest) -> FairLane:
         """The lane by prompt length: for a chat that of its body too, for templates may take any field."""

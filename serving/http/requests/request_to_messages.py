@@ -25,15 +25,9 @@ from phasewise.serving.grammar.guides import (
     ThoughtMarks,
 )
 from phasewise.serving.grammar.late_guides import begun_guide
-from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
+from phasewise.serving.http.errors import ApiError, bad_request
 from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.http.requests.calls import (
-    called_by,
-    check_tools,
-    conversation_of,
-    is_read,
-    must_call,
-)
+from phasewise.serving.http.requests.calls import called_by, check_tools, conversation_of, is_read, must_call
 from phasewise.serving.http.requests.chat_schemas import (
     SYSTEM_ROLES,
     ChatMessage,
@@ -67,27 +61,20 @@ def completion_requests(
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
     prompts = [_token_ids(prompt, model) for prompt in texts]
     sampling = _sampling(body, model.sampling, body.logprobs)
+    wanted = (body.logprobs if body.echo else None, body.prompt_logprobs)
+    n_top = max((number for number in wanted if number is not None), default=None)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     return [
         request
         for index, prompt in enumerate(prompts)
         for request in _choices(
-            body,
-            f"{response_id}-{index}",
-            prompt,
-            sampling,
-            model,
-            client,
-            prompt_logprobs=_scored(body),
+            body, f"{response_id}-{index}", prompt, sampling, model, client, prompt_logprobs=n_top
         )
     ]
 
 
 def chat_requests(
-    body: ChatRequest,
-    model: ServedModel,
-    client: ClientIdentity = ANYONE,
-    cancel: CancelToken | None = None,
+    body: ChatRequest, model: ServedModel, client: ClientIdentity = ANYONE, cancel: CancelToken | None = None
 ) -> Sequence[Submit]:
     """One `Submit` for each of the `n` choices. `cancel`: ended when the client leaves."""
     _refuse(body, model)
@@ -165,8 +152,6 @@ def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
-    if body.model not in model.names:
-        raise unknown_model(body.model, model.model_id)
     body.refuse_unsupported()
     if body.receipt and not model.gives_receipts:
         raise bad_request(
@@ -188,13 +173,6 @@ def _refuse_empty(body: CompletionRequest) -> None:
         raise bad_request("max_tokens may be 0 only with echo or prompt_logprobs", "max_tokens")
     if body.receipt:
         raise bad_request("a receipt needs an answer: set max_tokens to 1 or more", "receipt")
-
-
-def _scored(body: CompletionRequest) -> int | None:
-    """Number of likeliest tokens to report for each prompt position; None: no prompt log-probabilities."""
-    echoed = body.logprobs if body.echo else None
-    wanted = [number for number in (echoed, body.prompt_logprobs) if number is not None]
-    return max(wanted, default=None)
 
 
 def _refuse_too_long(prompt: tuple[int, ...], model: ServedModel) -> None:
@@ -236,7 +214,11 @@ def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens
 
 def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> bytes:
     """The answer of `/tokenize` as JSON. Raises Abandoned if `cancel` ends while the template is rendered."""
-    ids = _tokens_of(body, model, cancel)
+    if body.messages is None:
+        ids: Sequence[int] = model.encode(body.prompt or "", body.add_special_tokens)
+    else:
+        chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools).settle()
+        ids = conversation_tokens(chat, model, cancel)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
     if body.return_token_strs:
         out["token_strs"] = [model.piece(token_id).decode("utf-8", "replace") for token_id in ids]
@@ -256,15 +238,6 @@ def _spelled(token_ids: Collection[int], model: ServedModel) -> str | None:
         if model.encode(text, False) == [token_id]:
             return text
     return None
-
-
-def _tokens_of(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> list[int]:
-    if body.model is not None and body.model not in model.names:
-        raise unknown_model(body.model, model.model_id)
-    if body.messages is None:
-        return model.encode(body.prompt or "", body.add_special_tokens)
-    chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools).settle()
-    return list(conversation_tokens(chat, model, cancel))
 
 
 def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelToken) -> tuple[int, ...]:
@@ -442,7 +415,8 @@ def _grammar(body: GenerationRequest) -> Grammar | None:
         return None if schema is None else Grammar.of_schema(schema)
     if body.response_format is not None:
         raise RequestError("response_format says the same thing; give one of the two")
-    if wanted.n_given != 1:
+    given = wanted.json_ is not None, bool(wanted.json_object), wanted.regex is not None, bool(wanted.choice)
+    if sum(given) != 1:
         raise RequestError("give exactly one of json, json_object, regex and choice")
     if wanted.regex is not None:
         return Grammar.of_pattern(wanted.regex)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -181,6 +181,10 @@ class ResponsesRequest(AnswerRequest):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
+_SAME_NAMES = {"model", "temperature", "top_p", "stream", "parallel_tool_calls", "cache_salt"}
+"""Fields that have the same name in a chat request."""
+
+
 def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
     """Convert to a chat request. `before`: messages of the responses that the request continues. Raises
     ApiError if the request has no chat equivalent."""
@@ -190,18 +194,13 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     fields: Json = {
-        "model": body.model,
+        **body.model_dump(include=_SAME_NAMES),
         "messages": messages,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens,
-        "stream": body.stream,
         "tools": tools or None,
         "tool_choice": _choice(body.tool_choice),
-        "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "response_format": _format(body.text),
-        "cache_salt": body.cache_salt,
     }
     chat = ChatRequest.of(fields)
     others = body.input if isinstance(body.input, list) else []
@@ -223,36 +222,27 @@ def messages_of(items: str | Sequence[Any]) -> list[Json]:
     """Convert items to chat messages; adjacent thoughts, text and calls of an answer become one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    return list(_merged(items))
-
-
-def _merged(items: Sequence[Any]) -> Iterator[Json]:
-    answer: Json | None = None
+    out: list[Json] = []
     for item in items:
         if isinstance(item, OtherItem):
             continue
         said = _of_assistant(item)
         if said is None:
-            if answer is not None:
-                yield _whole(answer)
-                answer = None
-            yield _of_others(item)
+            out.append(_of_others(item))
             continue
-        if answer is not None and "content" in said and ("content" in answer or "tool_calls" in answer):
-            yield _whole(answer)
-            answer = None
-        answer = answer or {"role": "assistant"}
+        answer = out[-1] if out else {}
+        is_whole = "content" in said and ("content" in answer or "tool_calls" in answer)
+        if is_whole or answer.get("role") != "assistant":
+            answer = {"role": "assistant"}
+            out.append(answer)
         if "tool_calls" in answer and "tool_calls" in said:
             answer["tool_calls"] += said["tool_calls"]
         else:
             answer |= said
-    if answer is not None:
-        yield _whole(answer)
-
-
-def _whole(answer: Json) -> Json:
-    """The assistant message, with an empty content if it has only thoughts."""
-    return answer if "content" in answer or "tool_calls" in answer else {**answer, "content": ""}
+    for message in out:
+        if "tool_calls" not in message:
+            message.setdefault("content", "")  # an answer of thoughts alone
+    return out
 
 
 def _of_assistant(item: Any) -> Json | None:

@@ -139,12 +139,6 @@ class StructuredOutputs(Strict):
         Annotated[list[ChoiceText], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)] | None
     ) = None
 
-    @property
-    def n_given(self) -> int:
-        """Number of constraints given; must be 1."""
-        given = (self.json_ is not None, bool(self.json_object), self.regex is not None, bool(self.choice))
-        return sum(given)
-
 
 Json = dict[str, Any]
 

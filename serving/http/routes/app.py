@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -24,12 +24,8 @@ from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
 from phasewise.serving.http.requests.request_threads import Preparation
-from phasewise.serving.http.requests.request_to_messages import (
-    check_token_ids,
-    control_texts,
-    tokenized,
-)
-from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest, Strict
+from phasewise.serving.http.requests.request_to_messages import check_token_ids, control_texts, tokenized
+from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.batches import add_batches
 from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRoutes
@@ -41,8 +37,6 @@ from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.openapi import OPEN_PATHS, Json, Routes, add_page, document
 from phasewise.serving.http.routes.responses import add_responses
 from phasewise.serving.http.transport.server import Lifecycle
-
-Body = TypeVar("Body", bound=Strict)
 
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After")
 
@@ -80,7 +74,14 @@ def create_app(
     bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
     _add_health(routes, life, metrics)
     if generation is not None:
-        _add_generation(routes, generation, bodies, life, metrics, surroundings)
+        generation.client.observe(metrics)
+        service = GenerationService(generation.models, generation.client, bodies, Preparation(), life)
+        for add in (_add_completions, add_responses, add_messages, add_ollama, _add_tokens):
+            add(routes, service)
+        if surroundings.page:
+            add_page(routes)
+        if generation.batches is not None:
+            add_batches(routes, generation.batches, bodies)
     if embeddings is not None:
         generates = None if generation is None else generation.models.generates
         own = EmbeddingRoutes(embeddings, bodies, life, limits.max_response_bytes, generates)
@@ -91,28 +92,6 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.keys, app.state.bodies = keys, bodies
     return app
-
-
-def _add_generation(
-    routes: Routes,
-    generation: TextGeneration,
-    bodies: BodyReader,
-    life: Lifecycle,
-    metrics: Metrics,
-    surroundings: ServerContext,
-) -> None:
-    """Add every route that generates text."""
-    generation.client.observe(metrics)
-    service = GenerationService(generation.models, generation.client, bodies, Preparation(), life)
-    _add_completions(routes, service)
-    add_responses(routes, service)
-    add_messages(routes, service)
-    add_ollama(routes, service)
-    _add_tokens(routes, service)
-    if surroundings.page:
-        add_page(routes)
-    if generation.batches is not None:
-        add_batches(routes, generation.batches, bodies)
 
 
 def _layers(

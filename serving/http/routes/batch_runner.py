@@ -50,8 +50,7 @@ class _Unreadable(Exception):
 
 
 def _read_pieces(path: Path, most_bytes: int, url: str) -> Generator[list[BatchLine], None, None]:
-    """A batch's file in pieces of at most 64 lines, or little more than `most_bytes`. Raises _Unreadable if
-    the file has too many lines."""
+    """A batch's file in pieces of at most 64 lines, or little over `most_bytes`. May raise _Unreadable."""
     n_lines = n_requests = begins_at = 0
     read: list[BatchLine] = []
     with open_file(path) as file:
@@ -231,7 +230,10 @@ class BatchRunner:
                         task = asyncio.ensure_future(self._answer(store, batch, line))
                         answering.add(task)
                         task.add_done_callback(lambda _task: self._places.release())
-                        answering = {task for task in answering if not _has_ended(task)}
+                        ended = {task for task in answering if task.done()}
+                        for each in ended:
+                            each.result()
+                        answering -= ended
             for task in answering:
                 await task
         finally:
@@ -323,13 +325,6 @@ class BatchRunner:
 
 
 _SAYS = {"expired": "expired", "cancelled": "been cancelled"}
-
-
-def _has_ended(task: asyncio.Task[None]) -> bool:
-    """True if the task is done; raises its exception."""
-    if task.done():
-        task.result()
-    return task.done()
 
 
 def _json(body: bytes) -> Any:

@@ -8,15 +8,14 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -49,19 +48,13 @@ _ENCODED_NAME = re.compile(rb"filename\*\s*=\s*utf-8'[^']{0,20}'([\w.!#$&+^`|~%-
 """A file name that is not ASCII, as in `filename*=utf-8''caf%C3%A9.jsonl`."""
 
 
-@dataclass
-class UploadForm:
-    """The parsed fields of a form. `filename`: name of the part `file`; None: no such part so far."""
-
-    fields: dict[str, str] = field(default_factory=dict)
-    filename: str | None = None
-
-
 class FormReader:
     """Parses a multipart form in pieces; the bytes of its file go to `write`."""
 
     def __init__(self, boundary: bytes, write: Callable[[bytes], None]) -> None:
-        self.form = UploadForm()
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        """Name of the part `file`; None: no such part so far."""
         self.is_over = False
         self._write = write
         self._n_parts = 0
@@ -112,11 +105,11 @@ class FormReader:
         names = parse_options_header(self._disposition)[1]
         self._name = names.get(b"name", b"").decode("utf-8", "replace")
         if self._name == "file":
-            if self.form.filename is not None:
+            if self.filename is not None:
                 raise _no_form("it has several files")
             encoded = _ENCODED_NAME.search(self._disposition)
             given = unquote_to_bytes(encoded[1]) if encoded else b""
-            self.form.filename = names.get(b"filename", given).decode("utf-8", "replace")
+            self.filename = names.get(b"filename", given).decode("utf-8", "replace")
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
@@ -128,7 +121,7 @@ class FormReader:
 
     def _end_part(self) -> None:
         if self._name != "file":
-            self.form.fields[self._name] = self._value.decode("utf-8", "replace")
+            self.fields[self._name] = self._value.decode("utf-8", "replace")
 
     def _end(self) -> None:
         self.is_over = True
@@ -153,15 +146,10 @@ def boundary_of(request: Request) -> bytes:
     return boundary
 
 
-async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
+async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> FormReader:
     """Read a form; `write` takes its file's bytes on a thread. Raises ApiError if invalid or too large."""
-    reader, thread = FormReader(boundary_of(request), write), RestedThread()
-    n_bytes, more = 0, True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        piece, more = message.get("body", b""), message.get("more_body", False)
+    reader, thread, n_bytes = FormReader(boundary_of(request), write), RestedThread(), 0
+    async for piece in request.stream():
         n_bytes += len(piece)
         if n_bytes > most_bytes:
             raise ApiError(
@@ -170,7 +158,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
         await thread.run(partial(reader.feed, piece))
     if not reader.is_over:
         raise _no_form("it ends before its last boundary")
-    return reader.form
+    return reader
 
 
 def _refuse_pages(request: Request) -> None:
@@ -209,12 +197,6 @@ _MOST_WINDOW_S = 30 * 86_400
 Made = TypeVar("Made")
 
 
-class UseStore(Protocol):
-    """Runs work with the store, which refuses with ApiError."""
-
-    async def __call__(self, work: Callable[[BatchStore], Made], /) -> Made: ...
-
-
 def _refusal(error: BatchStoreError) -> ApiError:
     match error.kind:
         case "missing":
@@ -229,6 +211,14 @@ def _refusal(error: BatchStoreError) -> ApiError:
             return ApiError(429, str(error), code="too_many_batches", retry_after_s=60)
         case _:
             return ApiError(503, str(error), code="no_batches", retry_after_s=60)
+
+
+async def _stored(runner: BatchRunner, work: Callable[[BatchStore], Made]) -> Made:
+    """Run `work` on a thread. Raises ApiError in place of BatchStoreError."""
+    try:
+        return await asyncio.to_thread(lambda: work(runner.store()))
+    except BatchStoreError as error:
+        raise _refusal(error) from None
 
 
 class _KeptFile(FileResponse):
@@ -249,14 +239,7 @@ class _KeptFile(FileResponse):
 def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None:
     """Add the routes of files and batches."""
 
-    async def stored(work: Callable[[BatchStore], Made]) -> Made:
-        """Run `work` on a thread. Raises ApiError in place of BatchStoreError."""
-        try:
-            return await asyncio.to_thread(lambda: work(runner.store()))
-        except BatchStoreError as error:
-            raise _refusal(error) from None
-
-    _add_files(routes, runner, stored)
+    _add_files(routes, runner)
 
     @routes.add("/v1/batches", "POST", BatchRequest)
     async def create_batch(request: Request) -> Json:
@@ -267,12 +250,12 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
         if body.endpoint not in GENERATING:
             raise bad_request(f"endpoint must be one of {', '.join(GENERATING)}", "endpoint")
         fields = _new_batch(body, int(time.time()), _seconds(body.completion_window))
-        source = await stored(lambda kept: kept.file(owner, body.input_file_id))
+        source = await _stored(runner, lambda kept: kept.file(owner, body.input_file_id))
         if source.purpose != "batch":
             raise bad_request(
                 "input_file_id names a file that was not sent with purpose batch", "input_file_id"
             )
-        batch = await stored(lambda kept: kept.add_batch(owner, source.id, fields))
+        batch = await _stored(runner, lambda kept: kept.add_batch(owner, source.id, fields))
         runner.wake()
         return _shown(batch)
 
@@ -280,18 +263,18 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
     async def list_batches(request: Request) -> Json:
         """The batches of this client, the newest first."""
         page = _page_of(request, _LISTED, _MOST_BATCHES_LISTED)
-        batches, has_more = await stored(lambda kept: kept.batches(_owner(request), page))
+        batches, has_more = await _stored(runner, lambda kept: kept.batches(_owner(request), page))
         return _list([_shown(batch) for batch in batches], has_more)
 
     @routes.add("/v1/batches/{batch_id}", "GET")
     async def show_batch(request: Request, batch_id: str) -> Json:
         """A batch, and its counts so far."""
-        return _shown(await stored(lambda kept: kept.batch(_owner(request), batch_id)))
+        return _shown(await _stored(runner, lambda kept: kept.batch(_owner(request), batch_id)))
 
     @routes.add("/v1/batches/{batch_id}", "DELETE")
     async def delete_batch(request: Request, batch_id: str) -> Json:
         """Keep the record of a batch no longer; its files stay."""
-        await stored(lambda kept: kept.delete_batch(_owner(request), batch_id))
+        await _stored(runner, lambda kept: kept.delete_batch(_owner(request), batch_id))
         return {"id": batch_id, "object": "batch", "deleted": True}
 
     @routes.add("/v1/batches/{batch_id}/cancel", "POST")
@@ -303,7 +286,7 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
             batch, now_s = kept.batch(_owner(request), batch_id), int(time.time())
             return kept.update(batch, among=CANCELLABLE, status="cancelling", cancelling_at=now_s)
 
-        batch = await stored(cancelled)
+        batch = await _stored(runner, cancelled)
         if batch.fields["status"] == "cancelling":
             runner.wake()
         elif batch.fields["status"] != "cancelled":
@@ -311,13 +294,13 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
         return _shown(batch)
 
 
-def _add_files(routes: Routes, runner: BatchRunner, stored: UseStore) -> None:
+def _add_files(routes: Routes, runner: BatchRunner) -> None:
     @routes.add("/v1/files", "POST", _FORM)
     async def create_file(request: Request) -> Json:
         """Keep a file of requests, for a batch."""
         runner.life.refuse_unless_open()
         boundary_of(request)  # or why not, before anything is opened
-        file = await stored(BatchStore.begin_file)
+        file = await _stored(runner, BatchStore.begin_file)
         try:
             form = await read_form(request, file.write, MOST_FILE_BYTES)
             if form.fields.get("purpose") != "batch":
@@ -330,30 +313,30 @@ def _add_files(routes: Routes, runner: BatchRunner, stored: UseStore) -> None:
                 raise _refusal(error) from None
             raise
         name = form.filename[:255]
-        return _file(await stored(lambda kept: kept.keep_file(file, _owner(request), name, "batch")))
+        return _file(await _stored(runner, lambda kept: kept.keep_file(file, _owner(request), name, "batch")))
 
     @routes.add("/v1/files", "GET", query=_PAGE)
     async def list_files(request: Request) -> Json:
         """The files of this client, the newest first."""
         page, purpose = _page_of(request, _MOST_LISTED, _MOST_LISTED), request.query_params.get("purpose")
-        files, has_more = await stored(lambda kept: kept.files(_owner(request), page, purpose))
+        files, has_more = await _stored(runner, lambda kept: kept.files(_owner(request), page, purpose))
         return _list([_file(file) for file in files], has_more)
 
     @routes.add("/v1/files/{file_id}", "GET")
     async def show_file(request: Request, file_id: str) -> Json:
         """A file, without its bytes."""
-        return _file(await stored(lambda kept: kept.file(_owner(request), file_id)))
+        return _file(await _stored(runner, lambda kept: kept.file(_owner(request), file_id)))
 
     @routes.add("/v1/files/{file_id}/content", "GET")
     async def file_content(request: Request, file_id: str) -> Response:
         """The bytes of a file."""
-        path = await stored(lambda kept: kept.path_of(kept.file(_owner(request), file_id).id))
+        path = await _stored(runner, lambda kept: kept.path_of(kept.file(_owner(request), file_id).id))
         return _KeptFile(path, media_type="application/octet-stream")
 
     @routes.add("/v1/files/{file_id}", "DELETE")
     async def delete_file(request: Request, file_id: str) -> Json:
         """Keep a file no longer."""
-        await stored(lambda kept: kept.delete_file(_owner(request), file_id))
+        await _stored(runner, lambda kept: kept.delete_file(_owner(request), file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
 

@@ -9,25 +9,24 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText, InputKind, Text, Tokens, too_long
-from phasewise.serving.embedding.encoder.pooling import PRECISIONS, truncated
+from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Floats, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.requests.request_threads import FairLane, while_there
-from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, kind_of
+from phasewise.serving.http.requests.request_threads import MOST_LONG, FairLane, while_there
+from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, TokenIds, kind_of
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.http.transport.connection import Connection, connection_of
@@ -36,13 +35,8 @@ from phasewise.serving.http.transport.server import Lifecycle
 if TYPE_CHECKING:
     from phasewise.serving.embedding.client import Asker, EmbeddingClient
 
-Floats = npt.NDArray[np.float32]
-
 MOST_INPUTS = 2048  # OpenAI's
 _LONG_CHARACTERS = 256 * 1024
-_N_ORDINARY = 2
-_MOST_ORDINARY = 256
-_MOST_LONG = 16
 EncodingFormat = Literal["float", "base64", "int8", "binary", "ubinary"]
 _NUMBER_BYTES: dict[EncodingFormat, float] = {"float": 24, "base64": 6, "int8": 5, "binary": 1, "ubinary": 1}
 """Most bytes of one number of a vector in JSON, by encoding."""
@@ -53,7 +47,6 @@ _CAME_S = "phasewise.came_s"
 """Key in an ASGI scope of the time at which the whole request had come."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
-TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Input = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[TokenIds, Tag("list of int")]
@@ -127,6 +120,11 @@ class RerankRequest(OpenRequest):
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
+def card_of(model_id: str, created_s: int) -> dict[str, Any]:
+    """The fields that every entry of `/v1/models` has."""
+    return {"id": model_id, "object": "model", "created": created_s, "owned_by": "phasewise"}
+
+
 @dataclass(frozen=True)
 class EmbeddingModel:
     """An embedding model. `names`: names that requests may use, its id first. `width`: dimensions of a
@@ -144,13 +142,7 @@ class EmbeddingModel:
         return self.names[0]
 
     def card(self) -> dict[str, Any]:
-        return {
-            "id": self.model_id,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "phasewise",
-            "max_model_len": self.text.max_tokens,
-        }
+        return {**card_of(self.model_id, self.created_s), "max_model_len": self.text.max_tokens}
 
 
 @dataclass
@@ -163,18 +155,18 @@ class EmbeddingRoutes:
     _life: Lifecycle
     _max_response_bytes: int
     _generates: Callable[[str], Awaitable[bool]] | None
-    _texts: FairLane = field(default_factory=lambda: FairLane("input", _N_ORDINARY, _MOST_ORDINARY))
-    _long: FairLane = field(default_factory=lambda: FairLane("long input", 1, _MOST_LONG))
+    _texts: FairLane = field(default_factory=lambda: FairLane("input"))
+    _long: FairLane = field(default_factory=lambda: FairLane("long input", 1, MOST_LONG))
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts or of token ids."""
         body = await self._read(request, EmbeddingRequest)
         vectors, n_tokens = await self._embedded(request, body)
 
-        def write(vector: Floats) -> str | list[float]:
+        def write(vector: Floats) -> Any:
             if body.encoding_format == "base64":  # float32, little-endian, as OpenAI's clients read it
                 return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            return _numbers(PRECISIONS[body.encoding_format or "float"](vector))
+            return PRECISIONS[body.encoding_format or "float"](vector).tolist()
 
         written = await asyncio.to_thread(_written, vectors, write, self.model.model_id, n_tokens)
         return Response(written, media_type="application/json")
@@ -193,7 +185,7 @@ class EmbeddingRoutes:
             vectors, n_tokens = [], 0
         duration_ns = int((time.monotonic() - began_s) * 1e9)
         facts = {"total_duration": duration_ns, "load_duration": 0, "prompt_eval_count": n_tokens}
-        rows = await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors])
+        rows = await asyncio.to_thread(lambda: [vector.tolist() for vector in vectors])
         return _json({"model": asked.model, "embeddings": rows, **facts})
 
     async def _embedded(self, request: Request, body: EmbeddingRequest) -> tuple[list[Floats], int]:
@@ -313,24 +305,16 @@ class EmbeddingRoutes:
         self, request: Request, n_characters: int, cut: Callable[[], list[Tokens]]
     ) -> list[Tokens]:
         lane = self._long if n_characters > _LONG_CHARACTERS else self._texts
-        try:
+        with _refusals(request):
             asker = _asker(request)
             self.model.client.refuse_if_full(asker)
             return await while_there(request, lane.run(asker.name, cut))
-        except ServingError as error:
-            _vouch_if_busy(request, error)
-            raise from_engine(error) from error
 
     async def _vectors(self, request: Request, inputs: Sequence[Tokens]) -> list[Floats]:
         self._life.refuse_unless_open()
-        record = record_of(request.scope)
-        if record is not None:
-            record.n_prompt = sum(len(tokens.ids) for tokens in inputs)
-        try:
+        record_of(request.scope).n_prompt = sum(len(tokens.ids) for tokens in inputs)
+        with _refusals(request):
             vectors = await while_there(request, self.model.client.embed(inputs, _asker(request)))
-        except ServingError as error:
-            _vouch_if_busy(request, error)
-            raise from_engine(error) from error
         _vouch(request)
         return vectors
 
@@ -371,11 +355,16 @@ def _vouch(request: Request) -> None:
         connection.mark_answered()
 
 
-def _vouch_if_busy(request: Request, error: ServingError) -> None:
-    """Raise the connection's share of loop time after QueueFull, as after an answer: otherwise clients that
-    came while the server was full would hardly be read."""
-    if isinstance(error, QueueFull):
-        _vouch(request)
+@contextmanager
+def _refusals(request: Request) -> Iterator[None]:
+    """Raise ApiError in place of the queues' errors. QueueFull raises the connection's share of loop time, as
+    an answer does: otherwise clients that came while the server was full would hardly be read."""
+    try:
+        yield
+    except ServingError as error:
+        if isinstance(error, QueueFull):
+            _vouch(request)
+        raise from_engine(error) from error
 
 
 def _written(
@@ -388,10 +377,6 @@ def _written(
     )
     rest = to_json({"model": model_id, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})
     return b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:]
-
-
-def _numbers(vector: npt.NDArray[Any]) -> list[float]:
-    return list(vector.tolist())
 
 
 def _logistic(score: float) -> float:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,15 +16,15 @@ from phasewise.serving.engine.receipts import FinishReason, receipt_of
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Pieces
 from phasewise.serving.http.answers.openai_objects import AnswerReading, AnswerWriter, Choice, Json, Reply
-from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
+from phasewise.serving.http.errors import ApiError, ClientLeft, engine_errors, from_engine
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.models.served_models import ServedModels
-from phasewise.serving.http.monitoring.access_log import note_lives, record_of
-from phasewise.serving.http.requests.body import BodyReader
+from phasewise.serving.http.monitoring.access_log import record_of
+from phasewise.serving.http.requests.body import Body, BodyReader
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.request_threads import Preparation, while_there
-from phasewise.serving.http.requests.schemas import MOST_INT, CompletionRequest, GenerationRequest, Strict
+from phasewise.serving.http.requests.schemas import MOST_INT, CompletionRequest, GenerationRequest
 from phasewise.serving.http.transport.connection import Connection, connection_of
 from phasewise.serving.http.transport.server import Lifecycle
 
@@ -41,7 +40,7 @@ async def respond(client: EngineClient, reply: Reply, writer: AnswerWriter, requ
     connection = connection_of(request.scope)
     assert connection is not None, "lines of batches are answered whole"
     stream = client.open(reply.requests, connection, tells_progress=reply.tells_progress)
-    note_lives(request.scope, stream.lives)
+    record_of(request.scope).lives = stream.lives.values()
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
         # than clients wait for a sign of life.
@@ -82,7 +81,7 @@ async def _choices(client: EngineClient, requests: Sequence[Submit], scope: Scop
         return True
 
     stream = client.open(requests)
-    note_lives(scope, stream.lives)
+    record_of(scope).lives = stream.lives.values()
     stream.take = take
     try:
         await stream.ended()
@@ -92,9 +91,8 @@ async def _choices(client: EngineClient, requests: Sequence[Submit], scope: Scop
 
 
 class _EventStream(Response):
-    """A streamed response, whose pieces go from the engine's client to the connection. All that have come go
-    in one write, so that a slow reader costs no more than one. However sending ends, the stream is closed and
-    its requests are aborted."""
+    """A streamed response. All pieces that have come go to the connection in one write, so that a slow reader
+    costs no more than one. However sending ends, the stream is closed and its requests are aborted."""
 
     def __init__(
         self,
@@ -157,9 +155,6 @@ class _EventStream(Response):
         self._timer = asyncio.get_running_loop().call_later(self._every_s, self._look)
 
 
-Body = TypeVar("Body", bound=Strict)
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationService:
     models: ServedModels
@@ -185,13 +180,9 @@ class GenerationService:
         reading = reading_of(body, model, requests[0]) if isinstance(body, ChatRequest) else None
         reply = reply_of(body, requests, model)
         self.life.refuse_unless_open()
-        record = record_of(request.scope)
-        if record is not None:
-            record.n_prompt = reply.n_prompt
-        try:
+        record_of(request.scope).n_prompt = reply.n_prompt
+        with engine_errors():
             response = await respond(self.client, reply, write(reply, reading), request)
-        except ServingError as error:
-            raise from_engine(error) from error
         if reply.clamped is not None:
             response.headers["X-Clamped-Max-Tokens"] = str(reply.clamped)
         connection = connection_of(request.scope)
@@ -201,8 +192,7 @@ class GenerationService:
 
 
 def reply_of(body: GenerationRequest, requests: Sequence[Submit], model: ServedModel) -> Reply:
-    """Build the reply for prepared requests. Raises ApiError while a wanted receipt's fingerprint is
-    unknown."""
+    """Build the reply for prepared requests. ApiError: the fingerprint of a receipt is unknown yet."""
     clamped = [len(asked.prompt_token_ids) for asked in requests if asked.max_tokens is None]
     has_stated = body.most_tokens not in (None, MOST_INT)
     return Reply(

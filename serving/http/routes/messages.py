@@ -13,14 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phasewise.serving.http.answers.openai_objects import (
-    PING,
-    AnswerReading,
-    Json,
-    PartWriter,
-    Reply,
-    encode,
-)
+from phasewise.serving.http.answers.openai_objects import PING, AnswerReading, Json, PartWriter, Reply, encode
 from phasewise.serving.http.errors import ApiError, bad_request, naming
 from phasewise.serving.http.requests.chat_schemas import (
     MOST_TOOLS,
@@ -166,14 +159,15 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
     fields = _prompt_of(body)
     if isinstance(body, MessagesRequest):
         fields |= {
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
+            **body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"}),
             "stop": body.stop_sequences or None,
-            "stream": body.stream,
-            **_of_output(body.output_config or OutputConfig(), thinks=_thinks(body)),
         }
+        output = body.output_config or OutputConfig()
+        if output.format is not None:
+            named = {"name": "answer", "schema": output.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+        if _thinks(body):
+            fields["reasoning_effort"] = output.effort
     return ChatRequest.of(fields)
 
 
@@ -199,16 +193,6 @@ def _prompt_of(body: CountTokensRequest) -> Json:
 
 def _thinks(body: CountTokensRequest) -> bool:
     return body.thinking is not None and body.thinking.type != "disabled"
-
-
-def _of_output(wanted: OutputConfig, *, thinks: bool) -> Json:
-    out: Json = {}
-    if wanted.format is not None:
-        named = {"name": "answer", "schema": wanted.format.schema_}
-        out["response_format"] = {"type": "json_schema", "json_schema": named}
-    if thinks and wanted.effort is not None:
-        out["reasoning_effort"] = wanted.effort
-    return out
 
 
 def _blocks(message: Message) -> Sequence[Any]:
@@ -349,11 +333,11 @@ class MessageWriter(PartWriter):
             yield self._event("message_start", message=self._message([], _NOT_ENDED, self._usage(0)))
         for part in parts:
             match part:
-                case Call(name=name, arguments=arguments):
-                    yield self._begin("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
-                    yield self._add("input", "input_json", arguments, "partial_json")
-                case Begun(name=name):
-                    yield self._begin("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
+                case Call() | Begun():
+                    call_id = f"toolu_{uuid.uuid4().hex[:24]}"
+                    yield self._begin("tool_use", id=call_id, name=part.name, input={})
+                    if isinstance(part, Call):
+                        yield self._add("input", "input_json", part.arguments, "partial_json")
                 case Piece(text=text):
                     yield self._add("input", "input_json", text, "partial_json")
                 case Reasoning(text=text):
@@ -386,10 +370,6 @@ class MessageWriter(PartWriter):
             return ""
         self._open = None
         return self._event("content_block_stop", index=self._index)
-
-    def _event(self, name: str, /, **fields: object) -> str:
-        """An event; none of an answer that is sent whole."""
-        return f"event: {name}\ndata: {encode({'type': name, **fields})}\n\n" if self._reply.streamed else ""
 
 
 _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}

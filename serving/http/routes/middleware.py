@@ -6,11 +6,9 @@ import hashlib
 import re
 import secrets
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -124,9 +122,7 @@ class RequireKey:
         if key is None:
             key = scope[_CLIENT] = self._key_of(headers)
         if key is not None:
-            record = record_of(scope)
-            if record is not None:
-                record.key = self._keys.label_of(key)
+            record_of(scope).key = self._keys.label_of(key)
             return None
         is_given = headers.get("authorization", "").lower().startswith("bearer ") or "x-api-key" in headers
         message = (
@@ -184,9 +180,8 @@ class RecordRequests:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         path = self._name_of(scope["path"])
-        record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
+        record = scope[RECORD] = Record(request_id, scope["method"], path)
         record.address = scope["client"][0] if scope.get("client") else ""
-        scope[RECORD] = record
 
         async def recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -253,24 +248,19 @@ def on_hangup(
     if not opens and read is None and read_tls is None:
         return None
 
-    in_turn = threading.Lock()
+    in_turn = threading.Lock()  # an older read must not replace a newer one
+
+    def read_again() -> None:
+        with in_turn:
+            if read_tls is not None:
+                read_tls()
+            if read is not None and (now := read()) is not None:
+                keys.replace(now)
 
     def hang_up() -> None:
         for reopen in opens:
             reopen()
         if read is not None or read_tls is not None:
-            asked = (keys, read, read_tls, in_turn)
-            threading.Thread(target=_replace, args=asked, name="phasewise-keys", daemon=True).start()
+            threading.Thread(target=read_again, name="phasewise-keys", daemon=True).start()
 
     return hang_up
-
-
-def _replace(
-    keys: ApiKeys, read: ReadKeys | None, read_tls: Callable[[], None] | None, in_turn: threading.Lock
-) -> None:
-    """Read certificate and keys again. `in_turn`: keeps an older read from replacing a newer one."""
-    with in_turn:
-        if read_tls is not None:
-            read_tls()
-        if read is not None and (now := read()) is not None:
-            keys.replace(now)

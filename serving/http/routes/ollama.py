@@ -117,12 +117,7 @@ def _seconds(text: str | float) -> float:
     return math.inf if seconds < 0 else seconds
 
 
-def _checked(given: str | float) -> str | float:
-    _seconds(given)
-    return given
-
-
-KeepAlive = Annotated[str | float, AfterValidator(_checked)]
+KeepAlive = Annotated[str | float, AfterValidator(_seconds)]
 _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _DURATION = re.compile(r"-?(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|[hms]))+")
 _NUMBER = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,9})?")
@@ -145,7 +140,7 @@ class _Asked(AnswerRequest):
     @property
     def keep_alive_s(self) -> float | None:
         """Seconds that the model stays unused; infinite if negative; None if the request leaves it out."""
-        return None if self.keep_alive is None else _seconds(self.keep_alive)
+        return None if self.keep_alive is None else float(self.keep_alive)
 
     @model_validator(mode="after")
     def _without_options(self) -> Self:
@@ -267,9 +262,8 @@ def closed(schema: Any) -> Any:
 
 
 class OllamaWriter(PartWriter):
-    """Writes an answer in lines of JSON, or as the last of them. The keep-alive is a space: Ollama's client
-    fails on empty lines. `began_ns`: time at which the request came, by `time.perf_counter_ns`. `is_chat`:
-    True for `/api/chat`."""
+    """Writes an answer in lines of JSON, or as the last of them. Ollama's client fails on empty lines: the
+    keep-alive is a space. `began_ns`: when the request came. `is_chat`: True for `/api/chat`."""
 
     media_type, sign_of_life = JSON_LINES, SPACE
 
@@ -326,7 +320,8 @@ class OllamaWriter(PartWriter):
 
     def _line(self, said: Json, *, done: bool = False) -> Json:
         """A line of the answer with the fields `content`, `thinking` and `tool_calls` that are in `said`."""
-        head: Json = {"model": self._reply.model.model_id, "created_at": _now()}
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        head: Json = {"model": self._reply.model.model_id, "created_at": now}
         if self._is_chat:
             return {**head, "message": {"role": "assistant", "content": "", **said}, "done": done}
         text = said.pop("content", "")
@@ -349,10 +344,6 @@ class OllamaWriter(PartWriter):
 
 def _call(name: str, arguments: str) -> Json:
     return {"tool_calls": [{"function": {"name": name, "arguments": parsed(arguments) or {}}}]}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 OLLAMA_API = "0.14.0"
@@ -407,7 +398,7 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
             return _loaded(model, body, {"message": {"role": "assistant", "content": ""}})
         with naming(_IN_CHAT):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            return await _answer(service, request, body, chat, model, began_ns)
+            return await service.answer(request, chat, model, partial(OllamaWriter, began_ns=began_ns))
 
     @routes.add("/api/generate", "POST", OllamaGenerateRequest)
     async def ollama_generate(request: Request) -> Response:
@@ -420,32 +411,15 @@ def add_ollama(routes: Routes, service: GenerationService) -> None:
         has_template = model.encode_chat is not None
         with naming({} if body.raw or not has_template else _IN_GENERATE):
             prompt = prompt_of(body, has_template=has_template)
-            return await _answer(service, request, body, prompt, model, began_ns)
-
-
-async def _answer(
-    service: GenerationService,
-    request: Request,
-    body: OllamaChatRequest | OllamaGenerateRequest,
-    meant: ChatRequest | CompletionRequest,
-    model: ServedModel,
-    began_ns: int,
-) -> Response:
-    """Answer a request of Ollama's API. `meant`: the request that `body` was converted to."""
-    meant = meant.model_copy(update={"model": model.model_id})
-    is_chat = isinstance(body, OllamaChatRequest)
-    return await service.answer(
-        request, meant, model, partial(OllamaWriter, began_ns=began_ns, is_chat=is_chat)
-    )
+            write = partial(OllamaWriter, began_ns=began_ns, is_chat=False)
+            return await service.answer(request, prompt, model, write)
 
 
 async def _hold(
     service: GenerationService, request: Request, name: str, keep_s: float | None = None
 ) -> ServedModel:
     """Hold a model by its name, which may have the tag `latest`. `keep_s`: how long it stays unused then."""
-    record = record_of(request.scope)
-    if record is not None:
-        record.keep_s = keep_s
+    record_of(request.scope).keep_s = keep_s
     return await service.models.hold(request, name.removesuffix(":latest"))
 
 

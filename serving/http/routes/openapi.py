@@ -160,7 +160,8 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in _NAMES)})
 
 def add_page(routes: Routes) -> None:
     """Add the routes of the web page."""
-    files = {name: _file(name) for name in ("index.html", *_NAMES)}
+    folder = resources.files("phasewise.serving.http").joinpath("page")
+    files = {name: folder.joinpath(name).read_bytes() for name in ("index.html", *_NAMES)}
 
     @routes.add("/", "GET")
     async def index(_request: Request) -> Response:
@@ -171,10 +172,6 @@ def add_page(routes: Routes) -> None:
         if name not in _NAMES:
             raise ApiError(404, "the page has no such file")
         return _response(name, files[name])
-
-
-def _file(name: str) -> bytes:
-    return resources.files("phasewise.serving.http").joinpath("page", name).read_bytes()
 
 
 def _response(name: str, content: bytes) -> Response:

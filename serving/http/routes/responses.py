@@ -193,12 +193,8 @@ class ResponseWriter(PartWriter):
         return place if item.calls else {**place, "content_index": 0}
 
     def _event(self, name: str, /, **fields: Any) -> str:
-        """An event; none of an answer that is sent whole."""
-        if not self._reply.streamed:
-            return ""
-        said = encode({"type": name, "sequence_number": self._n_events, **fields})
         self._n_events += 1
-        return f"event: {name}\ndata: {said}\n\n"
+        return super()._event(name, sequence_number=self._n_events - 1, **fields)
 
     # ---- the response ------------------------------------------------------------------------------------
 

@@ -366,8 +366,8 @@ def test_what_an_encoder_writes_is_read_back_however_it_is_cut(
 
     assert reader.is_over
     assert written == content
-    assert reader.form.fields == {"purpose": "batch"}
-    assert reader.form.filename == name
+    assert reader.fields == {"purpose": "batch"}
+    assert reader.filename == name
 
 
 @examples(300)
@@ -377,8 +377,8 @@ def test_no_form_is_a_fault_of_the_server(head: bytes, content: bytes, cut: int)
     body = b"--b\r\n" + head + b"\r\n\r\n" + content + b"\r\n--b--\r\n"
     with contextlib.suppress(ApiError):
         reader, _ = read(body, [min(cut, len(body))])
-        assert "('" not in (reader.form.filename or "")
-        assert all(isinstance(value, str) for value in reader.form.fields.values())
+        assert "('" not in (reader.filename or "")
+        assert all(isinstance(value, str) for value in reader.fields.values())
 
 
 @pytest.mark.parametrize("head", [b"", b"Content-Disposition: form-data; name=purpose\r\n", b"A: b\r\n"])
