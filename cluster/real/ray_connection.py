@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from phasewise.cluster.errors import ClusterError
+from phasewise.serving.processes.behind_others import without_stderr
 
 NAMESPACE = "phasewise"
 CONNECT_S = 5.0
@@ -37,7 +38,7 @@ def ray_connection(address: str) -> Iterator[str]:
     try:
         if not was_there:
             stack.enter_context(contextlib.redirect_stdout(OwnStdout(sys.stdout)))
-            with _without_stderr():
+            with without_stderr():  # Ray's C++ side writes a line a second while a cluster refuses its token
                 ray.init(
                     address=address,
                     namespace=NAMESPACE,
@@ -78,21 +79,6 @@ class OwnStdout:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ours, name)
-
-
-@contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Discard file descriptor 2 within this context: Ray's C++ side writes a line a second to it while a
-    cluster refuses its token."""
-    kept = os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    os.close(nothing)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def the_ray(part: str = "") -> Any:

@@ -26,6 +26,19 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def without_stderr() -> Iterator[None]:
+    """Discard file descriptor 2 meanwhile, to which libraries write past Python."""
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 NICENESS = 10
 """Niceness of background threads: other work gets nine tenths of a shared core."""
 

@@ -19,7 +19,7 @@ from importlib import import_module
 
 from phasewise._words import number
 from phasewise.serving.errors import shortage_of
-from phasewise.serving.processes.behind_others import end_with_parent
+from phasewise.serving.processes.behind_others import end_with_parent, without_stderr
 from phasewise.serving.sandbox.confined import Bounds, JobRefused, read_frame, write_frame
 
 Job = Callable[[bytes], bytes]
@@ -55,7 +55,8 @@ def main() -> int:
         name, bounds, told = settings.pop("job"), Bounds(**settings), read_frame(commands)
         _confine(_PREPARING_BYTES, bounds.start_s)
         try:
-            job = import_module(_JOBS[name]).prepare(told)
+            with without_stderr():  # messages of a library's panics are about its input, not about us
+                job = import_module(_JOBS[name]).prepare(told)
         except JobRefused as error:
             write_frame(answers, _REFUSED + str(error).encode())
             return 1

@@ -243,7 +243,7 @@ def cut(backend: tokenizers.Tokenizer, want: Want, texts: Sequence[Text], specia
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
     """The job of the confined process: a request of `ConfinedTokenizer` in, its answer out, both JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not outlive a fork
-    with _quiet(), library_errors(JobRefused, "the tokenizer cannot be read"):
+    with library_errors(JobRefused, "the tokenizer cannot be read"):
         backend = tokenizers.Tokenizer.from_str(told.decode("utf-8", "surrogatepass"))
         backend.no_padding()
         backend.no_truncation()
@@ -271,16 +271,3 @@ def library_errors(kind: type[ServingError], what: str, advice: str = "") -> Ite
         raise
     except BaseException as error:
         raise kind(f"{what}: {' '.join(str(error).split())[:200]}{advice}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence stderr: messages of the library's panics are about its input, not about phasewise."""
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

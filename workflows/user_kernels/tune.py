@@ -301,10 +301,11 @@ class _Run:
 
     def _imported(self, problem: UserProblem) -> list[Choice]:
         """The last parameters that another database has in use for the shape; they get a duel here."""
-        choices = (promotion.choice for promotion in self._promotions(problem, verified=False))
-        own = {choice: tuple(dict(choice).values()) for choice in choices}
-        fitting = [c for c, point in own.items() if is_original(dict(c)) or self._kernel_fits(point)]
-        return fitting[-1:]
+        promotions = self._promotions(problem, verified=False)
+        for choice in dict.fromkeys(promotion.choice for promotion in reversed(promotions)):
+            if is_original(dict(choice)) or self._kernel_fits(tuple(dict(choice).values())):
+                return [choice]
+        return []
 
     def _settle(self, problem: UserProblem, default: Choice, best: Choice) -> UserPromotion:
         """The choice after a duel of the best with the one in use; no duel is fought twice.

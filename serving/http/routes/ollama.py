@@ -320,8 +320,7 @@ class OllamaWriter(PartWriter):
 
     def _line(self, said: Json, *, done: bool = False) -> Json:
         """A line of the answer with the fields `content`, `thinking` and `tool_calls` that are in `said`."""
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        head: Json = {"model": self._reply.model.model_id, "created_at": now}
+        head: Json = {"model": self._reply.model.model_id, "created_at": _now()}
         if self._is_chat:
             return {**head, "message": {"role": "assistant", "content": "", **said}, "done": done}
         text = said.pop("content", "")
@@ -425,7 +424,7 @@ async def _hold(
 
 def _loaded(model: ServedModel, body: OllamaChatRequest | OllamaGenerateRequest, said: Json) -> Response:
     """The answer to an empty prompt, by which clients load or unload a model."""
-    head = {"model": model.model_id, "created_at": datetime.now(UTC).isoformat()}
+    head = {"model": model.model_id, "created_at": _now()}
     reason = "unload" if body.keep_alive_s == 0 else "load"
     return JSONResponse({**head, **said, "done": True, "done_reason": reason})
 
@@ -460,6 +459,10 @@ def _running(model: ListedModel) -> Json:
     expires = {} if model.ends_s is None else {"expires_at": _time(model.ends_s)}
     context = model.served.context_length if model.served else 0
     return {**expires, "size_vram": 0, "context_length": context}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _time(unix_s: float) -> str:

@@ -103,7 +103,8 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(client: ollama.Client, ranks: Scrip
     assert raw.prompt_eval_count == len("The capital?")
     assert n_template is not None
     assert n_template > len("The capital?")
-    assert client.generate(model="fake").done_reason == "load"
+    loaded = client.generate(model="fake")
+    assert (loaded.done_reason, str(loaded.created_at)[-1]) == ("load", "Z")
     assert client.chat(model="fake").done_reason == "load"
 
 
