@@ -133,28 +133,32 @@ def _by_ids(kind: Any) -> AnySelect:
 
 def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
     """Insert the rows in their order, with problems and schedules that are new, in few statements, since
-    other processes wait for the transaction."""
-    by_kind: dict[Any, list[StoredRow]] = {}
+    other processes wait for the transaction. New ones go in by the order of their tables and values: two
+    processes that add the same ones in two orders would each wait for the other."""
+    by_kind: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        by_kind.setdefault(type(row), []).append(row)
-    for kind, of_kind in by_kind.items():
-        columns = [flattened(row) for row in of_kind]
+        by_kind.setdefault(type(row), []).append(flattened(row))
+    records: dict[Any, set[Any]] = {}
+    for kind, columns in by_kind.items():
         for part in flat_parts(kind):
             if part.record:
-                ids = _ids_of(connection, part.record, [values[part.name] for values in columns])
-                for values in columns:
-                    values[f"{part.name}_id"] = ids[values.pop(part.name)]
-            elif part.name not in TABLES[kind].c:
-                for values in columns:
+                records.setdefault(part.record, set()).update(values[part.name] for values in columns)
+    ids = {kind: _ids_of(connection, kind, records[kind]) for kind in sorted(records, key=str)}
+    for kind, columns in by_kind.items():
+        for part in flat_parts(kind):
+            for values in columns:
+                if part.record:
+                    values[f"{part.name}_id"] = ids[part.record][values.pop(part.name)]
+                elif part.name not in TABLES[kind].c:
                     del values[part.name]
         connection.execute(insert(TABLES[kind]), columns)
 
 
 def _ids_of(connection: Connection, kind: type, records: Iterable[Any]) -> dict[Any, int | None]:
     """The ids of problems or schedules, inserted where they are new; None of None."""
-    keys = {record: tuple(flattened(record).values()) for record in {*records} - {None}}
+    keys = {record: tuple(flattened(record).values()) for record in records if record is not None}
     ids = _found_ids(connection, kind, [*keys.values()])
-    new = [record for record, key in keys.items() if key not in ids]
+    new = sorted((record for record, key in keys.items() if key not in ids), key=repr)
     if new:
         _insert_new(connection, kind, new)
         ids |= _found_ids(connection, kind, [keys[record] for record in new])

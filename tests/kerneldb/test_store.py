@@ -500,6 +500,22 @@ def test_a_schedule_measured_on_two_problems_is_one_row() -> None:
         assert store.stats().rows == table_rows(measurement=2, problem=2, schedule=1)
 
 
+@examples(20)
+@given(st.permutations([1, 2, 3, 4, 5, 6]), st.booleans())
+def test_new_problems_and_schedules_go_in_by_their_values(order: list[int], is_promoted_first: bool) -> None:
+    """Not in the order of what needs them: on PostgreSQL two processes would wait for each other's rows."""
+    several = [measured(n, replace(SCHEDULE, mr=n), problem=replace(PROBLEM, m=n)) for n in sorted(order)]
+    inserted = []
+    for rows in (several, [several[n - 1] for n in order]):
+        with open_store(":memory:") as store:
+            store.add([PROMOTION, *rows] if is_promoted_first else [*rows, PROMOTION])
+            with store._engine.connect() as connection:
+                queries = (f"SELECT * FROM {table} ORDER BY id" for table in ("problem", "schedule"))
+                inserted.append([connection.execute(text(query)).fetchall() for query in queries])
+
+    assert inserted[0] == inserted[1]
+
+
 def test_parameters_of_users_kernels_come_back_for_their_build_and_shape(store: Store) -> None:
     """Timings and promotions of another build, shape or kind of core are not those of this one."""
     store.add([USER_TIMING, USER_PROMOTION])
