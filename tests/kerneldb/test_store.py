@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
@@ -38,6 +41,7 @@ from phasewise.kerneldb.records import (
 )
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.tables import METADATA
+from tests.support import ROOT
 from tests.support.machines.kerneldb_examples import (
     ELSEWHERE,
     EVERY_KIND,
@@ -500,20 +504,33 @@ def test_a_schedule_measured_on_two_problems_is_one_row() -> None:
         assert store.stats().rows == table_rows(measurement=2, problem=2, schedule=1)
 
 
-@examples(20)
-@given(st.permutations([1, 2, 3, 4, 5, 6]), st.booleans())
-def test_new_problems_and_schedules_go_in_by_their_values(order: list[int], is_promoted_first: bool) -> None:
-    """Not in the order of what needs them: on PostgreSQL two processes would wait for each other's rows."""
-    several = [measured(n, replace(SCHEDULE, mr=n), problem=replace(PROBLEM, m=n)) for n in sorted(order)]
-    inserted = []
-    for rows in (several, [several[n - 1] for n in order]):
-        with open_store(":memory:") as store:
-            store.add([PROMOTION, *rows] if is_promoted_first else [*rows, PROMOTION])
-            with store._engine.connect() as connection:
-                queries = (f"SELECT * FROM {table} ORDER BY id" for table in ("problem", "schedule"))
-                inserted.append([connection.execute(text(query)).fetchall() for query in queries])
+IN_ORDER = """
+import sys
+from dataclasses import replace
+from sqlalchemy import text
+from phasewise.kerneldb.store import open_store
+from tests.support.machines.kerneldb_examples import PROBLEM, PROMOTION, SCHEDULE, measured
 
-    assert inserted[0] == inserted[1]
+numbers = map(int, sys.argv[1:])
+rows = [measured(n, replace(SCHEDULE, block_m=8 * n), problem=replace(PROBLEM, m=n)) for n in numbers]
+with open_store(":memory:") as store:
+    store.add([PROMOTION, *rows] if sys.argv[1] == "1" else [*rows, PROMOTION])
+    with store._engine.connect() as connection:
+        for query in ("SELECT m FROM problem ORDER BY id", "SELECT block_m FROM schedule ORDER BY id"):
+            print(connection.scalars(text(query)).all())
+"""
+
+
+def test_new_problems_and_schedules_go_in_by_their_values() -> None:
+    """Not by what needs them or by hashes: on PostgreSQL two processes would wait for each other's rows."""
+    told = []
+    for seed, order in enumerate(("123456789", "516298437", "987654321")):
+        seeded = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        command = [sys.executable, "-c", IN_ORDER, *order]
+        ran = subprocess.run(command, cwd=ROOT, env=seeded, capture_output=True, check=True)
+        told.append(ran.stdout)
+
+    assert told[0] == told[1] == told[2]
 
 
 def test_parameters_of_users_kernels_come_back_for_their_build_and_shape(store: Store) -> None:
