@@ -296,7 +296,6 @@ def test_only_whole_lines_of_a_log_are_kept(content: bytes) -> None:
 # ---- no other writer --------------------------------------------------------------------------------------
 
 OTHER_WRITERS = {
-    "cluster.real.ray_connection": "the null device, in place of stderr",
     "phasewise._files": "the one writer",
     "cli.command_app": "lines of help, in memory",
     "cli.present": "stderr is pointed at /dev/null when its terminal has gone",
@@ -315,9 +314,9 @@ OTHER_WRITERS = {
     "kerneldb.connect": "a copy of a database, which SQLite makes",
     "serving.processes.line_log": "appends lines to a log, and follows no link",
     "serving.sandbox.confined_process": "pipes, and the process's own figures in /proc",
-    "serving.text.confined_tokenizer": "stderr is pointed at /dev/null while a library is asked",
     "serving.prefix_store.folder": "records, each written beside its place and renamed",
     "serving.ranks.kv_share": "a segment of shared memory, by its path in /proc",
+    "serving.processes.behind_others": "stderr is pointed at /dev/null while a library is asked",
     "serving.processes.children": "a file in memory, for a child",
     "serving.loaders.packed_file": "the cache of packed models",
     "serving.loaders.fetching.hub": "the cache of fetched models",
