@@ -132,9 +132,8 @@ def _by_ids(kind: Any) -> AnySelect:
 
 
 def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
-    """Insert the rows in their order, with problems and schedules that are new, in few statements, since
-    other processes wait for the transaction. New ones go in by the order of their tables and values: two
-    processes that add the same ones in two orders would each wait for the other."""
+    """Insert the rows in few statements, since other processes wait, with problems and schedules that are
+    new: these by their tables and values, for in two orders two processes would wait for each other."""
     by_kind: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
         by_kind.setdefault(type(row), []).append(flattened(row))

@@ -156,7 +156,7 @@ _N_BYTES = "phasewise.body_bytes"
 """Key of the body's length in an ASGI scope."""
 
 _DISCARD_UP_TO_BYTES = 64 * 1024 * 1024
-"""Read so much past the limit, so that the sender gets to see the answer."""
+"""Bytes that are read past the limit, so that the sender sees the answer."""
 _WORTH_A_THREAD_BYTES = 256 * 1024
 """Larger bodies are validated on a thread, because that takes milliseconds."""
 
